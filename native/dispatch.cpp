@@ -1,0 +1,66 @@
+#include "dispatch.hpp"
+
+#include <cmath>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace zero_opt {
+
+extern const Kernels kKernelsBaseline;
+#if defined(ZERO_OPT_X86_ISAS)
+extern const Kernels kKernelsV3;
+extern const Kernels kKernelsV4;
+#endif
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> tables = {&kKernelsBaseline};
+#if defined(ZERO_OPT_X86_ISAS)
+  __builtin_cpu_init();
+  // These include the test that the operating system saves the wide registers.
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  if (v3) tables.push_back(&kKernelsV3);
+  if (v4) tables.push_back(&kKernelsV4);
+#endif
+  return tables;
+}
+
+const Kernels& kernels_named(const std::string& name) {
+  std::string known;
+  for (const Kernels* table : available_kernels()) {
+    if (name == table->name) return *table;
+    known += known.empty() ? "" : ", ";
+    known += table->name;
+  }
+  throw std::runtime_error("no kernels for the instruction set '" + name + "'; this processor runs: " + known);
+}
+
+const Kernels& chosen_kernels() {
+  static const Kernels& chosen = []() -> const Kernels& {
+    const char* forced = std::getenv("ZERO_OPT_ISA");
+    if (forced != nullptr && forced[0] != '\0') return kernels_named(forced);
+    return *available_kernels().back();
+  }();
+  return chosen;
+}
+
+AdamScalars adam_scalars(const AdamHypers& hypers) {
+  const double bias_correction1 = 1.0 - std::pow(hypers.beta1, hypers.step);
+  const double bias_correction2 = 1.0 - std::pow(hypers.beta2, hypers.step);
+  AdamScalars scalars;
+  scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
+  scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
+  scalars.decay = hypers.decoupled ? static_cast<float>(1.0 - hypers.lr * hypers.weight_decay) : 1.0f;
+  scalars.l2 = hypers.decoupled ? 0.0f : static_cast<float>(hypers.weight_decay);
+  scalars.weight1 = static_cast<float>(1.0 - hypers.beta1);
+  scalars.weight2 = static_cast<float>(1.0 - hypers.beta2);
+  scalars.beta2 = static_cast<float>(hypers.beta2);
+  scalars.eps = static_cast<float>(hypers.eps);
+  scalars.sign = hypers.maximize ? -1.0f : 1.0f;
+  return scalars;
+}
+
+}  // namespace zero_opt

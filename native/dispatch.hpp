@@ -1,0 +1,29 @@
+// Which kernels to run: a table chosen once, at run time.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace zero_opt {
+
+// The tables that this processor can run, slowest first; never empty.
+std::vector<const Kernels*> available_kernels();
+
+// The table of that name. Throws std::runtime_error naming the available ones if there is none.
+const Kernels& kernels_named(const std::string& name);
+
+// The table of ZERO_OPT_ISA if that is set and not empty, else the fastest one. Chosen at the first call.
+const Kernels& chosen_kernels();
+
+// The hyperparameters of one group at one step, as the user wrote them.
+struct AdamHypers {
+  double lr, beta1, beta2, eps, weight_decay;
+  double step;  // t, counted from 1
+  bool decoupled, maximize;
+};
+
+AdamScalars adam_scalars(const AdamHypers& hypers);
+
+}  // namespace zero_opt
