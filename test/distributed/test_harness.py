@@ -153,7 +153,7 @@ def test_the_group_can_be_left_to_the_function() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [
-        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), "1 of 2 elements differ, the first at flat index"),
+        (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), "1 of 2 elements differ, the first at flat"),
         (torch.tensor(0.0), torch.tensor(-0.0), "max 0 ulp"),
         (torch.tensor([1.0]), torch.tensor([1.0 + 2**-22]), "max 2 ulp"),
         (torch.ones(1).bfloat16(), -torch.ones(1).bfloat16(), "max 32512 ulp"),
