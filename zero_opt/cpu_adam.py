@@ -146,6 +146,7 @@ def _has_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     return own == strides or all(a == b for a, b, size in zip(own, strides, tensor.shape) if size > 1)
 
 
+@torch.no_grad()
 def adam_update_(updates: Sequence[AdamUpdate], *, isa: str = "") -> None:
     """Applies one Adam or AdamW step to every update, in place, in one native call.
 
@@ -208,10 +209,9 @@ def _native_scalars(hypers: AdamHypers, step: float) -> Any:
 def _copy_home(staged: Sequence[tuple[Tensor, Tensor]], written: Sequence[Tensor]) -> None:
     """Brings staged results back, and tells autograd what changed behind its back."""
     changed = {id(tensor) for tensor in written}
-    with torch.no_grad():
-        for tensor, run in staged:
-            if id(tensor) in changed:
-                tensor.copy_(run)
+    for tensor, run in staged:
+        if id(tensor) in changed:
+            tensor.copy_(run)
     versioned = [tensor for tensor in written if not tensor.is_inference()]
     if versioned:
         torch.autograd.graph.increment_version(versioned)
@@ -238,6 +238,7 @@ class _NativeStep(torch.optim.Adam):
         """As in torch; also raises TypeError or ValueError for a param that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
+            self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for name, param in self._named(len(self.param_groups) - 1):
                 check_tensor(name, param)
         except (TypeError, ValueError):
@@ -245,7 +246,7 @@ class _NativeStep(torch.optim.Adam):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -274,6 +275,8 @@ class _NativeStep(torch.optim.Adam):
         for group, name, param, grad in work:
             state = self.state[param]
             _init_state(state, param, group["amsgrad"])
+            if group["amsgrad"] and "max_exp_avg_sq" not in state:
+                raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
             updates.append(
                 AdamUpdate(
                     name=name,
@@ -289,7 +292,7 @@ class _NativeStep(torch.optim.Adam):
         return updates
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps every param that has a gradient, in place.
 
         Args:

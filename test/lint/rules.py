@@ -1,0 +1,161 @@
+"""The project's own lint: size limits, and names that only certain modules may use.
+
+Run as a script it prints every finding as path:line: message and fails if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "zero_opt"
+FILE_LINES = 500  # a file stays under this
+FUNCTION_LINES = 50  # a function, with its docstring, stays under this
+PARAMETERS = 8  # a function has at most this many, plus self or cls and **kwargs
+
+COLLECTIVES_MODULE = "collectives"
+NATIVE_MODULES = {"cpu_adam", "host_exchange", "worker_process", "worker_main"}
+
+# What torch.distributed calls its collectives, and what a process group calls them.
+COLLECTIVE = re.compile(
+    r"(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|send|recv|gather|scatter)(_\w+)?"
+    r"|isend|irecv|batch_isend_irecv|P2POp|reduce|(monitored_)?barrier"
+)
+GROUP_METHOD = re.compile(
+    r"_?(allreduce|allgather|alltoall)(_\w+)?|_reduce_scatter_base|reduce_scatter_tensor_coalesced|recv_anysource"
+)
+DISTRIBUTED = "torch.distributed"
+
+Finding = tuple[int, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def size_findings(source: str, tree: ast.Module | None) -> Iterator[Finding]:
+    """Files and functions that are too long, functions that take too much. ``tree`` is None for native sources."""
+    lines = source.count("\n") + (not source.endswith("\n") and bool(source))
+    if lines >= FILE_LINES:
+        yield lines, f"the file has {lines} lines; stay under {FILE_LINES}"
+    if tree is None:
+        return
+    methods = {item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body}
+    for node in ast.walk(tree):
+        if not isinstance(node, Function):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length >= FUNCTION_LINES:
+            yield node.lineno, f"{node.name}() has {length} lines; stay under {FUNCTION_LINES}"
+        count = parameter_count(node, method=node in methods)
+        if count > PARAMETERS:
+            yield node.lineno, f"{node.name}() has {count} parameters; at most {PARAMETERS}"
+
+
+def parameter_count(node: Function, *, method: bool) -> int:
+    """How many parameters count: all but the self or cls of a method, and **kwargs."""
+    args = node.args
+    count = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs) + (args.vararg is not None)
+    static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
+    return count - (1 if method and not static else 0)
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` as text, or an empty string for anything that is not a plain chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def distributed_aliases(tree: ast.Module) -> set[str]:
+    """The names under which this module reaches torch.distributed or a module of it."""
+    aliases = {DISTRIBUTED}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.asname and a.name.startswith(DISTRIBUTED)}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if f"{node.module}.{alias.name}".startswith(DISTRIBUTED):
+                    aliases.add(alias.asname or alias.name)
+    return aliases
+
+
+def collective_findings(tree: ast.Module) -> Iterator[Finding]:
+    """Every use of a torch.distributed collective, whatever the module is imported as."""
+    aliases = distributed_aliases(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(DISTRIBUTED):
+            for alias in node.names:
+                if COLLECTIVE.fullmatch(alias.name) or GROUP_METHOD.fullmatch(alias.name):
+                    yield node.lineno, f"{alias.name}: only {COLLECTIVES_MODULE}.py names a collective"
+        elif isinstance(node, ast.Attribute):
+            base = dotted(node.value)
+            of_torch = base in aliases or any(base.startswith(f"{alias}.") for alias in aliases)
+            if (of_torch and COLLECTIVE.fullmatch(node.attr)) or GROUP_METHOD.fullmatch(node.attr):
+                yield node.lineno, f"{base}.{node.attr}: only {COLLECTIVES_MODULE}.py names a collective"
+
+
+def imported_from_root(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything taken from the package itself by a module ``depth`` packages below it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            absolute = node.level == 0 and node.module == PACKAGE
+            if absolute or (node.level == depth + 1 and node.module is None):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif (node.module or "") in (f"{PACKAGE}._native", "_native"):
+                yield node.lineno, "_native"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == PACKAGE or alias.name.startswith(f"{PACKAGE}._native"):
+                    yield node.lineno, alias.name.removeprefix(f"{PACKAGE}.")
+
+
+def import_findings(tree: ast.Module, module: str, depth: int, submodules: set[str]) -> Iterator[Finding]:
+    """Imports that the contracts in setup.cfg cannot see: of _native, and of the package's own public names."""
+    for line, name in imported_from_root(tree, depth):
+        if name == "_native":
+            if module not in NATIVE_MODULES:
+                yield line, f"only {', '.join(sorted(NATIVE_MODULES))} import _native"
+        elif name not in submodules:
+            yield line, f"{name}: import it from the module that defines it, not from {PACKAGE} itself"
+
+
+def check_file(path: Path, root: Path) -> Iterator[Finding]:
+    """All findings in one file under ``root``."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source, str(path)) if path.suffix == ".py" else None
+    yield from size_findings(source, tree)
+    package = root / PACKAGE
+    if tree is None or not path.is_relative_to(package):
+        return
+    parts = path.relative_to(package).with_suffix("").parts
+    if parts[0] != COLLECTIVES_MODULE:
+        yield from collective_findings(tree)
+    if parts not in (("__init__",), ("__main__",)):
+        submodules = {entry.stem for entry in package.iterdir() if not entry.name.startswith("_")}
+        yield from import_findings(tree, parts[0], len(parts) - 1, submodules)
+
+
+def source_files(root: Path) -> list[Path]:
+    """Every file that the limits are for."""
+    python = [path for folder in (PACKAGE, "test", "docs") for path in (root / folder).rglob("*.py")]
+    native = [path for pattern in ("*.cpp", "*.hpp", "*.inl") for path in (root / "native").rglob(pattern)]
+    return sorted([*python, *native, root / "setup.py"])
+
+
+def findings(root: Path = ROOT) -> list[str]:
+    """Everything that is wrong under ``root``, one line each."""
+    return [
+        f"{path.relative_to(root)}:{line}: {message}"
+        for path in source_files(root)
+        for line, message in check_file(path, root)
+    ]
+
+
+if __name__ == "__main__":
+    found = findings()
+    print("\n".join(found) or f"{len(source_files(ROOT))} files keep the rules")
+    sys.exit(bool(found))

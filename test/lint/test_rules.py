@@ -1,0 +1,79 @@
+"""The lint finds what it is for, and finds nothing in the project."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from test.lint import rules
+
+
+def test_project_keeps_the_rules() -> None:
+    assert rules.findings() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 1\n" * 499, []),
+        ("x = 1\n" * 500, ["the file has 500 lines"]),
+        ("def f():\n" + "    x = 1\n" * 48, []),
+        ("def f():\n" + "    x = 1\n" * 49, ["f() has 50 lines"]),
+        ("def f(a, b, c, d, e, f, g, *, h, **rest): pass", []),
+        ("def f(a, b, c, d, e, f, g, /, *h, i): pass", ["f() has 9 parameters"]),
+        ("class C:\n    def f(self, a, b, c, d, e, f, g, h): pass", []),
+        ("class C:\n    @staticmethod\n    def f(self, a, b, c, d, e, f, g, h): pass", ["f() has 9 parameters"]),
+    ],
+)
+def test_sizes(source: str, expected: list[str]) -> None:
+    found = [message for _, message in rules.size_findings(source, ast.parse(source))]
+    assert len(found) == len(expected)
+    assert all(message.startswith(start) for message, start in zip(found, expected))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(t)",
+        "import torch\ntorch.distributed.all_gather_into_tensor(a, b)",
+        "from torch import distributed\ndistributed.barrier()",
+        "from torch.distributed import reduce_scatter_tensor",
+        "from torch.distributed import distributed_c10d as c10d\nc10d.isend(t, 1)",
+        "group.allreduce([t])",
+        "group._allgather_base(a, b)",
+        "group.alltoall_base(a, b, [], [])",
+    ],
+)
+def test_collectives_are_found(source: str) -> None:
+    assert len(list(rules.collective_findings(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.get_rank()\ndist.new_group()",
+        "connection.send(message)\ntorch.broadcast_tensors(a, b)\nfunctools.reduce(f, x)\nindex.scatter(0, i, x)",
+    ],
+)
+def test_other_names_are_not(source: str) -> None:
+    assert not list(rules.collective_findings(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "depth", "count"),
+    [
+        ("from zero_opt import _native", "cpu_adam", 0, 0),
+        ("from zero_opt import _native", "optimizer", 0, 1),
+        ("from . import _native", "optimizer", 0, 1),
+        ("from .. import _native", "placement", 1, 1),
+        ("import zero_opt._native", "optimizer", 0, 1),
+        ("from zero_opt._native import isa", "optimizer", 0, 1),
+        ("from zero_opt import CPUAdam", "estimate", 0, 1),
+        ("from zero_opt import layout", "estimate", 0, 0),
+        ("from . import device", "placement", 1, 0),
+        ("import zero_opt", "estimate", 0, 1),
+    ],
+)
+def test_imports_that_no_contract_sees(source: str, module: str, depth: int, count: int) -> None:
+    assert len(list(rules.import_findings(ast.parse(source), module, depth, {"layout"}))) == count
