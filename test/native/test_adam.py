@@ -1,0 +1,101 @@
+"""The Adam kernel gives the same bits on every instruction set and under any cut."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from test.native.kernels import HYPERS, adam, arrays, same_bits
+from zero_opt import _native
+
+ISAS = _native.isas()
+VARIANTS = [
+    {},
+    {"amsgrad": False},
+    {"decoupled": False},
+    {"maximize": True, "weight_decay": 0.0},
+    {"beta1": 0.3, "decoupled": False, "amsgrad": False},
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("numel", [0, 1, 15, 64, 1003])
+def test_same_bits_on_every_isa(isa: str, variant: dict[str, object], numel: int) -> None:
+    ours, reference = arrays(numel), arrays(numel)
+    for step in (1.0, 2.0, 3.0):
+        adam(ours, isa=isa, **{**variant, "step": step})
+        adam(reference, isa=ISAS[-1], **{**variant, "step": step})
+    assert all(same_bits(a, b) for a, b in zip(ours, reference))
+
+
+@given(
+    cuts=st.lists(st.integers(0, 700), max_size=6),
+    isa=st.sampled_from(ISAS),
+    variant=st.sampled_from(VARIANTS),
+    seed=st.integers(0, 5),
+)
+def test_any_cut_gives_the_bits_of_the_whole(cuts: list[int], isa: str, variant: dict[str, object], seed: int) -> None:
+    whole, parts = arrays(700, seed), arrays(700, seed)
+    adam(whole, isa=isa, **variant)
+    edges = [0, *sorted(cuts), 700]
+    for begin, end in itertools.pairwise(edges):
+        adam([t[begin:end] for t in parts], isa=isa, **variant)
+    assert all(same_bits(a, b) for a, b in zip(whole, parts))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_array_in_two_roles_is_read_before_it_is_written(isa: str) -> None:
+    param, _grad, *moments = arrays(100)
+    apart = [param.clone(), param.clone(), *(t.clone() for t in moments)]
+    adam([param, param, *moments], isa=isa)
+    adam(apart, isa=isa)
+    assert same_bits(param, apart[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_and_infinity_stay_where_they_are(isa: str) -> None:
+    tensors = arrays(64)
+    for t in tensors:
+        t.normal_().abs_()
+    tensors[1][5], tensors[1][6] = float("nan"), float("inf")
+    adam(tensors, isa=isa)
+    bad = [i for i, value in enumerate(tensors[0].isfinite().tolist()) if not value]
+    assert bad == [5, 6]
+    assert tensors[4][5].isnan()
+
+
+def run_with_isa(isa: str) -> subprocess.CompletedProcess[str]:
+    code = "from zero_opt import _native; print(_native.isa())"
+    environment = {**os.environ, "ZERO_OPT_ISA": isa}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_environment_forces_an_isa(isa: str) -> None:
+    assert run_with_isa(isa).stdout.strip() == isa
+
+
+def test_unknown_isa_is_an_error_that_names_the_known() -> None:
+    done = run_with_isa("v9")
+    assert done.returncode != 0
+    assert "RuntimeError: no kernels for the instruction set 'v9'" in done.stderr
+    assert "baseline" in done.stderr
+    with pytest.raises(RuntimeError, match="'v9'"):
+        adam(arrays(1), isa="v9")
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="step counts from 1"):
+        _native.AdamScalars(**{**HYPERS, "step": 0.0})
+    scalars = _native.AdamScalars(**HYPERS)
+    with pytest.raises(ValueError, match="negative"):
+        _native.AdamRun(scalars, -1, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="addresses"):
+        _native.AdamRun(scalars, 1, 0, 0, 0, 0)
