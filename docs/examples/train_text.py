@@ -1,0 +1,200 @@
+"""Train a small GPT on English text over two ranks, with sharded gradients and optimizer state, and prove it.
+
+    torchrun --nproc-per-node 2 docs/examples/train_text.py
+
+Reads the reference text of Python's own `help()`, byte by byte. Prints held-out bits per byte beside those of a
+byte-bigram model and the bytes each rank holds beside an unsharded run's, draws the loss curve, saves a
+checkpoint and resumes it in plain torch.optim.AdamW and at other world sizes, where the next step must be the
+same to the bit. The exit code is 0 only if it is, and if the model predicts better than bigrams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+
+import text_ranks
+import torch
+from resume_text import compare_next_step, run_at_world_size, save_checkpoint
+from text_data import Corpus, bigram_bits_per_byte, bigram_entropy, load_corpus, random_batch, scoring_windows
+from text_model import GPT, ModelSize, parameter_groups
+from text_report import History, Memory, MemoryScan, draw_loss_curve, memory_table
+from tqdm import tqdm
+
+import zero_opt
+
+RESUME_WORLD_SIZES = (1, 3)
+
+
+@dataclass
+class Run:
+    """One rank's view of the training run."""
+
+    arguments: argparse.Namespace
+    rank: int
+    world_size: int
+    corpus: Corpus
+    model: GPT
+    optimizer: zero_opt.ShardedOptimizer
+
+    def say(self, text: str = "") -> None:
+        """Print, once for all ranks."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What can be chosen on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = ModelSize()
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--width", type=int, default=size.width)
+    parser.add_argument("--layers", type=int, default=size.layers)
+    parser.add_argument("--heads", type=int, default=size.heads)
+    parser.add_argument("--context", type=int, default=size.context, help="bytes the model sees at once")
+    parser.add_argument("--batch", type=int, default=16, help="windows per rank and step")
+    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=0.5, help="the library's default would hold all of this small model"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the checkpoint and the picture")
+    return parser.parse_args()
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Up over the first twentieth, then down a cosine to a tenth."""
+    warm_up = min(1.0, (step + 1) / max(1, steps // 20))
+    return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
+
+
+def train(run: Run, scan: MemoryScan) -> tuple[History, Memory]:
+    """The training loop: that of any torch.optim optimizer, but that `optimizer` clips."""
+    steps, batch, context = run.arguments.steps, run.arguments.batch, run.model.size.context
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: learning_rate_factor(step, steps))
+    history, memory = History(), Memory(0, 0, 0)
+    bar = tqdm(range(1, steps + 1), disable=run.rank != 0, mininterval=1.0, unit="step")
+    for step in bar:
+        seed = step * run.world_size + run.rank  # every rank and step its own windows
+        tokens, targets = random_batch(run.corpus.train, batch, context, seed)
+        loss = run.model.loss(tokens, targets)
+        loss.backward()
+        if step == min(3, steps):  # the buckets' order, and so what is held, is settled after the first step
+            memory = scan.measure(run.model, run.optimizer, ignore=(tokens, targets, loss))
+        run.optimizer.clip_grad_norm_(run.arguments.max_norm)
+        run.optimizer.step()
+        schedule.step()
+        run.optimizer.zero_grad()
+        history.train_bits.append(loss.item() / math.log(2))
+        if step % max(1, steps // 5) == 0 and step < steps:
+            history.held_out_bits[step] = held_out_bits_per_byte(run, run.corpus.held_out[:8192])
+        bar.set_postfix(bits_per_byte=f"{history.train_bits[-1]:.3f}")
+    history.held_out_bits[steps] = held_out_bits_per_byte(run, run.corpus.held_out)
+    return history, memory
+
+
+@torch.no_grad()
+def held_out_bits_per_byte(run: Run, text: torch.Tensor) -> float:
+    """Over every byte of `text` but the first, each rank scoring its part of the windows."""
+    nats = scored = 0.0
+    for index, (tokens, targets) in enumerate(scoring_windows(text, run.model.size.context, batch=32)):
+        if index % run.world_size == run.rank:
+            nats += run.model.loss(tokens, targets, reduction="sum").item()
+            scored += int((targets >= 0).sum())
+    nats, scored = text_ranks.add_up([nats, scored])
+    return nats / scored / math.log(2)
+
+
+def build_run(arguments: argparse.Namespace, corpus: Corpus) -> Run:
+    """Everything training needs; the optimizer is the one line that differs from an unsharded run."""
+    rank, world_size = text_ranks.start()
+    size = ModelSize(arguments.width, arguments.layers, arguments.heads, arguments.context)
+    model = GPT(size, seed=rank)
+    zero_opt.broadcast_params(model, src=0)
+    optimizer = zero_opt.ShardedOptimizer(
+        parameter_groups(model),
+        torch.optim.AdamW,
+        lr=arguments.lr,
+        betas=(0.9, 0.95),
+        reduction=zero_opt.Overlapped(bucket_mb=arguments.bucket_mb),
+    )
+    return Run(arguments, rank, world_size, corpus, model, optimizer)
+
+
+def describe(run: Run) -> None:
+    """What is about to be trained, and on what."""
+    count = sum(p.numel() for p in run.model.parameters())
+    run.say(
+        f"text: {len(run.corpus.train):,} bytes to train on, {len(run.corpus.held_out):,} held out\n"
+        f"model: {count:,} parameters; {run.world_size} ranks x {run.arguments.batch} windows of "
+        f"{run.model.size.context} bytes"
+    )
+
+
+def save_and_resume(run: Run) -> tuple[bool, Memory]:
+    """Save what rank 0 consolidates, then take the next step here, in plain AdamW and at other world sizes."""
+    path = run.arguments.out / "checkpoint.pt"
+    begin = time.perf_counter()
+    run.optimizer.consolidate_state_dict(to=0)
+    seconds = time.perf_counter() - begin
+    if run.rank == 0:
+        save_checkpoint(path, run.model, run.optimizer.state_dict(), asdict(run.model.size))
+    text_ranks.barrier()
+    run.say(f"\nconsolidated in {seconds * 1000:.0f} ms, saved {path}; the next step beside plain torch.optim.AdamW's:")
+    checkpoint = torch.load(path, weights_only=True)
+    comparison = compare_next_step(run.model, run.optimizer, checkpoint, run.corpus.train)
+    run.say(f"went on at world size {run.world_size}: {comparison}")
+    same = comparison.differing == 0
+    if run.rank == 0:
+        for world_size in RESUME_WORLD_SIZES:
+            resumed_same, line = run_at_world_size(world_size, path)
+            run.say(line)
+            same = same and resumed_same
+    failures = text_ranks.add_up([float(not same)])[0]
+    return failures == 0, comparison.plain_memory
+
+
+def gather_memory(memory: Memory) -> list[Memory]:
+    """Every rank's bytes."""
+    rows = text_ranks.gather(torch.tensor(astuple(memory)))
+    return [Memory(*(int(x) for x in row)) for row in rows]
+
+
+def main() -> int:
+    """Train, show, resume; 0 if the model beat the bigrams and every resumed step was the same to the bit."""
+    begin = time.perf_counter()
+    arguments = parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus()
+    scan = MemoryScan()
+    run = build_run(arguments, corpus)
+    describe(run)
+    history, memory = train(run, scan)
+    trained = time.perf_counter() - begin
+    model_bits = history.held_out_bits[arguments.steps]
+    bigram_bits = bigram_bits_per_byte(corpus.train, corpus.held_out)
+    bigram_floor = bigram_entropy(corpus.held_out)
+    if run.rank == 0:
+        draw_loss_curve(history, bigram_bits, arguments.out / "loss.png")
+    same, plain_memory = save_and_resume(run)
+    run.say("\n" + memory_table(plain_memory, gather_memory(memory)))
+    better = model_bits < min(bigram_bits, bigram_floor)
+    run.say(
+        f"\nheld-out bits per byte: {model_bits:.3f}; byte bigrams {bigram_bits:.3f} (counts of the training text, "
+        f"backed off to byte frequencies)\n  and {bigram_floor:.3f} (entropy of the held-out text's own bigrams)"
+        f"\nloss curve: {arguments.out / 'loss.png'}"
+        f"\nresumed steps: {'the same to the bit' if same else 'NOT THE SAME'}; model "
+        f"{'beats' if better else 'DOES NOT BEAT'} bigrams; {trained:.0f} s to train, "
+        f"{time.perf_counter() - begin:.0f} s in all"
+    )
+    run.optimizer.close()
+    text_ranks.stop()
+    return 0 if same and better else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
