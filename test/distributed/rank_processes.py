@@ -87,9 +87,7 @@ def run_processes(
 def _fork_rank(rank: int, options: _Options, call: Callable[[int], Any]) -> _Rank:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_child_main, args=(rank, options, call, ours, theirs), name=f"rank {rank}"
-    )
+    process = context.Process(target=_child_main, args=(rank, options, call, ours, theirs), name=f"rank {rank}")
     with warnings.catch_warnings():
         # Python 3.12 warns of any fork beside threads. The child runs with one torch thread, and torch's
         # pool is not entered before that is set.
@@ -99,9 +97,7 @@ def _fork_rank(rank: int, options: _Options, call: Callable[[int], Any]) -> _Ran
     return _Rank(rank, process, ours, options.folder / f"stack_{rank}")
 
 
-def _child_main(
-    rank: int, options: _Options, call: Callable[[int], Any], ours: Connection, theirs: Connection
-) -> None:
+def _child_main(rank: int, options: _Options, call: Callable[[int], Any], ours: Connection, theirs: Connection) -> None:
     """The life of a forked rank. It leaves by os._exit: pytest's teardown belongs to the parent alone."""
     code = 1
     try:
