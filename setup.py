@@ -15,9 +15,12 @@ import sys
 import sysconfig
 
 from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import BaseError, CCompilerError
 
+REQUIRED = os.environ.get("ZERO_OPT_NATIVE") == "require"
+BUILD_ERRORS = (BaseError, CCompilerError, OSError)
 EXACT_MATHS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CXX = ["-std=c++17", "-fvisibility=hidden"]
 HEADERS = sorted(glob.glob("native/*.hpp") + glob.glob("native/*.inl"))
@@ -55,16 +58,33 @@ def extension() -> Extension:
     )
 
 
-class BuildNative(build_ext):
-    """Builds the per-ISA libraries before the extension, and lets the package do without on failure."""
+class BuildKernels(build_clib):
+    """Builds the per-ISA libraries; a failure is kept for BuildNative to report, unless they are required."""
+
+    error: Exception | None = None
 
     def run(self) -> None:
         try:
-            # An editable install runs build_ext alone; the libraries have to exist by then.
-            self.run_command("build_clib")
             super().run()
-        except (BaseError, OSError) as error:
-            if os.environ.get("ZERO_OPT_NATIVE") == "require":
+        except BUILD_ERRORS as error:
+            if REQUIRED:
+                raise
+            self.error = error
+
+
+class BuildNative(build_ext):
+    """Builds the extension on top of the libraries; the package does without it if either fails."""
+
+    def run(self) -> None:
+        # An editable install runs build_ext alone; the libraries have to exist by then.
+        self.run_command("build_clib")
+        kernels = self.get_finalized_command("build_clib")
+        try:
+            if kernels.error is not None:
+                raise kernels.error
+            super().run()
+        except BUILD_ERRORS as error:
+            if REQUIRED:
                 raise
             self.extensions = []
             print(
@@ -80,5 +100,5 @@ else:
     setup(
         ext_modules=[extension()],
         libraries=[kernel_library(isa) for isa in isas()],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_clib": BuildKernels, "build_ext": BuildNative},
     )
