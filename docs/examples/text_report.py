@@ -21,15 +21,19 @@ class History:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of live tensors on one rank, between backward and step."""
+    """Bytes of live tensors on one rank, between backward and step.
+
+    As backward returns, exchanges may still be under way: the gradients in them are whole yet.
+    """
 
     parameters: int
     gradients: int
     optimizer_state: int
+    gradients_as_backward_returns: int = 0
 
     @property
     def total(self) -> int:
-        """All three."""
+        """All that is held when the step begins."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
@@ -78,10 +82,17 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def memory_table(unsharded: Memory, ranks: list[Memory]) -> str:
     """Bytes per rank beside those of one unsharded process."""
     columns = [("unsharded", unsharded)] + [(f"rank {rank}", memory) for rank, memory in enumerate(ranks)]
-    rows = [["bytes between backward and step"] + [name for name, _ in columns]]
-    for name in ("parameters", "gradients", "optimizer_state", "total"):
-        rows.append([name.replace("_", " ")] + [f"{getattr(memory, name):,}" for _, memory in columns])
-    rows.append(["share of unsharded"] + [f"{memory.total / unsharded.total:.1%}" for _, memory in columns])
+    rows = [["bytes"] + [name for name, _ in columns]]
+    named = {
+        "parameters": "parameters",
+        "gradients as backward returns": "gradients_as_backward_returns",
+        "gradients as the step begins": "gradients",
+        "optimizer state": "optimizer_state",
+        "total as the step begins": "total",
+    }
+    for title, name in named.items():
+        rows.append([title] + [f"{getattr(memory, name):,}" for _, memory in columns])
+    rows.append(["total, share of unsharded"] + [f"{memory.total / unsharded.total:.1%}" for _, memory in columns])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -14,7 +14,7 @@ import argparse
 import math
 import sys
 import time
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import text_ranks
@@ -83,9 +83,13 @@ def train(run: Run, scan: MemoryScan) -> tuple[History, Memory]:
         tokens, targets = random_batch(run.corpus.train, batch, context, seed)
         loss = run.model.loss(tokens, targets)
         loss.backward()
-        if step == min(3, steps):  # the buckets' order, and so what is held, is settled after the first step
-            memory = scan.measure(run.model, run.optimizer, ignore=(tokens, targets, loss))
+        looked_at = step == min(3, steps)  # the order of the buckets is settled after the first step
+        if looked_at:
+            early = scan.measure(run.model, run.optimizer, ignore=(tokens, targets, loss))
         run.optimizer.clip_grad_norm_(run.arguments.max_norm)
+        if looked_at:
+            memory = scan.measure(run.model, run.optimizer, ignore=(tokens, targets, loss))
+            memory = replace(memory, gradients_as_backward_returns=early.gradients)
         run.optimizer.step()
         schedule.step()
         run.optimizer.zero_grad()
