@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_opt.errors import NativeUnavailable
+from .errors import NativeUnavailable
 
 __all__ = ["AdamHypers", "AdamUpdate", "CPUAdam", "CPUAdamW", "adam_update_", "require_native"]
 
@@ -23,7 +23,7 @@ ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tens
 def require_native() -> None:
     """Raises NativeUnavailable if the extension was not built or cannot be loaded here."""
     try:
-        from zero_opt import _native
+        from . import _native
 
         _native.isa()
     except (ImportError, RuntimeError) as error:
@@ -166,7 +166,7 @@ def adam_update_(updates: Sequence[AdamUpdate], *, isa: str = "") -> None:
         for what, tensor in update.tensors():
             check_tensor(f"{what} of {update.name}", tensor, update.param.shape)
     require_native()
-    from zero_opt import _native
+    from . import _native
 
     scalars: dict[tuple[AdamHypers, float], _native.AdamScalars] = {}
     runs: list[_native.AdamRun] = []
@@ -192,7 +192,7 @@ def adam_update_(updates: Sequence[AdamUpdate], *, isa: str = "") -> None:
 
 
 def _native_scalars(hypers: AdamHypers, step: float) -> Any:
-    from zero_opt import _native
+    from . import _native
 
     return _native.AdamScalars(
         lr=hypers.lr,
