@@ -1,3 +1,54 @@
-"""Shard any torch.optim optimizer over the ranks of a torch.distributed process group."""
+"""Shard any ``torch.optim`` optimizer over the ranks of a ``torch.distributed`` process group."""
 
-__version__ = "0.1.0.dev0"
+from __future__ import annotations
+
+from .collectives import broadcast_params
+from .construction import register_elementwise
+from .cpu_adam import CPUAdam, CPUAdamW
+from .errors import (
+    ConfigError,
+    ConfigTypeError,
+    GradientConflict,
+    GradientConsumed,
+    NativeUnavailable,
+    OptimizerClosed,
+    ProcessGroupError,
+    RankMismatch,
+    StateDictError,
+    StateNotConsolidated,
+    StepDesync,
+    UnsupportedOptimizer,
+    UnsupportedParam,
+    ZeroOptError,
+)
+from .optimizer import ShardedOptimizer
+from .policies import AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyReduced",
+    "AtStep",
+    "CPUAdam",
+    "CPUAdamW",
+    "Checks",
+    "ConfigError",
+    "ConfigTypeError",
+    "GradientConflict",
+    "GradientConsumed",
+    "MixedPrecision",
+    "NativeUnavailable",
+    "OptimizerClosed",
+    "Overlapped",
+    "ProcessGroupError",
+    "RankMismatch",
+    "ShardedOptimizer",
+    "StateDictError",
+    "StateNotConsolidated",
+    "StepDesync",
+    "UnsupportedOptimizer",
+    "UnsupportedParam",
+    "ZeroOptError",
+    "broadcast_params",
+    "register_elementwise",
+]

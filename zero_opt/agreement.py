@@ -1,0 +1,177 @@
+"""Do the ranks agree: on what they hold (when constructed), and on which step they are in (at every step)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors
+from .collectives import Group, tensor_bytes
+from .errors import RankMismatch, StepDesync, ZeroOptError
+
+_HEADER = struct.Struct("<qqqq?")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank brings to a step.
+
+    Attributes:
+        step, epoch: optimizer steps done; ``zero_grad`` calls since the last one.
+        rounds: gradient exchanges per bucket in this window.
+        used: bit per parameter, whether it has a gradient here. trainable: bit per parameter, requires_grad.
+    """
+
+    step: int
+    epoch: int
+    rounds: int
+    used: int
+    trainable: int
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all."""
+
+    rounds: int
+    used: int
+    trainable: int
+
+
+class Agreement:
+    """Compares small facts over the control group. Every method is collective."""
+
+    def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
+        self.group, self._describe = group, describe
+
+    def on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
+        """Agree on the state of the step about to be taken.
+
+        Raises:
+            StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
+            ZeroOptError: ``error``, of whichever rank passed one, on every rank.
+        """
+        mask_bytes = (param_count + 7) // 8
+        payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, param_count, error is not None)
+        payload += mine.used.to_bytes(mask_bytes, "little") + mine.trainable.to_bytes(mask_bytes, "little")
+        gathered = self.group.all_gather(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        reports, failed = [], False
+        for tensor in gathered:
+            raw = tensor_bytes(tensor)
+            step, epoch, rounds, _, has_error = _HEADER.unpack_from(raw)
+            masks = raw[_HEADER.size :]
+            used = int.from_bytes(masks[:mask_bytes], "little")
+            trainable = int.from_bytes(masks[mask_bytes:], "little")
+            reports.append(StepReport(step, epoch, rounds, used, trainable))
+            failed |= has_error
+        if failed:
+            self.raise_first_error(error)
+        self._require_same_step(reports)
+        self._require_same_mask(reports)
+        used = 0
+        for report in reports:
+            used |= report.used
+        return StepAgreement(max(report.rounds for report in reports), used, mine.trainable)
+
+    def _require_same_step(self, reports: Sequence[StepReport]) -> None:
+        first = reports[0]
+        for rank, report in enumerate(reports):
+            if report.step != first.step:
+                raise StepDesync(f"rank {rank} is in step {report.step} while rank 0 is in step {first.step}")
+            if report.epoch != first.epoch:
+                raise StepDesync(
+                    f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank 0 "
+                    f"{first.epoch} times; after an exception every rank must call it, or none",
+                    epoch=max(r.epoch for r in reports),
+                )
+
+    def _require_same_mask(self, reports: Sequence[StepReport]) -> None:
+        for rank, report in enumerate(reports):
+            differing = report.trainable ^ reports[0].trainable
+            if differing:
+                index = (differing & -differing).bit_length() - 1
+                here, there = bool(reports[0].trainable >> index & 1), bool(report.trainable >> index & 1)
+                raise RankMismatch(
+                    f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
+                )
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        return any(bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8)))
+
+    def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's list; all ranks give one of the same length."""
+        tensor = torch.tensor(list(numbers), dtype=torch.int64)
+        self.group.broadcast(tensor, 0)
+        return [int(n) for n in tensor.tolist()]
+
+    def raise_first_error(self, error: Exception | None) -> None:
+        """Raise, on every rank, the error of the first rank that has one; return if none has. Collective.
+
+        The rank's own error object is raised on the rank it comes from.
+        """
+        text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
+        for rank, other in enumerate(self.group.all_gather_bytes(text)):
+            if not other:
+                continue
+            if rank == self.group.rank and error is not None:
+                raise error
+            name, message = json.loads(other)
+            kind = getattr(errors, name, ZeroOptError)
+            raise (kind if issubclass(kind, ZeroOptError) else ZeroOptError)(f"rank {rank}: {message}")
+
+    def on_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
+        """Compare what the ranks hold, as (name of the thing, its JSON value), in order.
+
+        A fixed-size digest is compared; the entries travel only when digests differ.
+
+        Raises:
+            RankMismatch: on every rank, naming the first entry that differs and both values.
+        """
+        listed = [[name, value] for name, value in entries]
+        encoded = json.dumps(listed).encode()
+        digest = hashlib.sha256(encoded).digest()
+        digests = self.group.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        if all(torch.equal(digests[0], other) for other in digests):
+            return
+        gathered = [json.loads(payload) for payload in self.group.all_gather_bytes(encoded)]
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                raise RankMismatch(_first_difference(gathered[0], other, rank))
+
+
+def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
+    for (name, value), (other_name, other_value) in zip(first, other, strict=False):
+        if name != other_name:
+            return f"rank 0 has {name} where rank {rank} has {other_name}"
+        if value != other_value:
+            hint = "; call zero_opt.broadcast_params(model) first" if name.endswith("values") else ""
+            return f"{name}: {value!r} on rank 0, {other_value!r} on rank {rank}{hint}"
+    longer, where = (first, 0) if len(first) > len(other) else (other, rank)
+    return f"{longer[min(len(first), len(other))][0]} exists on rank {where} alone"
+
+
+def value_digest(param: Tensor) -> str:
+    """A short digest of a parameter's bits that depends on their positions. Reads the parameter about twice.
+
+    The bytes are summed as integers by rows and by columns of a matrix, and both sums are hashed.
+    """
+    with torch.no_grad():
+        flat = param.detach().contiguous().view(-1)
+        raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
+        whole = raw.numel() // 4 * 4
+        words = raw[:whole].view(torch.int32)
+        width = 4096
+        rows = words[: words.numel() // width * width].view(-1, width)
+        parts = [rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :], raw[whole:]]
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(tensor_bytes(part.cpu().contiguous()))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,164 @@
+"""Gradient buckets: from the gradients of one round to this rank's shard of their mean.
+
+A bucket holds references to the gradients that have arrived until it is complete, then copies them into a pooled
+staging buffer in one call; so a filling bucket takes no memory of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from .collectives import Exchange, Ident
+from .flat_param import FlatParam
+from .layout import BucketLayout
+
+
+class StagingPool:
+    """Buffers that buckets pass through, reused from step to step.
+
+    A buffer is keyed by use (``slot``), dtype and device, and grows to the largest bucket asked for.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
+        key = (slot, dtype, device)
+        with self._lock:
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.numel() < numel:
+                # Padding is sent too: zeros keep it finite and the transfer deterministic.
+                buffer = self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
+        return buffer[:numel]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+
+class BucketState(Enum):
+    """Life of one round of a bucket."""
+
+    FILLING = auto()  # gradients are arriving
+    REDUCING = auto()  # handed to the exchange, in the agreed order; no gradient is taken any more
+
+
+class Fill:
+    """One round of one bucket: the gradients that have arrived, by position in the bucket."""
+
+    def __init__(self, params: Sequence[FlatParam]) -> None:
+        self.grads: list[Tensor | None] = [None] * len(params)
+        self.missing = sum(flat.param.requires_grad for flat in params)
+        self.state = BucketState.FILLING
+
+    def put(self, position: int, grad: Tensor) -> None:
+        """Take one gradient."""
+        self.grads[position] = grad
+        self.missing -= 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has delivered."""
+        return self.missing <= 0
+
+
+class GradBucket:
+    """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
+
+    Attributes:
+        layout: the plan. slices: this rank's parameter slices.
+        params: the bucket's parameters, in bucket order.
+        dtype: dtype gradients are sent and accumulated in.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[FlatParam], rank: int, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self.layout, self.params, self._rank = layout, params, rank
+        self.slices = layout.slices(rank)
+        self.device = params[0].param.device
+        self.dtype = reduce_dtype or params[0].param.dtype
+        self.shard_numel = layout.shard(rank).numel
+        self._shard: Tensor | None = None
+        self._views: tuple[int, list[Tensor]] | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
+        if self._shard is None:
+            self._shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
+        return self._shard
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the shard, zero before the first reduction."""
+        return 0 if self._shard is None else self._shard.numel() * self._shard.element_size()
+
+    def slice_grads(self) -> list[Tensor]:
+        """The shard cut into this rank's slices: in the parameter's shape where whole, else 1-D."""
+        views = []
+        for piece in self.slices:
+            run = self.shard[piece.in_shard.start : piece.in_shard.stop]
+            flat = self.params[self.layout.params.index(piece.param)]
+            views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
+        return views
+
+    def _staging_views(self, staging: Tensor) -> list[Tensor]:
+        """Per parameter, its place in the staging buffer, in the parameter's shape."""
+        if self._views is None or self._views[0] != staging.data_ptr():
+            places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+            views = [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
+            self._views = (staging.data_ptr(), views)
+        return self._views[1]
+
+    def _stage(self, grads: Sequence[Tensor | None], staging: Tensor) -> None:
+        targets, sources = [], []
+        for view, grad in zip(self._staging_views(staging), grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def reduce(
+        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
+    ) -> bool:
+        """Reduce one round into the shard; runs off the main thread.
+
+        Args:
+            accumulate: per slice, whether to add to what the shard holds; else it is overwritten.
+
+        Returns:
+            ``False``, and an undefined shard, when another rank skipped this exchange.
+        """
+        with torch.no_grad():
+            staging = pool.take(0, self.layout.numel, self.dtype, self.device)
+            self._stage(fill.grads, staging)
+            fill.grads = []  # the values are in staging now: let the gradients go
+            adding = any(accumulate)
+            needed = exchange.scratch_shards * self.shard_numel
+            work = pool.take(1, needed + adding * self.shard_numel, self.dtype, self.device)
+            mean = work[needed:] if adding else self.shard
+            if not exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed]):
+                return False
+            if adding:
+                self._add(mean, accumulate)
+            return True
+
+    def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
+        for piece, add in zip(self.slices, accumulate, strict=True):
+            run = slice(*piece.in_shard)
+            if add:
+                self.shard[run] += mean[run]
+            else:
+                self.shard[run] = mean[run]

@@ -1,0 +1,434 @@
+"""The one file that names torch.distributed collectives: how bytes move, chosen per backend and torch version.
+
+Methods of the process group object are called rather than the functions of ``torch.distributed``: they work from any
+thread, and their names have not been deprecated between torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import ConfigTypeError, ProcessGroupError, StepDesync
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+HEADER_NUMEL = 4
+_TAG_MODULUS = 1 << 30
+
+
+class Ident(NamedTuple):
+    """Names one bucket exchange; later exchanges compare greater, on every rank alike."""
+
+    step: int
+    epoch: int
+    sequence: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# process groups
+
+
+def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
+    """The process group a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
+
+    Returns ``None`` when torch.distributed is not initialised, which is world size 1.
+
+    Raises:
+        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
+    """
+    if process_group is not None:
+        if isinstance(process_group, dist.ProcessGroup):
+            return process_group
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ProcessGroupError("this rank is not a member of the process_group it passed")
+        if isinstance(process_group, DeviceMesh):
+            if process_group.ndim != 1:
+                raise ConfigTypeError(
+                    f"process_group is a {process_group.ndim}-D DeviceMesh; pass one dimension, e.g. mesh['dp']"
+                )
+            return process_group.get_group()
+        raise ConfigTypeError(
+            f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}"
+        )
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ProcessGroupError(
+            f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before constructing ShardedOptimizer"
+        )
+    return None
+
+
+def _backend_for(parent: dist.ProcessGroup) -> str:
+    """Backend of an own group: the parent's for accelerators, plus one that carries CPU tensors."""
+    config = str(dist.get_backend_config(parent))
+    if "threaded" in config:
+        return "threaded"
+    return "cpu:gloo,cuda:nccl" if "nccl" in config else "gloo"
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The raw bytes of a contiguous CPU tensor, without numpy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Group:
+    """A process group of our own, so that no traffic of the user's can cross ours.
+
+    Attributes:
+        rank: this rank within the group. world_size: number of ranks.
+        ranks: global rank of each member, in group order.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        self.ranks = dist.get_process_group_ranks(parent)
+        self.backend = _backend_for(parent)
+        self.pg = dist.new_group(
+            self.ranks,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
+            backend=self.backend,
+            use_local_synchronization=self.backend != "threaded",
+        )
+        self.rank, self.world_size = dist.get_rank(self.pg), len(self.ranks)
+
+    @property
+    def has_send_recv(self) -> bool:
+        """Whether two ranks can exchange a message without the others; the threaded test backend cannot."""
+        return self.backend != "threaded"
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order."""
+        outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.pg.allgather([outputs], [tensor]).wait()
+        return outputs
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, which may differ in length, in rank order."""
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))]
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        gathered = self.all_gather(padded)
+        return [tensor_bytes(t[:n]) for t, n in zip(gathered, lengths, strict=True)]
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self.pg.broadcast([tensor], options).wait()
+
+    def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> dist.Work | None:
+        """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
+
+        ``tensor`` is contiguous: the source on ``src``, the destination on ``dst``, ``None`` elsewhere.
+        """
+        if self.has_send_recv:
+            if tensor is None or numel == 0 or src == dst:
+                return None
+            if self.rank == src:
+                return cast(dist.Work, self.pg.send([tensor], dst, 0))
+            return cast(dist.Work, self.pg.recv([tensor], src, 0)) if self.rank == dst else None
+        self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
+        return None
+
+    def close(self) -> None:
+        """Destroy the group; harmless when the user has destroyed everything already."""
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
+            dist.destroy_process_group(self.pg)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the arithmetic all exchanges share
+
+
+def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) -> None:
+    """Write the sum of ``parts``, added in the order given, divided by ``world_size``, to ``out``.
+
+    bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
+    """
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALF_DTYPES else out
+    first, second = next(parts), next(parts)
+    if total is out:
+        torch.add(first, second, out=total)
+    else:
+        total.copy_(first).add_(second)
+    for part in parts:
+        total.add_(part)
+    total.div_(world_size)
+    if total is not out:
+        out.copy_(total)
+
+
+def _chunks(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    return [bucket[start:stop] for start, stop in pairwise(bounds)]
+
+
+class Pending:
+    """Work under way; :meth:`wait` returns when its tensors may be used."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Block until done."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+
+class Exchange(Protocol):
+    """How the ranks of a group exchange buckets."""
+
+    scratch_shards: int
+    """Scratch that :meth:`reduce_scatter` needs, in shards."""
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+        """Write the mean over ranks of this rank's shard of ``bucket`` to ``out``.
+
+        ``scratch`` has ``scratch_shards`` times as many elements as ``out``, and its dtype.
+
+        Called in the same order on every rank, except that a rank may skip exchanges that an exception kept it from.
+        Returns ``False``, with ``out`` undefined, when another rank skipped this one.
+        """
+
+    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+        """Fill ``bucket`` with every rank's shard; this rank's is in place."""
+
+
+class _Inbox:
+    """Messages from one peer, in the order it sent them: a header, then the data."""
+
+    def __init__(self, pg: dist.ProcessGroup, peer: int) -> None:
+        self._pg, self._peer, self._count = pg, peer, 0
+        self._header: Tensor | None = None
+
+    def peek(self) -> tuple[Ident, int]:
+        """The next message's ident and size in bytes."""
+        if self._header is None:
+            header = torch.empty(HEADER_NUMEL, dtype=torch.int64)
+            self._pg.recv([header], self._peer, 2 * self._count).wait()
+            self._header = header
+        step, epoch, sequence, nbytes = self._header.tolist()
+        return Ident(step, epoch, sequence), nbytes
+
+    def take(self, into: Tensor) -> dist.Work:
+        """Start receiving the next message's data."""
+        tag, self._header = 2 * self._count + 1, None
+        self._count = (self._count + 1) % _TAG_MODULUS
+        return self._pg.recv([into], self._peer, tag)
+
+    def skip_before(self, ident: Ident) -> bool:
+        """Drop messages older than ``ident``; whether the next one is ``ident``."""
+        while True:
+            found, nbytes = self.peek()
+            if found >= ident:
+                return found == ident
+            self.take(torch.empty(nbytes, dtype=torch.uint8)).wait()
+
+
+class PairwiseExchange:
+    """gloo: each rank sends every peer just the part that peer owns, and adds up what it receives in rank order.
+
+    Half the bytes of gloo's reduce_scatter, which is an all_reduce. Every message is preceded by its ident, so a rank
+    that left a backward early (an exception) is noticed instead of having its next bucket added to this one.
+    """
+
+    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+        self._reduce, self._gather = reduce_group, gather_group
+        rank, world_size = reduce_group.rank, reduce_group.world_size
+        self._rank, self._world_size = rank, world_size
+        self._peers = [(rank + i) % world_size for i in range(1, world_size)]
+        self._inbox = {peer: _Inbox(reduce_group.pg, peer) for peer in self._peers}
+        self._sent = dict.fromkeys(self._peers, 0)
+        self.scratch_shards = min(world_size - 1, 3)
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+        """See :class:`Exchange`."""
+        chunks = _chunks(bucket, bounds)
+        sends: list[Any] = []
+        for peer in self._peers:
+            sends += self._send(ident, peer, chunks[peer])
+        matches = [self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)]
+        if all(matches):
+            slots = list(scratch.view(self.scratch_shards, -1)) if out.numel() else [out] * self.scratch_shards
+            mean_in_rank_order(self._parts(chunks[self._rank], slots), self._world_size, out)
+        else:
+            for peer, match in zip(sorted(self._peers), matches, strict=True):
+                if match:
+                    self._inbox[peer].take(torch.empty_like(chunks[self._rank])).wait()
+        Pending(sends).wait()
+        return all(matches)
+
+    def _send(self, ident: Ident, peer: int, chunk: Tensor) -> list[Any]:
+        header = torch.tensor([*ident, chunk.numel() * chunk.element_size()], dtype=torch.int64)
+        count = self._sent[peer]
+        self._sent[peer] = (count + 1) % _TAG_MODULUS
+        pg = self._reduce.pg
+        return [pg.send([header], peer, 2 * count), pg.send([chunk], peer, 2 * count + 1)]
+
+    def _parts(self, own: Tensor, slots: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Every rank's chunk in rank order, receiving the next while the caller adds up this one."""
+        peers = sorted(self._peers)
+        works: dict[int, tuple[Any, Tensor]] = {}
+
+        def post(position: int) -> None:
+            if position < len(peers):
+                into = slots[position % len(slots)]
+                works[peers[position]] = (self._inbox[peers[position]].take(into), into)
+
+        post(0)
+        for rank in range(self._world_size):
+            if rank == self._rank:
+                yield own
+                continue
+            position = peers.index(rank)
+            work, received = works.pop(rank)
+            work.wait()
+            post(position + 1)
+            yield received
+
+    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+        """See :class:`Exchange`."""
+        chunks = _chunks(bucket, bounds)
+        pg = self._gather.pg
+        works = [pg.recv([chunks[peer]], peer, 0) for peer in reversed(self._peers) if chunks[peer].numel()]
+        own = chunks[self._rank]
+        if own.numel():
+            works += [pg.send([own], peer, 0) for peer in self._peers]
+        return Pending(works)
+
+
+class ListExchange:
+    """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
+
+    scratch_shards = 0
+
+    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+        self._reduce, self._gather = reduce_group, gather_group
+
+    def reduce_scatter(
+        self,
+        ident: Ident,
+        bucket: Tensor,
+        bounds: Sequence[int],
+        out: Tensor,
+        scratch: Tensor,  # noqa: ARG002
+    ) -> bool:
+        """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
+        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
+        _require_same_ident(ident, idents)
+        chunks = _chunks(bucket, bounds)
+        received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
+        self._reduce.pg.alltoall(received, chunks).wait()
+        mean_in_rank_order(iter(received), len(chunks), out)
+        return True
+
+    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+        """See :class:`Exchange`."""
+        chunks = _chunks(bucket, bounds)
+        own = chunks[self._gather.rank].clone()
+        return Pending([self._gather.pg.allgather([chunks], [own])])
+
+
+def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
+    for rank, other in enumerate(idents):
+        if other.tolist() != list(ident):
+            raise StepDesync(
+                f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
+                f"{tuple(ident)}: an exception left the ranks at different points of a backward"
+            )
+
+
+class NcclExchange:
+    """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
+
+    scratch_shards = 0
+
+    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+        self._reduce, self._gather = reduce_group, gather_group
+
+    def reduce_scatter(
+        self,
+        ident: Ident,  # noqa: ARG002
+        bucket: Tensor,
+        bounds: Sequence[int],
+        out: Tensor,
+        scratch: Tensor,  # noqa: ARG002
+    ) -> bool:
+        """See :class:`Exchange`; sums in NCCL's order."""
+        pg, rank = self._reduce.pg, self._reduce.rank
+        chunks = _chunks(bucket, bounds)
+        if isinstance(bounds, range):
+            _method(pg, "reduce_scatter_single", "_reduce_scatter_base")(out, bucket).wait()
+        else:
+            for owner, chunk in enumerate(chunks):
+                options = dist.ReduceOptions()
+                options.rootRank = owner
+                pg.reduce([chunk], options).wait()
+            out.copy_(chunks[rank])
+        out.div_(self._reduce.world_size)
+        return True
+
+    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+        """See :class:`Exchange`."""
+        pg = self._gather.pg
+        chunks = _chunks(bucket, bounds)
+        if isinstance(bounds, range):
+            gather = _method(pg, "all_gather_single", "_allgather_base")
+            return Pending([gather(bucket, chunks[self._gather.rank].clone())])
+        works = []
+        for owner, chunk in enumerate(chunks):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = owner, 0
+            works.append(pg.broadcast([chunk], options))
+        return Pending(works)
+
+
+def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
+    """A process group method under its current name, or the one torch 2.11 has."""
+    return getattr(pg, name, None) or getattr(pg, older_name)
+
+
+def build_exchange(device_type: str, reduce_group: Group, gather_group: Group) -> Exchange:
+    """The exchange for tensors of one device type over groups of one backend."""
+    if reduce_group.backend == "threaded":
+        return ListExchange(reduce_group, gather_group)
+    if device_type == "cpu":
+        return PairwiseExchange(reduce_group, gather_group)
+    if "nccl" in reduce_group.backend:
+        return NcclExchange(reduce_group, gather_group)
+    raise ProcessGroupError(
+        f"parameters on {device_type} need a process group with NCCL; this one has {reduce_group.backend}"
+    )
+
+
+def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
+    """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
+
+    All ranks of the group must call it. ``src`` is a rank of the group.
+
+    Raises:
+        ConfigTypeError, ProcessGroupError: as for ``ShardedOptimizer``. ConfigError: ``src`` is not a rank.
+    """
+    pg = resolve_group(process_group)
+    if pg is None or dist.get_world_size(pg) == 1:
+        return
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = src, 0
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            staging = tensor.detach().contiguous()
+            pg.broadcast([staging], options).wait()
+            tensor.copy_(staging)

@@ -1,0 +1,160 @@
+"""What is checked and compared when an optimizer, or a param group, is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import value_digest
+from .errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from .flat_param import is_dense, overlaps
+
+_ELEMENTWISE_NAMES = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+_elementwise: set[type[torch.optim.Optimizer]] = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES}
+
+
+def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Declare that an optimizer class updates every element by itself; usable as a class decorator.
+
+    Its parameters may then be cut anywhere, which balances ranks to the element. A class whose update of an element
+    looks at other elements (norms, factored or matrix moments) must not be registered: it would silently be wrong.
+
+    Raises:
+        ConfigTypeError: not an optimizer class.
+    """
+    check_wrapped_class(cls)
+    _elementwise.add(cls)
+    return cls
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether parameters may be cut anywhere; subclasses are not assumed to be like their base."""
+    return cls in _elementwise
+
+
+def check_wrapped_class(cls: object) -> None:
+    """Raise ConfigTypeError unless ``cls`` is an optimizer class."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigTypeError(
+            f"optimizer_class must be a torch.optim.Optimizer subclass such as torch.optim.AdamW, got {cls!r}"
+        )
+
+
+def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether ``step`` cannot be called without a closure."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@contextmanager
+def adopt_errors() -> Iterator[None]:
+    """Raise torch's complaints about arguments as errors of ours that are also torch's type."""
+    try:
+        yield
+    except ZeroOptError:
+        raise
+    except TypeError as error:
+        raise ConfigTypeError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def normalized(params: Iterable[Any]) -> list[Any]:
+    """``params`` with every iterator run once, so that it can be read several times."""
+    if isinstance(params, Tensor):
+        raise ConfigTypeError(f"params must be an iterable of tensors or dicts, got {torch.typename(params)}")
+    groups = []
+    for entry in params:
+        if isinstance(entry, Mapping) and not isinstance(entry.get("params"), Tensor) and "params" in entry:
+            entry = {**entry, "params": list(entry["params"])}
+        groups.append(dict(entry) if isinstance(entry, Mapping) else entry)
+    if not groups:
+        raise ConfigError("optimizer got an empty parameter list")
+    return groups
+
+
+def template_of(
+    cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The wrapped class over weightless stand-ins: checks arguments as it does, and knows all its defaults.
+
+    Raises:
+        UnsupportedOptimizer: it cannot be sharded. TypeError, ValueError: as the wrapped class raises them.
+    """
+    if needs_closure(cls):
+        raise UnsupportedOptimizer(
+            f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
+            "over several ranks; use it at world size 1"
+        )
+    template = cls([_stand_in(entry) for entry in groups], **defaults)
+    for group in template.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                raise UnsupportedOptimizer(f"{option}=True cannot be sharded over several ranks; leave it False")
+    return template
+
+
+def _stand_in(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
+    if isinstance(entry, tuple) and len(entry) == 2:
+        return (entry[0], _stand_in(entry[1]))
+    if isinstance(entry, Mapping) and "params" in entry:
+        inner = entry["params"]
+        return {**entry, "params": _stand_in(inner) if isinstance(inner, Tensor) else [_stand_in(e) for e in inner]}
+    return entry
+
+
+def checked_groups(groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+    """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded."""
+    for index, param in enumerate(param for group in groups for param in group["params"]):
+        if param.layout is not torch.strided:
+            raise UnsupportedParam(f"{describe(index)} is {param.layout}; only dense parameters can be sharded")
+        if param.device.type == "meta":
+            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
+        if param.numel() and overlaps(param.shape, param.stride()):
+            raise UnsupportedParam(
+                f"{describe(index)} has elements that share memory (shape {tuple(param.shape)}, strides "
+                f"{param.stride()}); pass one that owns its elements, e.g. param.contiguous()"
+            )
+
+
+def contents(
+    groups: Sequence[Mapping[str, Any]], first_group: int, describe: Callable[[int], str], *, values: bool
+) -> Iterator[tuple[str, Any]]:
+    """What every rank must hold alike, as (name, JSON value), from group ``first_group`` on.
+
+    Args:
+        values: include a digest of every parameter's values.
+    """
+    index = sum(len(group["params"]) for group in groups[:first_group])
+    for number, group in enumerate(groups[first_group:], first_group):
+        yield f"hyperparameters of group {number}", sorted(key for key in group if key not in ("params", "param_names"))
+        yield f"number of parameters in group {number}", len(group["params"])
+        for param in group["params"]:
+            label = describe(index)
+            yield f"{label} shape", list(param.shape)
+            yield f"{label} strides", list(param.stride()) if is_dense(param.shape, param.stride()) else "not dense"
+            yield f"{label} dtype", str(param.dtype)
+            yield f"{label} device type", param.device.type
+            yield f"{label} requires_grad", param.requires_grad
+            if values:
+                yield f"{label} values", value_digest(param)
+            index += 1

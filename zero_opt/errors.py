@@ -1,0 +1,71 @@
+"""Typed errors. Every one says what happened, to what, and what to do about it.
+
+Where torch raises ``ValueError``, ``TypeError`` or ``RuntimeError`` for the same mistake, the error here is that type
+too, so code written for ``torch.optim`` keeps catching it.
+"""
+
+from __future__ import annotations
+
+
+class ZeroOptError(Exception):
+    """Base class of every error raised on purpose by zero_opt."""
+
+
+class ConfigError(ZeroOptError, ValueError):
+    """An argument has a value that cannot work; the message quotes it."""
+
+
+class ConfigTypeError(ZeroOptError, TypeError):
+    """An argument has a type that cannot work; the message quotes it."""
+
+
+class UnsupportedOptimizer(ZeroOptError, ValueError):
+    """The wrapped optimizer class, or one of its options, cannot be sharded."""
+
+
+class UnsupportedParam(ZeroOptError, TypeError):
+    """A parameter cannot be sharded (sparse, overlapping memory, changed since construction)."""
+
+
+class ProcessGroupError(ZeroOptError, RuntimeError):
+    """There is no usable process group; the message says what to call first."""
+
+
+class GradientConsumed(ZeroOptError, RuntimeError):
+    """``p.grad`` was read or edited after its values had moved into a sharded bucket."""
+
+
+class GradientConflict(ZeroOptError, RuntimeError):
+    """A gradient appeared that a second reducer or a hand edit produced; using it would count it twice or lose it."""
+
+
+class RankMismatch(ZeroOptError, RuntimeError):
+    """The ranks do not hold the same thing; names the first difference and both values."""
+
+
+class StepDesync(ZeroOptError, RuntimeError):
+    """The ranks are not in the same step, or left a backward at different points.
+
+    Attributes:
+        epoch: the number of ``zero_grad`` calls to continue from, if that is what differed.
+    """
+
+    def __init__(self, message: str, *, epoch: int | None = None) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+
+
+class StateDictError(ZeroOptError, ValueError):
+    """A state dict does not fit the optimizer; nothing was changed."""
+
+
+class StateNotConsolidated(ZeroOptError, RuntimeError):
+    """``state_dict()`` was called on a rank that does not hold the full, current state."""
+
+
+class OptimizerClosed(ZeroOptError, RuntimeError):
+    """The optimizer was used after ``close()``."""
+
+
+class NativeUnavailable(ZeroOptError, RuntimeError):
+    """``zero_opt._native`` is not built for this platform."""

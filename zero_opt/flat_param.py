@@ -1,0 +1,132 @@
+"""A parameter seen as a 1-D tensor in storage order, without moving it.
+
+Slices of a parameter are cut in storage order, so a channels_last or transposed parameter is sliced where it lies.
+Gradients and full-shape state are brought into the same order by :meth:`FlatParam.shaped`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedParam
+from .layout import ParamSpec, Span
+
+
+def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether the elements fill one contiguous run of memory, each exactly once, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def overlaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether two elements may share memory (an expanded tensor, or strides that interleave)."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Strides, in elements, of a row-major tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class FlatParam:
+    """One parameter and its 1-D storage-order view.
+
+    A dense parameter is aliased. One with gaps between its elements is mirrored: :meth:`load` copies it into the
+    mirror before it is read, :meth:`store` copies the mirror back after it is written.
+
+    Attributes:
+        param: the user's parameter; never re-pointed, never replaced.
+        flat: 1-D tensor, numel elements, storage order; shares the parameter's version counter when it aliases.
+        strides: strides that turn a 1-D run in storage order back into the parameter's shape.
+    """
+
+    def __init__(self, param: Tensor, label: str) -> None:
+        self.param, self.label = param, label
+        if param.layout is not torch.strided:
+            raise UnsupportedParam(f"{label} is {param.layout}; only dense parameters can be sharded")
+        if param.numel() and overlaps(param.shape, param.stride()):
+            raise UnsupportedParam(
+                f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); "
+                "pass a parameter that owns its elements, e.g. param.contiguous()"
+            )
+        self._identity = (param.shape, param.dtype, param.device)
+        self._point()
+
+    def _point(self) -> None:
+        param = self.param
+        self._where = (param.data_ptr(), param.stride())
+        self.mirrored = not is_dense(param.shape, param.stride())
+        self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
+        source = param.detach()
+        if self.mirrored:
+            self.flat = source.contiguous().view(-1)
+        else:
+            self.flat = source.as_strided((param.numel(),), (1,), param.storage_offset())
+
+    def spec(self, group: int) -> ParamSpec:
+        """What the planner needs to know."""
+        param = self.param
+        return ParamSpec(param.numel(), param.element_size(), group, str(param.dtype), str(param.device))
+
+    def moved(self) -> bool:
+        """Whether ``param.data`` was re-pointed; then the views are made anew.
+
+        Raises:
+            UnsupportedParam: shape, dtype or device changed: the plan no longer fits.
+        """
+        param = self.param
+        if (param.data_ptr(), param.stride()) == self._where and param.dtype is self._identity[1]:
+            return False
+        identity = (param.shape, param.dtype, param.device)
+        if identity != self._identity:
+            raise UnsupportedParam(
+                f"{self.label} was {self._identity} when the optimizer was made and is {identity} now; "
+                "move or cast the model before constructing the optimizer"
+            )
+        self._point()
+        return True
+
+    def load(self) -> None:
+        """Bring a mirror up to date with the parameter."""
+        if self.mirrored:
+            self.shaped(self.flat).copy_(self.param.detach())
+
+    def store(self) -> None:
+        """Bring the parameter up to date with its mirror."""
+        if self.mirrored:
+            self.param.detach().copy_(self.shaped(self.flat))
+
+    def shaped(self, run: Tensor) -> Tensor:
+        """A 1-D run of numel elements in storage order, seen in the parameter's shape."""
+        return run.as_strided(self.param.shape, self.strides, run.storage_offset())
+
+    def part(self, span: Span) -> Tensor:
+        """The tensor an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.
+
+        The result aliases the parameter (or its mirror); it is a leaf that needs no gradient.
+        """
+        if span.numel == self.param.numel():
+            return self.shaped(self.flat)
+        return self.flat[span.start : span.stop]
+
+    def flatten(self, value: Tensor) -> Tensor:
+        """``value``, of the parameter's shape and any strides, as a 1-D run in storage order; a view where possible."""
+        if value.layout is torch.strided and value.stride() == self.strides:
+            return value.as_strided((value.numel(),), (1,), value.storage_offset())
+        run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
+        self.shaped(run).copy_(value)
+        return run

@@ -1,0 +1,59 @@
+"""Global gradient norm and clip coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .collectives import Group
+from .errors import ConfigError, ConfigTypeError
+
+
+def check_max_norm(max_norm: object, name: str) -> float:
+    """``max_norm`` as a float.
+
+    Raises:
+        ConfigTypeError, ConfigError: not a number, or not positive.
+    """
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.item()
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise ConfigTypeError(f"{name} must be a number, got {max_norm!r}")
+    if not max_norm > 0:
+        raise ConfigError(f"{name} must be positive, got {max_norm!r}")
+    return float(max_norm)
+
+
+def _values(grad: Tensor) -> Tensor:
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def square_sum(grads: Iterable[Tensor | None]) -> float:
+    """Sum of squares of all elements, accumulated in fp64."""
+    norms = [torch.linalg.vector_norm(_values(g.detach()), dtype=torch.float64) for g in grads if g is not None]
+    return math.fsum(norm * norm for norm in (float(n) for n in norms))
+
+
+def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
+    """L2 norm of the gradients of all ranks, as a 0-dim fp32 tensor; the same bits on every rank.
+
+    Accumulated in fp64 in rank order and rounded once, so it differs from ``torch.nn.utils.get_total_norm`` by at most
+    the latter's own fp32 rounding. Collective if a group is given.
+
+    Args:
+        grads: this rank's part of the gradient; no element is on two ranks.
+    """
+    square = square_sum(grads)
+    if group is not None:
+        square = sum(t.item() for t in group.all_gather(torch.tensor([square], dtype=torch.float64)))
+    return torch.tensor(math.sqrt(square) if square >= 0 else math.nan, dtype=torch.float32)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,73 @@
+"""When a gradient has arrived: post-accumulate hooks on the trainable parameters, and which backward they belong to."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import function as autograd_function
+
+_FUNCTION_FILE = autograd_function.__file__
+
+
+class ArrivalHooks:
+    """Calls ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
+
+    The parameters hold the callback's object only weakly: an optimizer that goes out of use stops listening.
+    """
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self._arrived = weakref.WeakMethod(arrived)
+        self._handles: dict[int, Any] = {}
+
+    def watch(self, index: int, param: Tensor) -> None:
+        """Listen to ``param``; harmless if it is watched already."""
+        if index in self._handles:
+            return
+        method = self._arrived
+
+        def hook(_: Tensor) -> None:
+            arrived = method()
+            if arrived is not None:
+                arrived(index)
+
+        self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Stop listening."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+class BackwardPasses:
+    """Tells whether an arrival begins a new backward pass.
+
+    Autograd gives each graph execution a task id. A reentrant checkpoint runs inner graphs inside one backward, each
+    with an id of its own; those are recognised by the autograd Function that called them.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+
+    def begins(self) -> bool:
+        """Whether the current arrival is the first of a backward that the user started."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return False
+        self._task = task
+        return not _inside_function()
+
+
+def _inside_function() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,210 @@
+"""Who owns which elements. Pure integers: the same specs give the same plan on every rank.
+
+Parameters go into buckets in reverse registration order (about the order in which backward finishes them). Inside a
+bucket each parameter starts at a multiple of :data:`ALIGN` elements, and so does each rank's shard, so every cut inside
+a parameter is at a multiple of :data:`ALIGN` too: a vectorised elementwise kernel sees whole vectors on both sides.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALIGN = 64
+
+
+class ParamSpec(NamedTuple):
+    """What a planner knows of one parameter; parameters share a bucket only if group, dtype and device agree."""
+
+    numel: int
+    itemsize: int
+    group: int
+    dtype: str
+    device: str
+
+
+class Span(NamedTuple):
+    """Elements ``start`` to ``stop`` (exclusive) of something."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class ParamSlice(NamedTuple):
+    """The part of one parameter that lies in one rank's shard of a bucket.
+
+    ``param`` and ``group`` are global indices; the spans are in elements: of the parameter in storage order, of the
+    bucket, and of the rank's shard of that bucket.
+    """
+
+    param: int
+    group: int
+    in_param: Span
+    in_bucket: Span
+    in_shard: Span
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: which parameters, where, and where each rank's shard begins.
+
+    Attributes:
+        index: position among all buckets of the optimizer; never changes once given.
+        params: global parameter indices in bucket order.
+        offsets: first element of each parameter in the bucket, multiples of :data:`ALIGN`, ascending.
+        numels: elements of each parameter.
+        bounds: ``world_size + 1`` ascending element offsets; rank r owns ``bounds[r]`` to ``bounds[r + 1]``.
+    """
+
+    index: int
+    group: int
+    dtype: str
+    device: str
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    bounds: Sequence[int]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.bounds[-1]
+
+    def shard(self, rank: int) -> Span:
+        """The elements of the bucket that ``rank`` owns."""
+        return Span(self.bounds[rank], self.bounds[rank + 1])
+
+    def slices(self, rank: int) -> tuple[ParamSlice, ...]:
+        """The parameter slices in ``rank``'s shard, in bucket order.
+
+        A zero-size parameter belongs, as an empty slice, to the one rank whose shard holds its offset.
+        """
+        shard = self.shard(rank)
+        first = max(bisect_right(self.offsets, shard.start) - 1, 0)
+        last = bisect_left(self.offsets, shard.stop)
+        found = (self._slice_of(position, shard) for position in range(first, last))
+        return tuple(piece for piece in found if piece is not None)
+
+    def _slice_of(self, position: int, shard: Span) -> ParamSlice | None:
+        offset, numel = self.offsets[position], self.numels[position]
+        start, stop = max(offset, shard.start), min(offset + numel, shard.stop)
+        if start > stop or (start == stop and (numel or not shard.start <= offset < shard.stop)):
+            return None
+        return ParamSlice(
+            self.params[position],
+            self.group,
+            Span(start - offset, stop - offset),
+            Span(start, stop),
+            Span(start - shard.start, stop - shard.start),
+        )
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to a multiple of :data:`ALIGN`."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+def footprint(numel: int) -> int:
+    """Bucket elements a parameter takes. An empty one still takes a place, so that exactly one rank owns it."""
+    return max(aligned(numel), ALIGN)
+
+
+def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[int]]:
+    """Parameter indices per bucket, in the order in which the buckets fill up."""
+    open_chunks: dict[tuple[int, str, str], list[int]] = {}
+    open_bytes: dict[tuple[int, str, str], int] = {}
+    closed: list[list[int]] = []
+    for param in sorted(specs, reverse=True):
+        spec = specs[param]
+        key = (spec.group, spec.dtype, spec.device)
+        size = footprint(spec.numel) * spec.itemsize
+        if key in open_chunks and open_bytes[key] + size > bucket_bytes:
+            closed.append(open_chunks.pop(key))
+        if key not in open_chunks:
+            open_chunks[key], open_bytes[key] = [], 0
+        open_chunks[key].append(param)
+        open_bytes[key] += size
+    closed.extend(open_chunks.values())
+    # A bucket is complete when its last parameter, the earliest registered, is.
+    return sorted(closed, key=lambda chunk: -chunk[-1])
+
+
+def _bucket(
+    index: int, chunk: Sequence[int], specs: Mapping[int, ParamSpec], bounds: Sequence[int] | None, world_size: int
+) -> BucketLayout:
+    offsets, end = [], 0
+    for param in chunk:
+        offsets.append(end)
+        end += footprint(specs[param].numel)
+    if bounds is None:
+        shard_numel = aligned(-(-end // world_size))
+        bounds = range(0, shard_numel * world_size + 1, shard_numel)
+    spec = specs[chunk[0]]
+    numels = tuple(specs[param].numel for param in chunk)
+    return BucketLayout(index, spec.group, spec.dtype, spec.device, tuple(chunk), tuple(offsets), numels, bounds)
+
+
+def plan_flat(
+    specs: Mapping[int, ParamSpec], world_size: int, bucket_bytes: float, first_index: int = 0
+) -> list[BucketLayout]:
+    """Cut every bucket into equal shards, wherever that falls. For elementwise optimizers.
+
+    Args:
+        specs: parameters to plan, by global index. Parameters planned earlier are not given again: a plan for an
+            added group starts at ``first_index`` and moves nothing.
+        world_size: number of ranks.
+        bucket_bytes: a bucket is closed before it would exceed this; a larger parameter is alone in its bucket.
+    """
+    chunks = _chunks(specs, bucket_bytes)
+    return [_bucket(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
+
+
+def assign_owners(numels: Mapping[int, int], loads: Iterable[int]) -> dict[int, int]:
+    """Owner of each whole parameter: largest first, to the least loaded rank.
+
+    With all loads zero the largest load is within 4/3 - 1/(3W) of the optimum (Graham, "Bounds on multiprocessing
+    timing anomalies", 1969, theorem 2); on top of earlier loads within 2 - 1/W (theorem 1).
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owners: dict[int, int] = {}
+    for param in sorted(numels, key=lambda p: (-numels[p], p)):
+        load, rank = heap[0]
+        owners[param] = rank
+        heapq.heapreplace(heap, (load + numels[param], rank))
+    return owners
+
+
+def plan_whole_params(
+    specs: Mapping[int, ParamSpec],
+    world_size: int,
+    bucket_bytes: float,
+    first_index: int = 0,
+    loads: Sequence[int] | None = None,
+) -> list[BucketLayout]:
+    """Give every parameter to one rank, whole; shards differ in size. For optimizers that need the tensor's shape.
+
+    Args:
+        loads: elements each rank owns already, from earlier plans; ``None`` is none.
+
+    The other arguments are those of :func:`plan_flat`.
+    """
+    owners = assign_owners({p: s.numel for p, s in specs.items()}, loads or [0] * world_size)
+    buckets = []
+    for i, chunk in enumerate(_chunks(specs, bucket_bytes)):
+        ordered = sorted(chunk, key=lambda p: (owners[p], -p))
+        sizes = [0] * world_size
+        for param in ordered:
+            sizes[owners[param]] += footprint(specs[param].numel)
+        bounds = [0]
+        for size in sizes:
+            bounds.append(bounds[-1] + size)
+        buckets.append(_bucket(first_index + i, ordered, specs, tuple(bounds), world_size))
+    return buckets

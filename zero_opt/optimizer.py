@@ -1,0 +1,340 @@
+"""ShardedOptimizer: a ``torch.optim.Optimizer`` whose state and gradients are sharded over the ranks of a group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .agreement import Agreement
+from .collectives import resolve_group
+from .construction import adopt_errors, check_wrapped_class, checked_groups, is_elementwise, normalized, template_of
+from .errors import ConfigError, ConfigTypeError, OptimizerClosed
+from .grad_norm import check_max_norm, clip_factor
+from .placement import bare_step
+from .placement import check_policy as check_offload
+from .policies import Checks, MixedPrecision, Overlapped
+from .reduction import Policy
+from .reduction import check_policy as check_reduction
+from .reduction.overlapped import OverlappedReduction
+from .state_dict import StateDict, copied, match, pack_groups
+from .wiring import OwnGroups, Recipe, Wiring
+
+_Closure = Callable[[], Any]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
+
+    The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+    (2020), sections 5.1 and 5.2. Parameters stay whole on every rank and are never re-pointed. At world size 1 it
+    behaves as the wrapped class does.
+
+    Args:
+        params: parameters or param groups, in every form ``torch.optim`` takes.
+        optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
+            each on one rank (see :func:`register_elementwise`).
+        process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
+        reduction: :class:`Overlapped`, :class:`AtStep`, or :class:`AlreadyReduced` (under DDP).
+        offload: ``None``: state lives with the parameters.
+        precision: dtypes of the gradient path.
+        max_grad_norm: clip the global gradient norm to this at every step.
+        checks: bounds on waiting.
+        **defaults: the wrapped class's own arguments.
+
+    All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
+    :meth:`add_param_group`, :meth:`clip_grad_norm_`, :meth:`consolidate_state_dict` and :meth:`load_state_dict`
+    together.
+
+    Raises:
+        ConfigError, ConfigTypeError: a bad argument. UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        RankMismatch: on every rank, when ranks differ in what they pass or hold.
+        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: Any = None,
+        *,
+        reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+        offload: None = None,
+        precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
+        max_grad_norm: float | None = None,
+        checks: Checks = Checks(),  # noqa: B008  (frozen)
+        **defaults: Any,
+    ) -> None:
+        check_reduction(reduction)
+        check_offload(offload)
+        _check_type("precision", precision, MixedPrecision)
+        _check_type("checks", checks, Checks)
+        check_wrapped_class(optimizer_class)
+        self._max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision)
+        self._sharded: Wiring | None = None
+        self._inner: torch.optim.Optimizer | None = None
+        self._wired = self._closed = False
+        parent = resolve_group(process_group)
+        if parent is None or parent.size() == 1:
+            self._build_alone(params)
+        else:
+            self._build_sharded(params, OwnGroups(parent, checks.timeout))
+        self._wired = True
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _build_alone(self, params: Iterable[Any]) -> None:
+        with adopt_errors():
+            inner = self._recipe.optimizer_class(params, **self._recipe.defaults)
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self._share_inner()
+
+    def _share_inner(self) -> None:
+        """World size 1: our groups and state are the wrapped optimizer's own."""
+        assert self._inner is not None
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
+        error: Exception | None = None
+        try:
+            self._validate(params)
+        except (TypeError, ValueError, RuntimeError) as found:
+            error = found
+        try:
+            Agreement(groups.control, self._describe).raise_first_error(error)
+            self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            self._sharded.add_groups()
+        except BaseException:
+            groups.close()
+            raise
+        self._finalizer = weakref.finalize(self, groups.close)
+        self._finalizer.atexit = False
+
+    def _validate(self, params: Iterable[Any]) -> None:
+        """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
+        recipe = self._recipe
+        with adopt_errors():
+            entries = normalized(params)
+            template = template_of(recipe.optimizer_class, entries, recipe.defaults)
+            super().__init__(entries, template.defaults)
+        for group, complete in zip(self.param_groups, template.param_groups, strict=False):
+            group.update({key: value for key, value in complete.items() if key not in ("params", "param_names")})
+        checked_groups(self.param_groups, self._describe)
+
+    def _describe(self, index: int) -> str:
+        """How messages name the parameter with a global index."""
+        start = 0
+        for number, group in enumerate(self.param_groups):
+            count = len(group["params"])
+            if index < start + count:
+                names = group.get("param_names")
+                name = f" ({names[index - start]})" if names else ""
+                return f"parameter {index}{name} (group {number}, position {index - start})"
+            start += count
+        return f"parameter {index}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
+
+        Raises:
+            RankMismatch: on every rank, when the groups differ.
+        """
+        if not self._wired:
+            super().add_param_group(param_group)
+            return
+        self._require_open()
+        if self._sharded is None:
+            assert self._inner is not None
+            with adopt_errors():
+                self._inner.add_param_group(param_group)
+            return
+        known = len(self.param_groups)
+        error: Exception | None = None
+        try:
+            with adopt_errors():
+                super().add_param_group(param_group)
+            checked_groups(self.param_groups, self._describe)
+        except (TypeError, ValueError, RuntimeError) as found:
+            error = found
+        try:
+            self._sharded.agreement.raise_first_error(error)
+            self._sharded.add_groups()
+        except BaseException:
+            del self.param_groups[known:]
+            raise
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: _Closure | None = None) -> Any:
+        """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
+
+        Args:
+            closure: called once, with gradients enabled, to recompute the loss; its value is returned.
+
+        Raises:
+            StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+        """
+        self._require_open()
+        if self._sharded is None:
+            return self._step_alone(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = self._sharded
+        parts.follow_params()
+        grads = parts.reduction.finish()
+        if self._max_grad_norm is not None:
+            parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
+        parts.placement.step(grads, self.param_groups)
+        parts.gather.run(parts.partition.buckets[shard.bucket] for shard in grads if shard.used)
+        parts.stepped()
+        return loss
+
+    def _step_alone(self, closure: _Closure | None) -> Any:
+        """World size 1: the wrapped class's own step."""
+        assert self._inner is not None
+        if closure is None:
+            self._clip_alone()
+            return bare_step(self._inner)
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip_alone()
+            return loss
+
+        return bare_step(self._inner, clipped)
+
+    def _clip_alone(self) -> None:
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._params(), self._max_grad_norm)
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
+        super().zero_grad(set_to_none)
+        if self._sharded is not None:
+            self._sharded.reduction.reset()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward keeps gradients local and full-size; they are reduced with the next backward outside."""
+        self._require_open()
+        if self._sharded is not None and isinstance(self._sharded.reduction, OverlappedReduction):
+            return self._sharded.reduction.no_sync()
+        return nullcontext()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
+
+        Returns:
+            The norm before clipping, a 0-dim fp32 tensor, the same on every rank.
+        """
+        self._require_open()
+        limit = check_max_norm(max_norm, "max_norm")
+        if self._sharded is None:
+            return torch.nn.utils.clip_grad_norm_(self._params(), limit)
+        self._sharded.follow_params()
+        norm = self._sharded.norm(self._sharded.reduction.finish())
+        self._sharded.reduction.scale(clip_factor(norm, limit))
+        return norm
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
+
+        :meth:`state_dict` returns it there until the next step or load.
+
+        Raises:
+            ConfigError, ConfigTypeError: ``to`` is not a rank of the group.
+        """
+        self._require_open()
+        world_size = 1 if self._sharded is None else self._sharded.partition.world_size
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise ConfigTypeError(f"to must be a rank of the group, 0 to {world_size - 1}, got {to!r}")
+        if not 0 <= to < world_size:
+            raise ConfigError(f"to must be a rank of the group, 0 to {world_size - 1}, got {to}")
+        if self._sharded is not None:
+            self._sharded.consolidate(to)
+
+    def state_dict(self) -> StateDict:
+        """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
+
+        Raises:
+            StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
+                current state to.
+        """
+        if self._sharded is None:
+            return super().state_dict()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state_dict: StateDict = {
+            "state": copied(self._sharded.full_state()),
+            "param_groups": pack_groups(self.param_groups),
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a full ``torch.optim`` state dict, saved at any world size. Every rank gives the whole dict.
+
+        The dict is neither changed nor kept. Everything is checked before anything is written.
+
+        Raises:
+            StateDictError: names what does not fit.
+        """
+        self._require_open()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        elementwise = is_elementwise(self._recipe.optimizer_class)
+        error: Exception | None = None
+        states: dict[int, Mapping[str, Any]] = {}
+        try:
+            states = match(state_dict, self.param_groups, elementwise)
+        except ValueError as found:
+            error = found
+        if self._sharded is not None:
+            self._sharded.agreement.raise_first_error(error)
+        if error is not None:
+            raise error
+        if self._sharded is None:
+            assert self._inner is not None
+            self._inner.load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            self._share_inner()
+        else:
+            self._sharded.load(states, state_dict["param_groups"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop listening to gradients and destroy this optimizer's own process groups. Every rank should call it."""
+        if not self._closed and self._sharded is not None:
+            self._sharded.close()
+            self._finalizer()
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")

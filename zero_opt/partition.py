@@ -1,0 +1,91 @@
+"""The plan bound to tensors: which parameters are sharded, in which buckets, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .buckets import GradBucket
+from .collectives import Group
+from .flat_param import FlatParam
+from .layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How parameters are cut.
+
+    Attributes:
+        whole: give every parameter whole to one rank, rather than cut anywhere.
+        bucket_mb: bucket size in MiB. reduce_dtype: dtype of gradient buckets, ``None`` for the parameter's.
+    """
+
+    whole: bool
+    bucket_mb: float
+    reduce_dtype: torch.dtype | None
+
+
+class Partition:
+    """All sharded parameters and buckets of one optimizer on one rank.
+
+    Attributes:
+        flats: sharded parameters by global index. Frozen ones are absent until they are unfrozen.
+        buckets: in plan order; grows, never changes.
+        places: global parameter index -> (bucket index, position in that bucket).
+    """
+
+    def __init__(self, group: Group, geometry: Geometry, describe: Callable[[int], str]) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._geometry, self._describe = geometry, describe
+        self.flats: dict[int, FlatParam] = {}
+        self.buckets: list[GradBucket] = []
+        self.places: dict[int, tuple[int, int]] = {}
+        self._loads = [0] * self.world_size
+
+    def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
+        """Plan more parameters, given as (global index, group index, parameter); returns the new buckets."""
+        params = list(params)
+        flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
+        specs = {index: flats[index].spec(group) for index, group, param in params}
+        layouts = self._plan(specs)
+        self.flats.update(flats)
+        added = []
+        for layout in layouts:
+            members = [flats[index] for index in layout.params]
+            added.append(GradBucket(layout, members, self.rank, self._geometry.reduce_dtype))
+            self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
+        self.buckets.extend(added)
+        return added
+
+    def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
+        bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
+        if not self._geometry.whole:
+            return plan_flat(specs, self.world_size, bucket_bytes, first)
+        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)
+        for layout in layouts:
+            for rank in range(self.world_size):
+                self._loads[rank] += sum(piece.in_param.numel for piece in layout.slices(rank))
+        return layouts
+
+    @property
+    def whole(self) -> bool:
+        """Whether every parameter belongs to one rank."""
+        return self._geometry.whole
+
+    def owned(self, buckets: Sequence[GradBucket] | None = None) -> list[ParamSlice]:
+        """This rank's slices, bucket by bucket."""
+        return [piece for bucket in self.buckets if buckets is None or bucket in buckets for piece in bucket.slices]
+
+    def owner_of_start(self, index: int) -> int:
+        """The rank that owns a parameter's first element, whose scalars count as the parameter's."""
+        bucket, position = self.places[index]
+        layout = self.buckets[bucket].layout
+        offset = layout.offsets[position]
+        return next(rank for rank in range(self.world_size) if layout.bounds[rank] <= offset < layout.bounds[rank + 1])
+
+    def refresh(self) -> list[int]:
+        """Follow parameters whose data was re-pointed; returns their indices."""
+        return [index for index, flat in self.flats.items() if flat.moved()]

@@ -1,0 +1,123 @@
+"""The shard lives and is stepped where the parameters are, by the wrapped class itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..buckets import GradBucket
+from ..flat_param import FlatParam
+from ..layout import ParamSlice
+from ..reduction.base import GradShard
+from .base import ParamState
+
+# What belongs to the user's groups alone: the inner optimizer has its own params, and no names for them.
+_OUTER_KEYS = ("params", "param_names")
+
+
+def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+    """``optimizer.step`` without the profiler label and step hooks, which run once, for the optimizer the user made."""
+    method = type(optimizer).step
+    if getattr(method, "hooked", False):
+        method = method.__wrapped__  # type: ignore[attr-defined]
+    return method(optimizer) if closure is None else method(optimizer, closure)
+
+
+def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a param group."""
+    return {key: value for key, value in group.items() if key not in _OUTER_KEYS}
+
+
+class DevicePlacement:
+    """Steps slices in place: the inner optimizer's parameters alias the user's."""
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+        self._class, self._defaults = optimizer_class, dict(defaults)
+        self._inner: torch.optim.Optimizer | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._stepped: dict[int, Tensor] = {}
+        self._flats: dict[int, FlatParam] = {}
+        self._slices: dict[int, ParamSlice] = {}
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        group = {**hypers_of(hypers), "params": []}
+        if self._inner is None:
+            self._inner = self._class([group], **self._defaults)
+        else:
+            self._inner.add_param_group(group)
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        inner = self._optimizer
+        added: dict[int, list[Tensor]] = {}
+        for bucket in buckets:
+            flats = dict(zip(bucket.layout.params, bucket.params, strict=True))
+            for piece in bucket.slices:
+                part = flats[piece.param].part(piece.in_param)
+                self._stepped[piece.param], self._flats[piece.param] = part, flats[piece.param]
+                self._slices[piece.param] = piece
+                added.setdefault(piece.group, []).append(part)
+        for group, parts in added.items():
+            # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
+            hypers = {**hypers_of(inner.param_groups[group]), "params": parts}
+            inner.state.update(self._class([hypers], **self._defaults).state)
+            inner.param_groups[group]["params"].extend(parts)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._inner is not None, "add_group comes first"
+        return self._inner
+
+    def repoint(self, params: Sequence[int]) -> None:
+        """See :class:`Placement`."""
+        for index in params:
+            if index in self._stepped:
+                self._stepped[index].data = self._flats[index].part(self._slices[index].in_param)
+
+    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> None:
+        """See :class:`Placement`."""
+        inner = self._optimizer
+        for shard in grads:
+            for piece, grad in zip(shard.slices, shard.grads, strict=True):
+                part = self._stepped[piece.param]
+                part.grad = grad if grad is None or grad.dtype is part.dtype else grad.to(part.dtype)
+        for flat in self._flats.values():
+            flat.load()
+        for outer, own in zip(groups, inner.param_groups, strict=True):
+            own.update(hypers_of(outer))
+        bare_step(inner)
+        for outer, own in zip(groups, inner.param_groups, strict=True):
+            outer.update(hypers_of(own))  # some classes keep adapted values in their groups
+        for part in self._stepped.values():
+            part.grad = None
+
+    def state(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`."""
+        states = self._optimizer.state
+        for index, part in self._stepped.items():
+            if part in states:
+                yield index, states[part]
+
+    def param_of(self, index: int) -> Tensor:
+        """See :class:`Placement`."""
+        return self._stepped[index]
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""
+        inner = self._optimizer
+        number: dict[Tensor, int] = {}
+        packed = []
+        for own, hypers in zip(inner.param_groups, groups, strict=True):
+            ids = [number.setdefault(part, len(number)) for part in own["params"]]
+            packed.append({**hypers_of(hypers), "params": ids})
+        local = {number[self._stepped[index]]: dict(state) for index, state in states.items()}
+        inner.load_state_dict({"state": local, "param_groups": packed})
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        self._stepped.clear()
+        self._flats.clear()

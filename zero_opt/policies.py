@@ -1,0 +1,103 @@
+"""The policies a user writes. Frozen, checked when made; their *type* picks a strategy, their fields tune it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .errors import ConfigError, ConfigTypeError
+
+if TYPE_CHECKING:
+    import torch
+
+EXCHANGES = ("auto", "backend")
+
+
+def _check_positive(owner: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{owner}.{field} must be a number, got {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ConfigError(f"{owner}.{field} must be positive and finite, got {value!r}")
+
+
+def _check_exchange(owner: str, value: object) -> None:
+    if value not in EXCHANGES:
+        raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """Reduce-scatter each gradient bucket as soon as backward has filled it; gradients end up sharded (ZeRO-2).
+
+    Attributes:
+        bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
+        exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
+    """
+
+    bucket_mb: float = 25
+    exchange: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_positive("Overlapped", "bucket_mb", self.bucket_mb)
+        _check_exchange("Overlapped", self.exchange)
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """Reduce-scatter whatever is in ``p.grad`` when ``step()`` is called; until then it can be read and edited.
+
+    Attributes:
+        bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
+        exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
+    """
+
+    bucket_mb: float = 25
+    exchange: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_positive("AtStep", "bucket_mb", self.bucket_mb)
+        _check_exchange("AtStep", self.exchange)
+
+
+@dataclass(frozen=True)
+class AlreadyReduced:
+    """``p.grad`` already holds the mean over ranks (DDP, or the user): take this rank's slice of it (ZeRO-1).
+
+    Attributes:
+        exchange: how updated parameters are gathered, as in :class:`Overlapped`.
+    """
+
+    exchange: str = "auto"
+    bucket_mb: ClassVar[float] = 25
+
+    def __post_init__(self) -> None:
+        _check_exchange("AlreadyReduced", self.exchange)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of the gradient path.
+
+    Attributes:
+        reduce_dtype: dtype gradients are sent in and accumulated in; ``None`` is the parameter's own dtype (bf16 and
+            fp16 are still summed in fp32 and rounded once per reduction).
+    """
+
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is verified while training, and how long a rank waits for another.
+
+    Attributes:
+        timeout: seconds a collective of this optimizer may take before it is an error; ``None`` is the process
+            group's own timeout.
+    """
+
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None:
+            _check_positive("Checks", "timeout", self.timeout)

@@ -1,0 +1,30 @@
+"""Strategies that turn gradients into shards; the type of the policy picks one."""
+
+from __future__ import annotations
+
+from ..errors import ConfigTypeError
+from ..policies import AlreadyReduced, AtStep, Overlapped
+from .already_reduced import AlreadyReducedGrads
+from .at_step import AtStepReduction
+from .base import GradReduction, GradShard, Parts, Progress
+from .overlapped import OverlappedReduction
+
+Policy = Overlapped | AtStep | AlreadyReduced
+
+__all__ = ["GradReduction", "GradShard", "Parts", "Policy", "Progress", "build_reduction", "check_policy"]
+
+
+def check_policy(policy: object) -> None:
+    """Raise ConfigTypeError unless ``policy`` is an instance of a reduction policy."""
+    if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced)):
+        called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
+        raise ConfigTypeError(f"reduction must be Overlapped(), AtStep() or AlreadyReduced(), got {policy!r}{called}")
+
+
+def build_reduction(policy: Policy, parts: Parts) -> GradReduction:
+    """The strategy a policy names."""
+    if isinstance(policy, Overlapped):
+        return OverlappedReduction(parts)
+    if isinstance(policy, AtStep):
+        return AtStepReduction(parts)
+    return AlreadyReducedGrads(parts)

@@ -1,0 +1,72 @@
+"""``p.grad`` holds the mean already: this rank steps its slice of it. No gradient traffic (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..buckets import GradBucket
+from ..errors import GradientConflict, ZeroOptError
+from ..layout import ParamSlice
+from .base import GradShard, Parts
+
+
+class AlreadyReducedGrads:
+    """See the module."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+        """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
+        agreed = self._parts.agree(0, error)
+        used = self._parts.used_mask()
+        self._require_all_used(agreed.used & ~used)
+        shards = []
+        for bucket in self._parts.partition.buckets:
+            grads = [self._slice(piece) for piece in bucket.slices]
+            any_used = any(used >> index & 1 for index in bucket.layout.params)
+            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
+        return shards
+
+    def _require_all_used(self, missing: int) -> None:
+        """A gradient that exists on one rank alone cannot be the mean over all of them."""
+        error = None
+        if missing:
+            index = (missing & -missing).bit_length() - 1
+            error = GradientConflict(
+                f"{self._parts.partition.flats[index].label} has a gradient on other ranks but none here, so p.grad is "
+                "not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
+            )
+        self._parts.agreement.raise_first_error(error)
+
+    def _slice(self, piece: ParamSlice) -> Tensor | None:
+        flat = self._parts.partition.flats[piece.param]
+        grad = flat.param.grad
+        if grad is None:
+            return None
+        grad = grad.detach()
+        if grad.is_sparse or (piece.in_param.numel == grad.numel() and grad.stride() == flat.strides):
+            return grad
+        run = flat.flatten(grad)[piece.in_param.start : piece.in_param.stop]
+        return flat.shaped(run) if run.numel() == flat.param.numel() else run
+
+    def scale(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`; scales ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        for flat in self._parts.partition.flats.values():
+            if flat.param.grad is not None:
+                flat.param.grad.detach().mul_(factor.to(flat.param.device))
+
+    def reset(self) -> None:
+        """See :class:`GradReduction`."""
+        self._parts.progress.epoch += 1
+
+    def stepped(self) -> None:
+        """Nothing is held between steps."""
+
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        """Gradients are read when needed; nothing to watch."""
+
+    def close(self) -> None:
+        """Nothing to stop."""

@@ -1,0 +1,89 @@
+"""``step()`` reduce-scatters whatever is in ``p.grad``; until then the user may read and edit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..buckets import Fill, GradBucket
+from ..collectives import Ident
+from ..errors import GradientConflict, ZeroOptError
+from .base import GradShard, Parts, shard_list
+from .sparse import SparseGrads
+
+_Signature = list[tuple[int, int]]
+
+
+class AtStepReduction:
+    """See the module.
+
+    ``finish`` may be called several times before the step (to clip, to unscale): unchanged gradients are reduced once.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._sparse = SparseGrads(parts)
+        self._signature: _Signature | None = None
+        self._shards: list[GradShard] = []
+        self._scaled = False
+        self._sequence = 0
+
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+        """See :class:`GradReduction`."""
+        signature = self._sign()
+        fresh = signature != self._signature
+        if fresh and self._scaled and error is None:
+            error = GradientConflict(
+                "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
+            )
+        rounds = int(fresh) + int(fresh and self._sparse.any_here())
+        agreed = self._parts.agree(rounds, error or self._sparse.refusal())
+        if agreed.rounds:
+            self._reduce(agreed.used, sparse=agreed.rounds > 1)
+            self._signature = signature
+        return self._shards
+
+    def _sign(self) -> _Signature:
+        grads = (param.grad for param in self._parts.all_params())
+        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def _reduce(self, used: int, *, sparse: bool) -> None:
+        parts = self._parts
+        apart = self._sparse.reduce() if sparse else 0
+        sequence, self._sequence = self._sequence, self._sequence + len(parts.partition.buckets)
+        for position, bucket in enumerate(parts.partition.buckets):
+            members = bucket.layout.params
+            if not any(used >> index & 1 for index in members if not apart >> index & 1):
+                continue
+            fill = Fill(bucket.params)
+            for at, flat in enumerate(bucket.params):
+                if flat.param.grad is not None and not apart >> members[at] & 1:
+                    fill.put(at, flat.param.grad.detach())
+            ident = Ident(parts.progress.step, parts.progress.epoch, sequence + position)
+            overwrite = [False] * len(bucket.slices)
+            bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
+        self._shards = self._sparse.merge(shard_list(parts, used)) if sparse else shard_list(parts, used)
+
+    def scale(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`; ``p.grad`` stays as it is."""
+        self._scaled = True
+        for shard in self._shards:
+            for grad in shard.grads:
+                if grad is not None:
+                    grad.mul_(factor.to(grad.device))
+
+    def reset(self) -> None:
+        """See :class:`GradReduction`."""
+        self._signature, self._scaled = None, False
+        self._parts.progress.epoch += 1
+
+    def stepped(self) -> None:
+        """A second step() without a new backward reduces the same gradients again, as torch applies them again."""
+        self._signature, self._scaled, self._sequence = None, False, 0
+
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        """Gradients are read when needed; nothing to watch."""
+
+    def close(self) -> None:
+        """Nothing to stop."""

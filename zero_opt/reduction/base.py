@@ -1,0 +1,131 @@
+"""The seam between gradients and the step: what every reduction hands on, and what it is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..agreement import Agreement, StepAgreement, StepReport
+from ..buckets import GradBucket, StagingPool
+from ..collectives import Exchange
+from ..errors import StepDesync, ZeroOptError
+from ..layout import ParamSlice
+from ..partition import Partition
+
+
+class GradShard(NamedTuple):
+    """This rank's part of one bucket's reduced gradient.
+
+    Attributes:
+        bucket: index of the bucket. slices: this rank's parameter slices in it.
+        grads: one per slice of this rank, in slice order: in the parameter's shape where the slice is whole, else 1-D;
+            ``None`` where no rank used the parameter.
+        used: whether any parameter of the bucket, on any rank, has a gradient.
+    """
+
+    bucket: int
+    slices: Sequence[ParamSlice]
+    grads: Sequence[Tensor | None]
+    used: bool
+
+
+@dataclass
+class Progress:
+    """Where training is; shared by the parts of one optimizer.
+
+    Attributes:
+        step: optimizer steps done. epoch: ``zero_grad`` calls since the last step.
+    """
+
+    step: int = 0
+    epoch: int = 0
+
+    def stepped(self) -> None:
+        """A step has been taken."""
+        self.step, self.epoch = self.step + 1, 0
+
+
+@dataclass
+class Parts:
+    """What a reduction works with.
+
+    Attributes:
+        exchanges: by device type.
+        all_params: every parameter of the optimizer by global index, planned or not.
+        admit: plans those of the masked parameters that are not planned yet; called once all ranks agree on the mask.
+    """
+
+    partition: Partition
+    agreement: Agreement
+    exchanges: Mapping[str, Exchange]
+    all_params: Callable[[], Sequence[Tensor]]
+    admit: Callable[[int], None]
+    progress: Progress = field(default_factory=Progress)
+    pool: StagingPool = field(default_factory=StagingPool)
+
+    def exchange_of(self, bucket: GradBucket) -> Exchange:
+        """The exchange that carries a bucket."""
+        return self.exchanges[bucket.device.type]
+
+    def trainable_mask(self) -> int:
+        """Bit per parameter: requires_grad."""
+        return sum(1 << index for index, param in enumerate(self.all_params()) if param.requires_grad)
+
+    def used_mask(self) -> int:
+        """Bit per parameter: it has a gradient here."""
+        return sum(1 << index for index, param in enumerate(self.all_params()) if param.grad is not None)
+
+    def agree(self, rounds: int, error: ZeroOptError | None) -> StepAgreement:
+        """Agree with the other ranks on this step, and plan parameters that became trainable."""
+        progress = self.progress
+        report = StepReport(progress.step, progress.epoch, rounds, self.used_mask(), self.trainable_mask())
+        try:
+            agreed = self.agreement.on_step(report, len(self.all_params()), error)
+        except StepDesync as desync:
+            progress.epoch = progress.epoch if desync.epoch is None else desync.epoch
+            raise
+        self.admit(agreed.used | agreed.trainable)
+        return agreed
+
+
+class GradReduction(Protocol):
+    """How gradients become shards. Methods are called on every rank in the same order, ``reset`` excepted."""
+
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+        """Reduce what is left of this window; one shard per bucket, in bucket order.
+
+        Args:
+            error: what went wrong on this rank before the ranks could agree; raised on all of them.
+        """
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the reduced gradients by a 0-dim tensor, in place."""
+
+    def reset(self) -> None:
+        """``zero_grad`` was called: what has been gathered so far is void."""
+
+    def stepped(self) -> None:
+        """The step that used the last :meth:`finish` is done."""
+
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        """Parameters were added to the partition."""
+
+    def close(self) -> None:
+        """Stop listening to gradients."""
+
+
+def shard_list(parts: Parts, used: int) -> list[GradShard]:
+    """One GradShard per bucket over the buckets' own shard memory."""
+    shards = []
+    for bucket in parts.partition.buckets:
+        any_used = any(used >> index & 1 for index in bucket.layout.params)
+        if any_used:
+            views = bucket.slice_grads()
+            grads = [g if used >> piece.param & 1 else None for g, piece in zip(views, bucket.slices, strict=True)]
+        else:
+            grads = [None] * len(bucket.slices)
+        shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
+    return shards

@@ -1,0 +1,305 @@
+"""Reduce-scatter during backward: a bucket leaves as soon as its gradients have arrived.
+
+[Note: rounds and windows]
+A window is what lies between two steps; only ``step()`` closes it. A round is one exchange of every bucket, and each
+backward is a round of its own: its mean is added to the shard. A rank that has had fewer rounds than another when
+``step()`` is called sends zeros for the rest, so the ranks always exchange the same buckets the same number of times.
+
+[Note: launch order]
+Buckets are exchanged in one order on all ranks, or two ranks could each wait for the other's bucket. A bucket that is
+complete waits for those before it. The order is the one in which rank 0 saw buckets complete in its first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..buckets import BucketState, Fill, GradBucket
+from ..collectives import Ident
+from ..consumed_grad import ConsumedGrad
+from ..errors import GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
+from ..hooks import ArrivalHooks, BackwardPasses
+from ..serial_thread import SerialThread
+from .base import GradShard, Parts, shard_list
+
+
+class OverlappedReduction:
+    """See the module.
+
+    ``_ranked`` is the launch order of all buckets, ``_order`` that of those with a trainable parameter; ``_live`` holds
+    the parameters whose slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._hooks = ArrivalHooks(self._arrived)
+        self._passes = BackwardPasses()
+        self._thread = SerialThread("zero_opt reduction")
+        self._sync = True
+        self._consumed: dict[int, ConsumedGrad] = {}
+        self._live: set[int] = set()
+        self._shown: set[int] = set()
+        self._zeroed: set[int] = set()
+        self._ranked: list[int] = []
+        self._order: list[int] = []
+        self._seen: list[int] | None = []
+        self._delivered: set[int] = set()
+        self._begin_window()
+        self._sequence = 0
+
+    def _begin_window(self) -> None:
+        """Forget the current window's rounds."""
+        self._fills: dict[int, Fill] = {}
+        self._rounds, self._next = 0, 0
+        self._in_round: set[int] = set()
+        self._futures: list[Future[bool]] = []
+
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`GradReduction`."""
+        for bucket in buckets:
+            for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
+                self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
+                self._hooks.watch(index, flat.param)
+            self._ranked.append(bucket.layout.index)
+        self._seen = []
+        if not self._fills:
+            self._activate()
+
+    def _activate(self) -> None:
+        """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
+        buckets = self._parts.partition.buckets
+        self._order = [i for i in self._ranked if any(flat.param.requires_grad for flat in buckets[i].params)]
+
+    # -- during backward ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients stay local and full-size; they are reduced with the next backward outside."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _arrived(self, index: int) -> None:
+        """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank."""
+        if not self._sync:
+            return
+        begins = self._passes.begins()
+        if begins or not self._fills or index in self._in_round:
+            self._open_round()
+        self._take(index)
+
+    def _take(self, index: int) -> None:
+        """Move a parameter's gradient into its bucket's current round."""
+        bucket, position = self._parts.partition.places[index]
+        if bucket not in self._fills:
+            return  # not trainable when the ranks last agreed: it stays in p.grad until step()
+        param = self._parts.partition.flats[index].param
+        consumed, grad = self._consumed[index], param.grad
+        if grad is consumed:
+            value = consumed.take_pending()
+        else:
+            value = self._fresh(index, grad)
+            param.grad = consumed
+            self._shown.add(index)
+        if value is None:
+            return
+        if self._fills[bucket].state is not BucketState.FILLING:
+            self._open_round()
+        self._in_round.add(index)
+        self._delivered.add(index)
+        fill = self._fills[bucket]
+        fill.put(position, value)
+        if fill.complete:
+            if self._seen is not None and bucket not in self._seen:
+                self._seen.append(bucket)
+            self._launch_complete()
+
+    def _fresh(self, index: int, grad: Tensor | None) -> Tensor | None:
+        """A gradient that starts afresh: ``p.grad`` was None before it."""
+        if isinstance(grad, ConsumedGrad):
+            raise GradientConflict(f"{grad.label} is reduced by two ShardedOptimizers; close() the older one")
+        if grad is not None and grad.layout is not torch.strided:
+            label = self._consumed[index].label
+            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep()")
+        if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
+            self._live.discard(index)
+        self._consumed[index].pending = None
+        return grad
+
+    def _open_round(self) -> None:
+        """See [Note: rounds and windows]."""
+        self._launch_all()
+        partition = self._parts.partition
+        self._forget_dropped(self._shown)
+        self._fills = {index: Fill(partition.buckets[index].params) for index in self._order}
+        self._in_round.clear()
+        self._rounds += 1
+        self._next = 0
+
+    def _forget_dropped(self, indices: Iterable[int]) -> None:
+        """The shard follows ``p.grad``: where the user has set it to None, the next gradient starts afresh."""
+        flats = self._parts.partition.flats
+        dropped = [index for index in indices if flats[index].param.grad is None]
+        self._live.difference_update(dropped)
+        self._shown.difference_update(dropped)
+
+    def _launch_complete(self) -> None:
+        """See [Note: launch order]."""
+        while self._next < len(self._order) and self._fills[self._order[self._next]].complete:
+            self._launch()
+
+    def _launch_all(self) -> None:
+        """Send what is left of the current round, zeros for gradients that have not come."""
+        while self._fills and self._next < len(self._order):
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self._parts.partition.buckets[self._order[self._next]]
+        fill = self._fills[bucket.layout.index]
+        fill.state = BucketState.REDUCING
+        self._next += 1
+        owned = [piece.param for piece in bucket.slices]
+        accumulate = [index in self._live for index in owned]
+        self._live.update(owned)
+        self._zeroed.difference_update(owned)
+        progress = self._parts.progress
+        ident = Ident(progress.step, progress.epoch, self._sequence)
+        self._sequence += 1
+        exchange = self._parts.exchange_of(bucket)
+        future = self._thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self._parts.pool)
+        self._futures.append(future)
+
+    # -- at step() ----------------------------------------------------------------------------------------------------
+
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+        """See :class:`GradReduction`."""
+        try:
+            self._take_plain()
+        except ZeroOptError as found:
+            error = error or found
+        self._launch_all()
+        agreed = self._parts.agree(self._rounds, error)
+        while self._rounds < agreed.rounds:
+            self._open_round()
+            self._launch_all()
+        self._exchange_late(agreed.used)
+        reduced = [future.result() for future in self._futures]
+        if not all(reduced):
+            raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
+        self._begin_window()
+        if self._seen is not None and agreed.rounds:
+            self._learn_order()
+        self._activate()
+        self._settle(agreed.used)
+        return shard_list(self._parts, agreed.used)
+
+    def _exchange_late(self, used: int) -> None:
+        """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
+        buckets = self._parts.partition.buckets
+        late = [
+            i for i in self._ranked if i not in self._order and any(used >> p & 1 for p in buckets[i].layout.params)
+        ]
+        if not late:
+            return
+        self._order = late
+        self._open_round()
+        for bucket in late:
+            for index in buckets[bucket].layout.params:
+                grad = self._parts.partition.flats[index].param.grad
+                if grad is not None and grad is not self._consumed[index]:
+                    self._take(index)
+        self._launch_all()
+
+    def _take_plain(self) -> None:
+        """Take gradients that no synchronised backward delivered: set by hand, or left by ``no_sync``."""
+        for index, flat in self._parts.partition.flats.items():
+            grad = flat.param.grad
+            bucket = self._parts.partition.places[index][0]
+            if (
+                grad is None
+                or bucket not in self._order
+                or (grad is self._consumed[index] and self._consumed[index].pending is None)
+            ):
+                continue
+            if grad is not self._consumed[index] and index in self._delivered:
+                raise GradientConflict(
+                    f"{flat.label}: p.grad was set again after it had been reduced. If DistributedDataParallel reduces "
+                    "this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before step(), "
+                    "use reduction=zero_opt.AtStep()"
+                )
+            if not self._fills or index in self._in_round:
+                self._open_round()
+            self._take(index)
+
+    def _learn_order(self) -> None:
+        """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
+        seen = self._seen or []
+        mine = seen + [index for index in self._ranked if index not in seen]
+        self._ranked = self._parts.agreement.from_rank_0(mine)
+        self._seen = None
+
+    def _settle(self, used: int) -> None:
+        """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
+        for index, flat in self._parts.partition.flats.items():
+            if used >> index & 1:
+                flat.param.grad = self._consumed[index]
+                self._shown.add(index)
+            else:
+                self._live.discard(index)
+        if self._zeroed:
+            for bucket in self._parts.partition.buckets:
+                for piece in bucket.slices:
+                    if piece.param in self._zeroed:
+                        bucket.shard[slice(*piece.in_shard)].zero_()
+            self._live.update(self._zeroed)
+            self._zeroed.clear()
+
+    def stepped(self) -> None:
+        """See :class:`GradReduction`."""
+        self._delivered.clear()
+        self._sequence = 0
+
+    def reset(self) -> None:
+        """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
+        self._forget_dropped(self._parts.partition.flats)
+        self._begin_window()
+        self._delivered.clear()
+        self._sequence = 0
+        self._parts.progress.epoch += 1
+
+    # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
+
+    def scale(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`."""
+        for bucket in self._parts.partition.buckets:
+            if bucket.shard_nbytes:
+                bucket.shard.mul_(factor.to(bucket.device))
+
+    def zero_consumed(self, param: int) -> None:
+        """See :class:`GradOwner`."""
+        self._live.discard(param)
+        self._zeroed.add(param)
+
+    def unscale_consumed(self, inv_scale: Tensor) -> bool:
+        """See :class:`GradOwner`. Collective: GradScaler calls it on every rank."""
+        shards = self.finish()
+        found = any(
+            not bool(torch.isfinite(grad).all()) for shard in shards for grad in shard.grads if grad is not None
+        )
+        self.scale(inv_scale)
+        return self._parts.agreement.any(found)
+
+    def close(self) -> None:
+        """See :class:`GradReduction`."""
+        self._hooks.close()
+        self._thread.close()
+        for index, flat in self._parts.partition.flats.items():
+            if flat.param.grad is self._consumed[index]:
+                flat.param.grad = None

@@ -1,0 +1,97 @@
+"""Sparse gradients under AtStep: every rank's rows go to the parameter's owner, which adds them up in rank order."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from ..collectives import Group
+from ..errors import UnsupportedParam
+from .base import GradShard, Parts
+
+
+class SparseGrads:
+    """Reduces the sparse gradients of whole-parameter partitions."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._reduced: dict[int, Tensor] = {}
+
+    @property
+    def _group(self) -> Group:
+        return self._parts.agreement.group
+
+    def _here(self) -> dict[int, Tensor]:
+        flats = self._parts.partition.flats.items()
+        return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
+
+    def any_here(self) -> bool:
+        """Whether this rank has a sparse gradient."""
+        return bool(self._here())
+
+    def refusal(self) -> UnsupportedParam | None:
+        """The error if a parameter that is cut anywhere has a sparse gradient here."""
+        found = () if self._parts.partition.whole else self._here()
+        for index in found:
+            label = self._parts.partition.flats[index].label
+            return UnsupportedParam(f"{label} has a sparse gradient, which this optimizer class does not take")
+        return None
+
+    def reduce(self) -> int:
+        """Reduce all sparse gradients; bit per parameter that has one on any rank. Collective.
+
+        Raises:
+            UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
+        """
+        self._reduced.clear()
+        mine = {index: grad.coalesce() for index, grad in self._here().items()}
+        described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
+        described_by = [json.loads(p) for p in self._group.all_gather_bytes(json.dumps(described).encode())]
+        indices = sorted({int(key) for described in described_by for key in described})
+        flats, error = self._parts.partition.flats, None
+        for index in indices:
+            if index not in mine and flats[index].param.grad is not None:
+                error = UnsupportedParam(f"{flats[index].label} has a dense gradient here and a sparse one elsewhere")
+        self._parts.agreement.raise_first_error(error)
+        for index in indices:
+            self._reduce(index, mine.get(index), [d.get(str(index)) for d in described_by])
+        return sum(1 << index for index in indices)
+
+    def _reduce(self, index: int, mine: Tensor | None, shapes: list[list[int] | None]) -> None:
+        partition = self._parts.partition
+        owner = partition.owner_of_start(index)
+        param = partition.flats[index].param
+        total: Tensor | None = None
+        for rank, described in enumerate(shapes):
+            if described is None:
+                continue
+            part = self._fetch(param, mine if rank == partition.rank else None, rank, owner, described)
+            if part is not None:
+                total = part if total is None else (total + part).coalesce()
+        if total is not None:
+            self._reduced[index] = total / partition.world_size
+
+    def _fetch(self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int]) -> Tensor | None:
+        """One rank's sparse gradient on the owner; ``None`` elsewhere."""
+        group, (sparse_dim, count) = self._group, described
+        indices = torch.empty(sparse_dim, count, dtype=torch.int64) if mine is None else mine.indices().contiguous()
+        shape = (count, *param.shape[sparse_dim:])
+        values = torch.empty(shape, dtype=param.dtype) if mine is None else mine.values().contiguous()
+        involved = group.rank in (rank, owner)
+        for tensor in (indices, values):
+            work = group.move(tensor if involved else None, rank, owner, tensor.numel(), tensor.dtype)
+            if work is not None:
+                work.wait()
+        if group.rank != owner:
+            return None
+        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+
+    def merge(self, shards: list[GradShard]) -> list[GradShard]:
+        """The shards with sparse gradients in the places of parameters that have one."""
+        merged = []
+        for shard, bucket in zip(shards, self._parts.partition.buckets, strict=True):
+            grads = [self._reduced.get(p.param, g) for p, g in zip(bucket.slices, shard.grads, strict=True)]
+            merged.append(shard._replace(grads=grads))
+        return merged

@@ -1,0 +1,109 @@
+"""Between this rank's live state and a plain ``torch.optim`` state dict with full-shape tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import StateDictError
+from .flat_param import FlatParam
+from .layout import ParamSlice
+
+StateDict = dict[str, Any]
+
+
+def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them."""
+    packed, start = [], 0
+    for group in param_groups:
+        count = len(group["params"])
+        packed.append(
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
+        )
+        start += count
+    return packed
+
+
+def match(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], elementwise: bool
+) -> dict[int, Mapping[str, Any]]:
+    """The loaded state per global parameter index, after checking that all of it fits.
+
+    Args:
+        elementwise: every state tensor must have its parameter's shape or be a scalar.
+
+    Raises:
+        StateDictError: names the first thing that does not fit; nothing has been changed.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"a state dict is a dict, got {type(state_dict).__name__}")
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateDictError(f"the state dict has no {key!r} (it has {sorted(map(str, state_dict))})")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(param_groups):
+        raise StateDictError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(param_groups)}")
+    index_of: dict[Any, int] = {}
+    for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if "params" not in saved:
+            raise StateDictError(f"param group {number} of the state dict has no 'params'")
+        if len(saved["params"]) != len(group["params"]):
+            raise StateDictError(
+                f"param group {number} has {len(saved['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+        for saved_id in saved["params"]:
+            index_of[saved_id] = len(index_of)
+    params = [param for group in param_groups for param in group["params"]]
+    matched: dict[int, Mapping[str, Any]] = {}
+    for saved_id, state in state_dict["state"].items():
+        if saved_id not in index_of:
+            raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
+        matched[index_of[saved_id]] = _checked(index_of[saved_id], state, params[index_of[saved_id]], elementwise)
+    return matched
+
+
+def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not elementwise:
+            continue
+        if value.dim() and value.shape != param.shape and value.numel() != 1:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+            )
+    return state
+
+
+def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:
+    """The part of one parameter's full-shape state that belongs to a slice; copies, never views."""
+    whole = piece.in_param.numel == flat.param.numel()
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            part[key] = value
+        elif whole or value.shape != flat.param.shape:
+            part[key] = value.detach().clone()
+        else:
+            run = flat.flatten(value.detach())
+            part[key] = run[piece.in_param.start : piece.in_param.stop].clone()
+    return part
+
+
+def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """State whose tensors share no memory with the given ones."""
+    return {
+        index: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
+        for index, entry in state.items()
+    }
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that ``str()`` gave as ``"torch.float32"`` and the like."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,181 @@
+"""The parts of a sharded optimizer, connected: groups, partition, reduction, placement, gather, consolidation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import Agreement
+from .collectives import Exchange, Group, build_exchange
+from .consolidate import Consolidation
+from .construction import contents, is_elementwise
+from .errors import StateNotConsolidated
+from .grad_norm import total_norm
+from .param_gather import ParamGather
+from .partition import Geometry, Partition
+from .placement import build_placement
+from .policies import AlreadyReduced, MixedPrecision
+from .reduction import GradShard, Parts, Policy, build_reduction
+from .state_dict import cut
+
+
+class OwnGroups:
+    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross."""
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        self.control = Group(parent, timeout)
+        self.reduce = Group(parent, timeout)
+        self.gather = Group(parent, timeout)
+
+    def close(self) -> None:
+        """Destroy all three."""
+        for group in (self.reduce, self.gather, self.control):
+            group.close()
+
+
+class _Exchanges(dict[str, Exchange]):
+    """Exchanges by device type, made when first needed."""
+
+    def __init__(self, groups: OwnGroups) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __missing__(self, device_type: str) -> Exchange:
+        exchange = self[device_type] = build_exchange(device_type, self._groups.reduce, self._groups.gather)
+        return exchange
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a sharded optimizer is made of, as the user gave it.
+
+    Attributes:
+        defaults: the wrapped class's own arguments.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    reduction: Policy
+    offload: None
+    precision: MixedPrecision
+
+    def entries(self) -> list[tuple[str, Any]]:
+        """What ranks compare of it."""
+        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+        policies = {"reduction": self.reduction, "offload": self.offload, "precision": self.precision}
+        return [("optimizer class", name), *((key, repr(value)) for key, value in policies.items())]
+
+
+class Wiring:
+    """Everything that exists at world size > 1 only. Its users' groups and state are those of ``owner``."""
+
+    def __init__(
+        self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
+    ) -> None:
+        self._recipe, self._groups, self._describe = recipe, groups, describe
+        self._param_groups = owner.param_groups
+        self._state = owner.state
+        self._params: list[Tensor] = []
+        self._group_of: list[int] = []
+        self._known_groups = 0
+        self._full_state: dict[int, dict[str, Any]] | None = None
+        geometry = Geometry(
+            not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
+        )
+        self.agreement = Agreement(groups.control, describe)
+        self.partition = Partition(groups.control, geometry, describe)
+        exchanges = _Exchanges(groups)
+        parts = Parts(self.partition, self.agreement, exchanges, lambda: self._params, self._admit)
+        self.progress = parts.progress
+        self.reduction = build_reduction(recipe.reduction, parts)
+        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
+        self.gather = ParamGather(self.partition, exchanges, parts.pool)
+
+    def add_groups(self) -> None:
+        """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
+
+        Raises:
+            RankMismatch: they differ; nothing was taken in.
+        """
+        values = not isinstance(self._recipe.reduction, AlreadyReduced)
+        listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
+        self.agreement.on_contents([*self._recipe.entries(), *listed])
+        for number in range(self._known_groups, len(self._param_groups)):
+            group = self._param_groups[number]
+            self.placement.add_group(group)
+            self._params.extend(group["params"])
+            self._group_of.extend([number] * len(group["params"]))
+        self._known_groups = len(self._param_groups)
+        self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
+        self._full_state = None
+
+    def _admit(self, mask: int) -> None:
+        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank."""
+        missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
+        if missing:
+            added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
+            self.placement.add(added)
+            self.reduction.watch(added)
+            self._show_state()
+
+    def follow_params(self) -> None:
+        """Re-make views of parameters whose data the user re-pointed."""
+        moved = self.partition.refresh()
+        if moved:
+            self.placement.repoint(moved)
+            self.gather.forget()
+
+    def norm(self, grads: Sequence[GradShard]) -> Tensor:
+        """Global L2 norm of the reduced gradients. Collective."""
+        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
+
+    def stepped(self) -> None:
+        """A step is done."""
+        self.reduction.stepped()
+        self.progress.stepped()
+        self._show_state()
+        self._full_state = None
+
+    def _show_state(self) -> None:
+        """Let the user's ``state`` show this rank's live state under the user's parameters."""
+        for index, state in self.placement.state():
+            self._state[self._params[index]] = state
+
+    def consolidate(self, to: int) -> None:
+        """Bring the full state to rank ``to``. Collective."""
+        self._full_state = Consolidation(self._groups.control, self.partition, self.placement).run(to)
+
+    def full_state(self) -> dict[int, dict[str, Any]]:
+        """What :meth:`consolidate` brought here, if still current."""
+        if self._full_state is None:
+            raise StateNotConsolidated(
+                "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
+                "every rank, after the last step, then opt.state_dict() on that rank"
+            )
+        return self._full_state
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take this rank's slices out of full-shape state."""
+        self._admit(sum(1 << index for index in states))
+        mine = {
+            piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
+            for piece in self.partition.owned()
+            if piece.param in states
+        }
+        self.placement.load(mine, groups)
+        for group, loaded in zip(self._param_groups, groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key not in ("params", "param_names")})
+        self._state.clear()
+        self._show_state()
+        self._full_state = None
+
+    def close(self) -> None:
+        """Stop listening and destroy the groups."""
+        self.reduction.close()
+        self.placement.close()
+        self._groups.close()
