@@ -80,7 +80,7 @@ void adam_loop(const AdamRun& run) {
     if constexpr (kAmsgrad) {
       // As torch's maximum: NaN on either side stays NaN.
       const float v_max = max_exp_avg_sq[i];
-      root_of = (v > v_max) | (v != v) ? v : v_max;
+      root_of = ((v > v_max) | (v != v)) ? v : v_max;
       max_exp_avg_sq[i] = root_of;
     }
     const float denominator = __builtin_sqrtf(root_of) / s.bias_correction2_sqrt + s.eps;

@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .errors import NativeUnavailable
 
 __all__ = ["AdamHypers", "AdamUpdate", "CPUAdam", "CPUAdamW", "adam_update_", "require_native"]
+
+TENSOR_NAMES = ("param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+GRAD = TENSOR_NAMES.index("grad")
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -69,17 +73,13 @@ class AdamUpdate:
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each, param first."""
-        yield "param", self.param
-        yield "grad", self.grad
-        yield "exp_avg", self.exp_avg
-        yield "exp_avg_sq", self.exp_avg_sq
-        if self.max_exp_avg_sq is not None:
-            yield "max_exp_avg_sq", self.max_exp_avg_sq
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the order of TENSOR_NAMES; the last one only if it is given."""
+        four = [self.param, self.grad, self.exp_avg, self.exp_avg_sq]
+        return four if self.max_exp_avg_sq is None else [*four, self.max_exp_avg_sq]
 
 
-def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> None:
+def check_tensor(what: str, tensor: Any, shape: torch.Size | None = None) -> None:
     """Raises TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
 
     Args:
@@ -87,6 +87,16 @@ def check_tensor(what: str, tensor: object, shape: torch.Size | None = None) -> 
         tensor: should be an fp32, strided CPU tensor whose elements do not overlap.
         shape: the shape that it must have, if any.
     """
+    if (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.dtype is torch.float32
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and (shape is None or tensor.shape == shape)
+        and (tensor.data_ptr() or not tensor.numel())
+    ):
+        return  # the usual case, at a third of the price
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -163,32 +173,41 @@ def adam_update_(updates: Sequence[AdamUpdate], *, isa: str = "") -> None:
         NativeUnavailable: there is no native extension here.
     """
     for update in updates:
-        for what, tensor in update.tensors():
-            check_tensor(f"{what} of {update.name}", tensor, update.param.shape)
+        shape = update.param.shape
+        for role, tensor in zip(TENSOR_NAMES, update.tensors()):
+            check_tensor(f"{role} of {update.name}", tensor, shape)
     require_native()
     from . import _native
 
-    scalars: dict[tuple[AdamHypers, float], _native.AdamScalars] = {}
+    scalars: dict[tuple[int, float], _native.AdamScalars] = {}
     runs: list[_native.AdamRun] = []
-    staged: list[tuple[Tensor, Tensor]] = []  # (tensor, its copy in storage order)
+    staged: list[tuple[Tensor, Tensor]] = []
     written: list[Tensor] = []
     for update in updates:
-        key = (update.hypers, update.step)
+        key = (id(update.hypers), update.step)
         if key not in scalars:
             scalars[key] = _native_scalars(update.hypers, update.step)
-        order = _storage_order(update.param)
-        addresses: list[int] = []
-        for what, tensor in update.tensors():
-            run = tensor
-            if not _has_order(tensor, order):
-                run = torch.empty_strided(tensor.shape, order, dtype=torch.float32).copy_(tensor)
-                staged.append((tensor, run))
-            addresses.append(run.data_ptr())
-            if what != "grad":
-                written.append(tensor)
+        tensors = update.tensors()
+        addresses = [run.data_ptr() for run in _in_one_order(tensors, staged)]
         runs.append(_native.AdamRun(scalars[key], update.param.numel(), *addresses))
+        written += [tensor for index, tensor in enumerate(tensors) if index != GRAD]
     _native.adam_step(runs, isa)
     _copy_home(staged, written)
+
+
+def _in_one_order(tensors: list[Tensor], staged: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The tensors, each in one stretch of memory and all in one order; copies made for it are added to ``staged``."""
+    if all(tensor.is_contiguous() and not tensor.is_neg() for tensor in tensors):
+        return tensors
+    order = _storage_order(tensors[0])
+    runs = []
+    for tensor in tensors:
+        run = tensor
+        if not _has_order(tensor, order):
+            run = torch.empty_strided(tensor.shape, order, dtype=torch.float32).copy_(tensor)
+            staged.append((tensor, run))
+        runs.append(run)
+    return runs
 
 
 def _native_scalars(hypers: AdamHypers, step: float) -> Any:
@@ -268,8 +287,9 @@ class _NativeStep(torch.optim.Adam):
         """This step's updates, all checked; state that is missing is made, and nothing else is written."""
         work = list(self._with_grad())
         for _, name, param, grad in work:
-            check_tensor(name, param)
-            check_tensor(f"grad of {name}", grad, param.shape)
+            if not self.state.get(param):  # else adam_update_ finds a bad one before anything is written
+                check_tensor(name, param)
+                check_tensor(f"grad of {name}", grad, param.shape)
         hypers = {id(group): _hypers(group) for group in self.param_groups}
         updates = []
         for group, name, param, grad in work:
@@ -281,7 +301,7 @@ class _NativeStep(torch.optim.Adam):
                 AdamUpdate(
                     name=name,
                     hypers=hypers[id(group)],
-                    step=float(state["step"] + 1),
+                    step=float(state["step"]) + 1.0,
                     param=param,
                     grad=grad,
                     exp_avg=state["exp_avg"],
