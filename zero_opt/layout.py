@@ -11,7 +11,8 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, overload
 
 ALIGN = 64
 
@@ -49,6 +50,36 @@ class ParamSlice(NamedTuple):
     in_param: Span
     in_bucket: Span
     in_shard: Span
+
+
+@dataclass(frozen=True)
+class OwnerBounds(Sequence[int]):
+    """Shard bounds of a bucket that few of many ranks own a part of: ``world_size + 1`` of them, kept for owners only.
+
+    Attributes:
+        owners: ranks whose shard is not empty, ascending.
+        ends: where each owner's shard ends.
+    """
+
+    world_size: int
+    owners: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.world_size + 1
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [self[rank] for rank in range(*at.indices(len(self)))]
+        rank = range(len(self))[at]
+        before = bisect_left(self.owners, rank)
+        return self.ends[before - 1] if before else 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +122,10 @@ class BucketLayout:
         last = bisect_left(self.offsets, shard.stop)
         found = (self._slice_of(position, shard) for position in range(first, last))
         return tuple(piece for piece in found if piece is not None)
+
+    def owner(self, position: int) -> int:
+        """The rank whose shard holds the first element of the parameter at ``position`` (its place, if it has none)."""
+        return bisect_right(self.bounds, self.offsets[position]) - 1
 
     def _slice_of(self, position: int, shard: Span) -> ParamSlice | None:
         offset, numel = self.offsets[position], self.numels[position]
@@ -200,11 +235,9 @@ def plan_whole_params(
     buckets = []
     for i, chunk in enumerate(_chunks(specs, bucket_bytes)):
         ordered = sorted(chunk, key=lambda p: (owners[p], -p))
-        sizes = [0] * world_size
-        for param in ordered:
-            sizes[owners[param]] += footprint(specs[param].numel)
-        bounds = [0]
-        for size in sizes:
-            bounds.append(bounds[-1] + size)
-        buckets.append(_bucket(first_index + i, ordered, specs, tuple(bounds), world_size))
+        ends: dict[int, int] = {}
+        for param, end in zip(ordered, accumulate(footprint(specs[p].numel) for p in ordered)):
+            ends[owners[param]] = end
+        bounds = OwnerBounds(world_size, tuple(ends), tuple(ends.values()))
+        buckets.append(_bucket(first_index + i, ordered, specs, bounds, world_size))
     return buckets

@@ -66,8 +66,8 @@ class Partition:
             return plan_flat(specs, self.world_size, bucket_bytes, first)
         layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)
         for layout in layouts:
-            for rank in range(self.world_size):
-                self._loads[rank] += sum(piece.in_param.numel for piece in layout.slices(rank))
+            for position, numel in enumerate(layout.numels):
+                self._loads[layout.owner(position)] += numel
         return layouts
 
     @property
@@ -82,9 +82,7 @@ class Partition:
     def owner_of_start(self, index: int) -> int:
         """The rank that owns a parameter's first element, whose scalars count as the parameter's."""
         bucket, position = self.places[index]
-        layout = self.buckets[bucket].layout
-        offset = layout.offsets[position]
-        return next(rank for rank in range(self.world_size) if layout.bounds[rank] <= offset < layout.bounds[rank + 1])
+        return self.buckets[bucket].layout.owner(position)
 
     def refresh(self) -> list[int]:
         """Follow parameters whose data was re-pointed; returns their indices."""
