@@ -184,11 +184,12 @@ def judge(run: Run, history: History, memory: list[Memory], same: bool) -> bool:
     held, bound = max(m.gradients for m in memory), gradient_bound(run)
     better, bounded = bits < min(bigram, floor), held <= bound
     run.say(
-        f"\nheld-out bits per byte: {bits:.3f}, {'BELOW' if better else 'NOT below'} byte bigrams: {bigram:.3f} from "
-        f"counts of the training\n    text, backed off to byte frequencies; {floor:.3f} from counts of the held-out text "
-        f"itself\ngradients as the step begins: {held:,} bytes, {'WITHIN' if bounded else 'NOT within'} the shard and "
-        f"two buckets, {bound:,}\nnext steps: {'the SAME to the bit' if same else 'NOT the same'} as plain "
-        f"torch.optim.AdamW's, at every world size tried"
+        f"\nheld-out bits per byte: {bits:.3f}, {'BELOW' if better else 'NOT below'} those of byte bigrams:\n"
+        f"    {bigram:.3f} by counts of the training text, backed off to byte frequencies\n"
+        f"    {floor:.3f} by counts of the held-out text itself\n"
+        f"gradients as the step begins: {held:,} bytes, {'WITHIN' if bounded else 'NOT within'} the shard and two "
+        f"buckets, {bound:,}\n"
+        f"next steps: {'the SAME to the bit' if same else 'NOT the same'} as plain torch.optim.AdamW's"
     )
     if run.rank == 0:
         draw_loss_curve(history, bigram, run.arguments.out / "loss.png")
@@ -210,9 +211,8 @@ def main() -> int:
     ranks_memory = gather_memory(memory)
     run.say("\n" + memory_table(plain_memory, ranks_memory))
     good = judge(run, history, ranks_memory, same)
-    run.say(
-        f"loss curve: {arguments.out / 'loss.png'}; {trained:.0f} s to train, {time.perf_counter() - begin:.0f} s in all"
-    )
+    total = time.perf_counter() - begin
+    run.say(f"loss curve: {arguments.out / 'loss.png'}; {trained:.0f} s to train, {total:.0f} s in all")
     run.optimizer.close()
     text_ranks.stop()
     return 0 if good else 1
