@@ -49,7 +49,7 @@ def extension() -> Extension:
 
     return Extension(
         "zero_opt._native",
-        sources=["native/bindings.cpp", "native/dispatch.cpp"],
+        sources=["native/bindings.cpp", "native/dispatch.cpp", "native/peer_words.cpp"],
         include_dirs=[pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off"],

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dispatch.hpp"
+#include "peer_words.hpp"
 
 namespace py = pybind11;
 using zero_opt::AdamHypers;
@@ -53,6 +54,31 @@ void fma_array(std::int64_t numel, std::uintptr_t a, std::uintptr_t b, std::uint
   kernels.fma({numel, floats(a), floats(b), floats(c), floats(out)});
 }
 
+void mean(std::int64_t numel, const std::string& dtype, const std::vector<std::uintptr_t>& sources,
+          std::uintptr_t out, const std::string& isa) {
+  if (sources.size() < 2) throw std::invalid_argument("a mean needs the chunks of two ranks or more");
+  std::vector<const void*> chunks;
+  for (const std::uintptr_t source : sources) chunks.push_back(reinterpret_cast<const void*>(source));
+  const zero_opt::MeanRun run = {numel, static_cast<std::int32_t>(chunks.size()), chunks.data(),
+                                 reinterpret_cast<void*>(out)};
+  const zero_opt::MeanKernels& kernels = zero_opt::mean_kernels(table(isa));
+  if (dtype != "float32" && dtype != "bfloat16") throw std::invalid_argument("no mean kernel for " + dtype);
+  const py::gil_scoped_release unlocked;
+  (dtype == "float32" ? kernels.float32 : kernels.bfloat16)(run);
+}
+
+zero_opt::PeerWords& words(std::uintptr_t address) { return *reinterpret_cast<zero_opt::PeerWords*>(address); }
+
+void publish(std::uintptr_t address, int slot, std::uint64_t ident) {
+  if (slot != 0 && slot != 1) throw std::invalid_argument("there are two slots, got " + std::to_string(slot));
+  zero_opt::publish(words(address), slot, ident);
+}
+
+int wait_staged(std::uintptr_t address, std::uint64_t ident, double timeout_s) {
+  const py::gil_scoped_release unlocked;
+  return static_cast<int>(zero_opt::wait_staged(words(address), ident, timeout_s));
+}
+
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : zero_opt::available_kernels()) names.emplace_back(kernels->name);
@@ -73,6 +99,9 @@ PYBIND11_MODULE(_native, m) {
   m.def("adam_step", &adam_step, py::arg("runs"), py::arg("isa") = "");
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");
+  m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("isa") = "");
+  m.def("publish", &publish, py::arg("words"), py::arg("slot"), py::arg("ident"));
+  m.def("wait_staged", &wait_staged, py::arg("words"), py::arg("ident"), py::arg("timeout_s"));
   m.def("isas", &isas);
   m.def("isa", []() { return std::string(zero_opt::chosen_kernels().name); });
 }

@@ -47,6 +47,18 @@ def adam_step(runs: Sequence[AdamRun], isa: str = "") -> None:
 def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""
 
+def mean(numel: int, dtype: str, sources: Sequence[int], out: int, isa: str = "") -> None:
+    """Mean of the chunks at ``sources``, added in order, to ``out``, which overlaps none of them; GIL released.
+
+    ``dtype`` is "float32" or "bfloat16" (summed in fp32, rounded once), of all of them.
+    """
+
+def publish(words: int, slot: int, ident: int) -> None:
+    """Announce in the peer words at that address that staging slot 0 or 1 holds exchange ``ident``."""
+
+def wait_staged(words: int, ident: int, timeout_s: float) -> int:
+    """The slot where a peer holds exchange ``ident``; 2 if it went on without it, 3 after the timeout. GIL released."""
+
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""
 

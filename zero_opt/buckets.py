@@ -6,42 +6,15 @@ staging buffer in one call; so a filling bucket takes no memory of its own.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from .collectives import Exchange, Ident
+from .exchange import Exchange, Ident, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
-
-
-class StagingPool:
-    """Buffers that buckets pass through, reused from step to step.
-
-    A buffer is keyed by use (``slot``), dtype and device, and grows to the largest bucket asked for.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-        self._lock = threading.Lock()
-
-    def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
-        key = (slot, dtype, device)
-        with self._lock:
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.numel() < numel:
-                # Padding is sent too: zeros keep it finite and the transfer deterministic.
-                buffer = self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
-        return buffer[:numel]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
 class BucketState(Enum):
@@ -88,7 +61,12 @@ class GradBucket:
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_numel = layout.shard(rank).numel
         self._shard: Tensor | None = None
-        self._views: tuple[int, list[Tensor]] | None = None
+        self._views: dict[int, list[Tensor]] = {}
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of a staging buffer that the bucket's gradients or parameters fill."""
+        return self.layout.numel * max(self.dtype.itemsize, self.params[0].param.element_size())
 
     @property
     def shard(self) -> Tensor:
@@ -113,11 +91,12 @@ class GradBucket:
 
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
         """Per parameter, its place in the staging buffer, in the parameter's shape."""
-        if self._views is None or self._views[0] != staging.data_ptr():
+        views = self._views.get(staging.data_ptr())
+        if views is None:
             places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
             views = [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
-            self._views = (staging.data_ptr(), views)
-        return self._views[1]
+            self._views[staging.data_ptr()] = views
+        return views
 
     def _stage(self, grads: Sequence[Tensor | None], staging: Tensor) -> None:
         targets, sources = [], []
@@ -142,7 +121,7 @@ class GradBucket:
             ``False``, and an undefined shard, when another rank skipped this exchange.
         """
         with torch.no_grad():
-            staging = pool.take(0, self.layout.numel, self.dtype, self.device)
+            staging = exchange.staging(self.layout.numel, self.dtype, self.device)
             self._stage(fill.grads, staging)
             fill.grads = []  # the values are in staging now: let the gradients go
             adding = any(accumulate)

@@ -11,27 +11,21 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigTypeError, ProcessGroupError, StepDesync
+from .exchange import Exchange, Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+from .host_exchange import build_host_exchange
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 HEADER_NUMEL = 4
+_DEFAULT_TIMEOUT_S = default_pg_timeout.total_seconds()
 _TAG_MODULUS = 1 << 30
-
-
-class Ident(NamedTuple):
-    """Names one bucket exchange; later exchanges compare greater, on every rank alike."""
-
-    step: int
-    epoch: int
-    sequence: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,6 +96,7 @@ class Group:
             use_local_synchronization=self.backend != "threaded",
         )
         self.rank, self.world_size = dist.get_rank(self.pg), len(self.ranks)
+        self.timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout
 
     @property
     def has_send_recv(self) -> bool:
@@ -149,64 +144,6 @@ class Group:
             dist.destroy_process_group(self.pg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the arithmetic all exchanges share
-
-
-def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) -> None:
-    """Write the sum of ``parts``, added in the order given, divided by ``world_size``, to ``out``.
-
-    bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
-    """
-    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALF_DTYPES else out
-    first, second = next(parts), next(parts)
-    if total is out:
-        torch.add(first, second, out=total)
-    else:
-        total.copy_(first).add_(second)
-    for part in parts:
-        total.add_(part)
-    total.div_(world_size)
-    if total is not out:
-        out.copy_(total)
-
-
-def _chunks(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    return [bucket[start:stop] for start, stop in pairwise(bounds)]
-
-
-class Pending:
-    """Work under way; :meth:`wait` returns when its tensors may be used."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Block until done."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
-
-
-class Exchange(Protocol):
-    """How the ranks of a group exchange buckets."""
-
-    scratch_shards: int
-    """Scratch that :meth:`reduce_scatter` needs, in shards."""
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
-        """Write the mean over ranks of this rank's shard of ``bucket`` to ``out``.
-
-        ``scratch`` has ``scratch_shards`` times as many elements as ``out``, and its dtype.
-
-        Called in the same order on every rank, except that a rank may skip exchanges that an exception kept it from.
-        Returns ``False``, with ``out`` undefined, when another rank skipped this one.
-        """
-
-    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
-        """Fill ``bucket`` with every rank's shard; this rank's is in place."""
-
-
 class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data."""
 
@@ -245,18 +182,26 @@ class PairwiseExchange:
     that left a backward early (an exception) is noticed instead of having its next bucket added to this one.
     """
 
-    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
+        self._pool = pool
         self._reduce, self._gather = reduce_group, gather_group
         rank, world_size = reduce_group.rank, reduce_group.world_size
         self._rank, self._world_size = rank, world_size
         self._peers = [(rank + i) % world_size for i in range(1, world_size)]
         self._inbox = {peer: _Inbox(reduce_group.pg, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
-        self.scratch_shards = min(world_size - 1, 3)
+        self.scratch_shards, self.gathers_ahead = min(world_size - 1, 3), 1
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
+        """See :class:`Exchange`."""
+        return self._pool.take(turn, numel, dtype, device)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
         """See :class:`Exchange`."""
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         sends: list[Any] = []
         for peer in self._peers:
             sends += self._send(ident, peer, chunks[peer])
@@ -268,7 +213,8 @@ class PairwiseExchange:
             for peer, match in zip(sorted(self._peers), matches, strict=True):
                 if match:
                     self._inbox[peer].take(torch.empty_like(chunks[self._rank])).wait()
-        Pending(sends).wait()
+        for send in sends:
+            send.wait()
         return all(matches)
 
     def _send(self, ident: Ident, peer: int, chunk: Tensor) -> list[Any]:
@@ -299,24 +245,32 @@ class PairwiseExchange:
             post(position + 1)
             yield received
 
-    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
         """See :class:`Exchange`."""
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         pg = self._gather.pg
         works = [pg.recv([chunks[peer]], peer, 0) for peer in reversed(self._peers) if chunks[peer].numel()]
         own = chunks[self._rank]
         if own.numel():
             works += [pg.send([own], peer, 0) for peer in self._peers]
-        return Pending(works)
+        return Gathering(works, chunks)
 
 
 class ListExchange:
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
 
-    scratch_shards = 0
+    scratch_shards, gathers_ahead = 0, 1
 
-    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
+        self._pool = pool
         self._reduce, self._gather = reduce_group, gather_group
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
+        """See :class:`Exchange`."""
+        return self._pool.take(turn, numel, dtype, device)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def reduce_scatter(
         self,
@@ -329,17 +283,17 @@ class ListExchange:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
         idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
         _require_same_ident(ident, idents)
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
         self._reduce.pg.alltoall(received, chunks).wait()
         mean_in_rank_order(iter(received), len(chunks), out)
         return True
 
-    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
         """See :class:`Exchange`."""
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         own = chunks[self._gather.rank].clone()
-        return Pending([self._gather.pg.allgather([chunks], [own])])
+        return Gathering([self._gather.pg.allgather([chunks], [own])], chunks)
 
 
 def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
@@ -354,10 +308,18 @@ def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
 class NcclExchange:
     """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
 
-    scratch_shards = 0
+    scratch_shards, gathers_ahead = 0, 1
 
-    def __init__(self, reduce_group: Group, gather_group: Group) -> None:
+    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
+        self._pool = pool
         self._reduce, self._gather = reduce_group, gather_group
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
+        """See :class:`Exchange`."""
+        return self._pool.take(turn, numel, dtype, device)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def reduce_scatter(
         self,
@@ -369,7 +331,7 @@ class NcclExchange:
     ) -> bool:
         """See :class:`Exchange`; sums in NCCL's order."""
         pg, rank = self._reduce.pg, self._reduce.rank
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             _method(pg, "reduce_scatter_single", "_reduce_scatter_base")(out, bucket).wait()
         else:
@@ -381,19 +343,19 @@ class NcclExchange:
         out.div_(self._reduce.world_size)
         return True
 
-    def all_gather(self, bucket: Tensor, bounds: Sequence[int]) -> Pending:
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
         """See :class:`Exchange`."""
         pg = self._gather.pg
-        chunks = _chunks(bucket, bounds)
+        chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Pending([gather(bucket, chunks[self._gather.rank].clone())])
+            return Gathering([gather(bucket, chunks[self._gather.rank].clone())], chunks)
         works = []
         for owner, chunk in enumerate(chunks):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = owner, 0
             works.append(pg.broadcast([chunk], options))
-        return Pending(works)
+        return Gathering(works, chunks)
 
 
 def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
@@ -401,14 +363,24 @@ def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
     return getattr(pg, name, None) or getattr(pg, older_name)
 
 
-def build_exchange(device_type: str, reduce_group: Group, gather_group: Group) -> Exchange:
-    """The exchange for tensors of one device type over groups of one backend."""
+def build_exchange(
+    device_type: str, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
+) -> Exchange:
+    """The fastest exchange the ranks can use for tensors of one device type. Collective.
+
+    Args:
+        groups: for control, reduction and gather.
+        host_bytes: size of the largest bucket, to exchange through shared memory where all ranks are on one host;
+            0 to leave it to torch.distributed.
+    """
+    control, reduce_group, gather_group = groups
     if reduce_group.backend == "threaded":
-        return ListExchange(reduce_group, gather_group)
+        return ListExchange(reduce_group, gather_group, pool)
     if device_type == "cpu":
-        return PairwiseExchange(reduce_group, gather_group)
+        pairwise_exchange = PairwiseExchange(reduce_group, gather_group, pool)
+        return build_host_exchange(control, pairwise_exchange, host_bytes) if host_bytes else pairwise_exchange
     if "nccl" in reduce_group.backend:
-        return NcclExchange(reduce_group, gather_group)
+        return NcclExchange(reduce_group, gather_group, pool)
     raise ProcessGroupError(
         f"parameters on {device_type} need a process group with NCCL; this one has {reduce_group.backend}"
     )

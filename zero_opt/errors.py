@@ -55,6 +55,10 @@ class StepDesync(ZeroOptError, RuntimeError):
         self.epoch = epoch
 
 
+class PeerLost(ZeroOptError, RuntimeError):
+    """Another rank has died, or has not answered within the group's timeout."""
+
+
 class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
 

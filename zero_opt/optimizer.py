@@ -194,7 +194,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._max_grad_norm is not None:
             parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
         parts.placement.step(grads, self.param_groups)
-        parts.gather.run(parts.partition.buckets[shard.bucket] for shard in grads if shard.used)
+        changed = [parts.partition.buckets[shard.bucket] for shard in grads if shard.used]
+        parts.gather.run(parts.progress.step, changed)
         parts.stepped()
         return loss
 

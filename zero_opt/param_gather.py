@@ -2,84 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .buckets import GradBucket, StagingPool
-from .collectives import Exchange, Pending
+from .buckets import GradBucket
+from .exchange import Exchange, Gathering, Ident
 from .partition import Partition
+
+# Gathers follow a step's reductions: greater than any number of zero_grad calls between two steps.
+_GATHER_EPOCH = (1 << 20) - 1
 
 
 class _Copies:
-    """The copies between one bucket's staging buffer and its parameters."""
+    """Copies from a run of a bucket's parameters to a buffer, or back; the views are made once."""
 
-    def __init__(self, bucket: GradBucket, staging: Tensor, rank: int) -> None:
-        self.staging = staging
-        shard = bucket.layout.shard(rank)
-        self.own_params: list[Tensor] = []
-        self.own_staged: list[Tensor] = []
-        self.other_params: list[Tensor] = []
-        self.other_staged: list[Tensor] = []
-        for flat, offset, numel in zip(bucket.params, bucket.layout.offsets, bucket.layout.numels, strict=True):
-            start = min(max(shard.start - offset, 0), numel)
-            stop = min(max(shard.stop - offset, start), numel)
-            run = flat.flat
-            for low, high, own in ((0, start, False), (start, stop, True), (stop, numel, False)):
-                if low < high:
-                    params, staged = (
-                        (self.own_params, self.own_staged) if own else (self.other_params, self.other_staged)
-                    )
-                    params.append(run[low:high])
-                    staged.append(staging[offset + low : offset + high])
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
-    def stage(self) -> None:
-        """Own slices into the buffer."""
-        if self.own_params:
-            torch._foreach_copy_(self.own_staged, self.own_params)
+    def add(self, bucket: GradBucket, rank: int, chunk: Tensor) -> None:
+        """Pair the parameter slices in ``rank``'s shard with ``chunk``, which holds that shard."""
+        flats = dict(zip(bucket.layout.params, bucket.params, strict=True))
+        for piece in bucket.layout.slices(rank):
+            self.params.append(flats[piece.param].flat[slice(*piece.in_param)])
+            self.buffers.append(chunk[slice(*piece.in_shard)])
 
-    def deliver(self) -> None:
-        """The other ranks' slices into the parameters."""
-        if self.other_params:
-            torch._foreach_copy_(self.other_params, self.other_staged)
+    def to_buffers(self) -> None:
+        """Parameters into buffers."""
+        if self.params:
+            torch._foreach_copy_(self.buffers, self.params)
+
+    def to_params(self) -> None:
+        """Buffers into parameters."""
+        if self.params:
+            torch._foreach_copy_(self.params, self.buffers)
 
 
 class ParamGather:
-    """All-gathers buckets, one on the wire while the one before it is copied out."""
+    """All-gathers buckets; where the exchange allows it, one is on the wire while the one before is copied out."""
 
-    def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange], pool: StagingPool) -> None:
-        self._partition, self._exchanges, self._pool = partition, exchanges, pool
-        self._copies: dict[int, _Copies] = {}
+    def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
+        self._partition, self._exchanges = partition, exchanges
+        self._copies: dict[tuple[int, ...], _Copies] = {}
 
     def forget(self) -> None:
         """Parameters were re-pointed: make the views anew."""
         self._copies.clear()
 
-    def run(self, buckets: Iterable[GradBucket]) -> None:
+    def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """Gather the given buckets, the same on every rank, in the same order. Collective."""
-        under_way: tuple[GradBucket, _Copies, Pending] | None = None
+        under_way: deque[tuple[GradBucket, Gathering]] = deque()
         for turn, bucket in enumerate(buckets):
-            copies = self._copies_of(bucket, turn % 2)
-            copies.stage()
             exchange = self._exchanges[bucket.device.type]
-            pending = exchange.all_gather(copies.staging, bucket.layout.bounds)
-            if under_way is not None:
-                self._finish(*under_way)
-            under_way = (bucket, copies, pending)
-        if under_way is not None:
-            self._finish(*under_way)
+            staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
+            ident = Ident(step, _GATHER_EPOCH, turn)
+            under_way.append((bucket, exchange.all_gather(ident, staging, bucket.layout.bounds)))
+            if len(under_way) > exchange.gathers_ahead:
+                self._deliver(*under_way.popleft())
+        for bucket, gathering in under_way:
+            self._deliver(bucket, gathering)
 
-    def _finish(self, bucket: GradBucket, copies: _Copies, pending: Pending) -> None:
-        pending.wait()
-        copies.deliver()
+    def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:
+        rank, layout = self._partition.rank, bucket.layout
+        staging = exchange.staging(layout.numel, bucket.params[0].param.dtype, bucket.device, turn)
+        key = (layout.index, staging.data_ptr())
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = _Copies()
+            copies.add(bucket, rank, staging[slice(*layout.shard(rank))])
+        copies.to_buffers()
+        return staging
+
+    def _deliver(self, bucket: GradBucket, gathering: Gathering) -> None:
+        chunks: Sequence[Tensor] = gathering.wait()
+        key = (bucket.layout.index, *(chunk.data_ptr() for chunk in chunks))
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = _Copies()
+            for rank, chunk in enumerate(chunks):
+                if rank != self._partition.rank:
+                    copies.add(bucket, rank, chunk)
+        copies.to_params()
         for flat in bucket.params:
             flat.store()
-
-    def _copies_of(self, bucket: GradBucket, slot: int) -> _Copies:
-        dtype = bucket.params[0].param.dtype
-        staging = self._pool.take(slot, bucket.layout.numel, dtype, bucket.device)
-        copies = self._copies.get(bucket.layout.index)
-        if copies is None or copies.staging.data_ptr() != staging.data_ptr():
-            copies = self._copies[bucket.layout.index] = _Copies(bucket, staging, self._partition.rank)
-        return copies

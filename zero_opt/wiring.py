@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .collectives import Exchange, Group, build_exchange
+from .collectives import Group, build_exchange
 from .consolidate import Consolidation
 from .construction import contents, is_elementwise
 from .errors import StateNotConsolidated
+from .exchange import Exchange
 from .grad_norm import total_norm
 from .param_gather import ParamGather
 from .partition import Geometry, Partition
@@ -36,18 +37,6 @@ class OwnGroups:
         """Destroy all three."""
         for group in (self.reduce, self.gather, self.control):
             group.close()
-
-
-class _Exchanges(dict[str, Exchange]):
-    """Exchanges by device type, made when first needed."""
-
-    def __init__(self, groups: OwnGroups) -> None:
-        super().__init__()
-        self._groups = groups
-
-    def __missing__(self, device_type: str) -> Exchange:
-        exchange = self[device_type] = build_exchange(device_type, self._groups.reduce, self._groups.gather)
-        return exchange
 
 
 @dataclass(frozen=True)
@@ -89,12 +78,13 @@ class Wiring:
         )
         self.agreement = Agreement(groups.control, describe)
         self.partition = Partition(groups.control, geometry, describe)
-        exchanges = _Exchanges(groups)
-        parts = Parts(self.partition, self.agreement, exchanges, lambda: self._params, self._admit)
+        self._exchanges: dict[str, Exchange] = {}
+        parts = Parts(self.partition, self.agreement, self._exchanges, lambda: self._params, self._admit)
+        self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
-        self.gather = ParamGather(self.partition, exchanges, parts.pool)
+        self.gather = ParamGather(self.partition, self._exchanges)
 
     def add_groups(self) -> None:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
@@ -119,9 +109,19 @@ class Wiring:
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
         if missing:
             added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
+            self._connect()
             self.placement.add(added)
             self.reduction.watch(added)
             self._show_state()
+
+    def _connect(self) -> None:
+        """Make the exchanges for device types that have none yet. Collective."""
+        groups = (self._groups.control, self._groups.reduce, self._groups.gather)
+        for device_type in sorted({bucket.device.type for bucket in self.partition.buckets}):
+            if device_type not in self._exchanges:
+                sizes = (b.staging_nbytes for b in self.partition.buckets if b.device.type == device_type)
+                host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
+                self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
     def follow_params(self) -> None:
         """Re-make views of parameters whose data the user re-pointed."""
@@ -178,4 +178,6 @@ class Wiring:
         """Stop listening and destroy the groups."""
         self.reduction.close()
         self.placement.close()
+        for exchange in self._exchanges.values():
+            exchange.close()
         self._groups.close()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..buckets import Fill, GradBucket
-from ..collectives import Ident
 from ..errors import GradientConflict, ZeroOptError
+from ..exchange import Ident
 from .base import GradShard, Parts, shard_list
 from .sparse import SparseGrads
 

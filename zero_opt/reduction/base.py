@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..agreement import Agreement, StepAgreement, StepReport
-from ..buckets import GradBucket, StagingPool
-from ..collectives import Exchange
+from ..buckets import GradBucket
 from ..errors import StepDesync, ZeroOptError
+from ..exchange import Exchange, StagingPool
 from ..layout import ParamSlice
 from ..partition import Partition
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..buckets import BucketState, Fill, GradBucket
-from ..collectives import Ident
 from ..consumed_grad import ConsumedGrad
 from ..errors import GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
+from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
 from ..serial_thread import SerialThread
 from .base import GradShard, Parts, shard_list

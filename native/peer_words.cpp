@@ -1,0 +1,68 @@
+#include "peer_words.hpp"
+
+#include <chrono>
+#include <climits>
+#include <stdexcept>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
+namespace zero_opt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A publication is usually either there already or far away: look again for this long, then sleep.
+constexpr auto kSpin = std::chrono::microseconds(5);
+
+#if defined(__linux__)
+// Not the private kind: the sleepers are other processes.
+void wake_all(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void sleep_on(const std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds limit) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
+  timespec timeout{static_cast<time_t>(seconds.count()), static_cast<long>((limit - seconds).count())};
+  syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+#else
+void wake_all(std::atomic<std::uint32_t>&) {}
+void sleep_on(const std::atomic<std::uint32_t>&, std::uint32_t, std::chrono::nanoseconds) {
+  throw std::runtime_error("the shared-memory exchange needs Linux");
+}
+#endif
+
+Staged look(const PeerWords& words, std::uint64_t ident) {
+  const std::uint64_t first = words.staged[0].load(std::memory_order_acquire);
+  const std::uint64_t second = words.staged[1].load(std::memory_order_acquire);
+  if (first == ident) return Staged::kSlot0;
+  if (second == ident) return Staged::kSlot1;
+  return first > ident || second > ident ? Staged::kPassed : Staged::kNotYet;
+}
+
+}  // namespace
+
+void publish(PeerWords& words, int slot, std::uint64_t ident) {
+  words.staged[slot].store(ident, std::memory_order_release);
+  words.bell.fetch_add(1, std::memory_order_acq_rel);
+  wake_all(words.bell);
+}
+
+Staged wait_staged(const PeerWords& words, std::uint64_t ident, double timeout_s) {
+  const auto start = Clock::now();
+  const auto deadline = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  for (;;) {
+    const std::uint32_t seen = words.bell.load(std::memory_order_acquire);
+    const Staged found = look(words, ident);
+    const auto now = Clock::now();
+    if (found != Staged::kNotYet || now >= deadline) return found;
+    if (now - start > kSpin) sleep_on(words.bell, seen, deadline - now);
+  }
+}
+
+}  // namespace zero_opt

@@ -1,0 +1,116 @@
+"""What every exchange of buckets between ranks has in common: names, staging, arithmetic, the interface."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Ident(NamedTuple):
+    """Names one bucket exchange; later exchanges compare greater, on every rank alike."""
+
+    step: int
+    epoch: int
+    sequence: int
+
+
+class StagingPool:
+    """Buffers that buckets pass through, reused from step to step.
+
+    A buffer is keyed by use (``slot``), dtype and device, and grows to the largest bucket asked for.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
+        key = (slot, dtype, device)
+        with self._lock:
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.numel() < numel:
+                # Padding is sent too: zeros keep it finite and the transfer deterministic.
+                buffer = self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
+        return buffer[:numel]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+
+def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) -> None:
+    """Write the sum of ``parts``, added in the order given, divided by ``world_size``, to ``out``.
+
+    bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
+    """
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALF_DTYPES else out
+    first, second = next(parts), next(parts)
+    if total is out:
+        torch.add(first, second, out=total)
+    else:
+        total.copy_(first).add_(second)
+    for part in parts:
+        total.add_(part)
+    total.div_(world_size)
+    if total is not out:
+        out.copy_(total)
+
+
+def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """Every rank's part of a bucket, in rank order."""
+    return [bucket[start:stop] for start, stop in pairwise(bounds)]
+
+
+class Gathering:
+    """An all-gather under way."""
+
+    def __init__(self, works: Sequence[Any], chunks: Sequence[Tensor]) -> None:
+        self._works, self._chunks = works, chunks
+
+    def wait(self) -> Sequence[Tensor]:
+        """Every rank's shard, in rank order, once all are there."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        return self._chunks
+
+
+class Exchange(Protocol):
+    """How the ranks of a group exchange buckets. One exchange at a time, except as :attr:`gathers_ahead` says.
+
+    Attributes:
+        scratch_shards: scratch that :meth:`reduce_scatter` needs, in shards.
+        gathers_ahead: how many all-gathers may be started before the oldest has been read.
+    """
+
+    scratch_shards: int
+    gathers_ahead: int
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
+        """Where to put together the bucket of the next exchange, as a 1-D tensor; what it holds is undefined.
+
+        ``turn`` counts all-gathers under way at a time.
+        """
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+        """Write the mean over ranks of this rank's shard of ``bucket`` to ``out``.
+
+        ``bucket`` comes from :meth:`staging`; ``scratch`` has ``scratch_shards`` times as many elements as ``out``, and
+        its dtype. Called in the same order on every rank, except that a rank may skip exchanges that an exception kept
+        it from. Returns ``False``, with ``out`` undefined, when another rank skipped this one.
+        """
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
+        """Start bringing every rank's shard here; this rank's is in place in ``bucket``, from :meth:`staging`."""
+
+    def close(self) -> None:
+        """Release what is held."""
