@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ConfigError, ConfigTypeError
 
@@ -24,6 +24,16 @@ def _check_positive(owner: str, field: str, value: object) -> None:
 def _check_exchange(owner: str, value: object) -> None:
     if value not in EXCHANGES:
         raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {value!r}")
+
+
+def _check_reduce_dtype(owner: str, field: str, value: Any) -> None:
+    if value is None:
+        return
+    kind = type(value)
+    if (kind.__module__, kind.__qualname__) != ("torch", "dtype"):  # this floor does not import torch
+        raise ConfigTypeError(f"{owner}.{field} must be a torch.dtype, got {value!r}")
+    if not (value.is_floating_point and value.itemsize >= 2):
+        raise ConfigError(f"{owner}.{field} must be floating-point, of 16 bits or more, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,9 @@ class MixedPrecision:
     """
 
     reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_reduce_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
-        # Do not keep the last job's tensors alive while waiting for the next one.
+            del result
+        # Do not keep the last job's tensors, or its result, alive while waiting for the next one.
         del job, future, call, arguments
 
 
