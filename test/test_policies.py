@@ -1,0 +1,82 @@
+"""Policies are values: frozen, comparable, checked when they are made, and they say what was wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from zero_opt import AlreadyReduced, AtStep, Checks, ConfigError, ConfigTypeError, MixedPrecision, Overlapped
+
+ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks]
+BUCKETED = [Overlapped, AtStep]
+every_policy = pytest.mark.parametrize("policy", ALL)
+
+
+@every_policy
+def test_a_policy_is_a_frozen_value(policy: type[Any]) -> None:
+    made = policy()
+    assert made == policy()
+    assert hash(made) == hash(policy())
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert repr(made) == repr(policy()), "ranks compare policies by their repr"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, dataclasses.fields(made)[0].name, None)
+
+
+@every_policy
+def test_every_field_is_documented(policy: type[Any]) -> None:
+    for field in dataclasses.fields(policy):
+        assert f"{field.name}:" in (policy.__doc__ or "")
+
+
+@pytest.mark.parametrize("policy", BUCKETED)
+@pytest.mark.parametrize("value", [0.25, 25, 10**6])
+def test_bucket_sizes_that_work(policy: type[Any], value: float) -> None:
+    assert policy(bucket_mb=value).bucket_mb == value
+
+
+@pytest.mark.parametrize("policy", BUCKETED)
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_a_bucket_size_that_cannot_work_is_quoted(policy: type[Any], value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{policy.__name__}\.bucket_mb must be positive and finite, got {value!r}"):
+        policy(bucket_mb=value)
+
+
+@pytest.mark.parametrize("policy", BUCKETED)
+@pytest.mark.parametrize("value", ["25", None, True])
+def test_a_bucket_size_of_a_wrong_type_is_quoted(policy: type[Any], value: object) -> None:
+    with pytest.raises(ConfigTypeError, match=rf"{policy.__name__}\.bucket_mb must be a number, got {value!r}"):
+        policy(bucket_mb=value)
+
+
+@pytest.mark.parametrize("policy", [*BUCKETED, AlreadyReduced])
+def test_exchange_is_one_of_the_known(policy: type[Any]) -> None:
+    assert policy(exchange="backend").exchange == "backend"
+    with pytest.raises(ConfigError, match=rf"{policy.__name__}\.exchange must be one of .*'auto'.*, got 'tcp'"):
+        policy(exchange="tcp")
+
+
+def test_timeouts() -> None:
+    assert Checks(timeout=1.5).timeout == 1.5
+    with pytest.raises(ConfigError, match=r"Checks\.timeout must be positive and finite, got 0"):
+        Checks(timeout=0)
+    with pytest.raises(ConfigTypeError, match=r"Checks\.timeout must be a number, got '30s'"):
+        Checks(timeout="30s")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float64])
+def test_reduce_dtypes_that_work(dtype: torch.dtype | None) -> None:
+    assert MixedPrecision(reduce_dtype=dtype).reduce_dtype is dtype
+
+
+def test_a_reduce_dtype_that_cannot_work_is_quoted() -> None:
+    with pytest.raises(ConfigTypeError, match=r"MixedPrecision\.reduce_dtype must be a torch\.dtype, got 'bf16'"):
+        MixedPrecision(reduce_dtype="bf16")  # type: ignore[arg-type]
+    for dtype in (torch.int32, torch.complex64, torch.float8_e5m2):
+        with pytest.raises(ConfigError, match=rf"MixedPrecision\.reduce_dtype must be floating-point.*got {dtype}"):
+            MixedPrecision(reduce_dtype=dtype)

@@ -1,0 +1,110 @@
+"""One background thread: calls in order, results and exceptions in futures, nothing kept alive."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from zero_opt.serial_thread import SerialThread
+
+PATIENCE = 60  # seconds until a test that hangs fails
+
+
+class Thing:
+    """Something that can be weakly referenced."""
+
+
+def test_calls_run_in_order_on_one_other_thread() -> None:
+    thread = SerialThread("order")
+    seen: list[int] = []
+    gate = threading.Event()
+    first = thread.submit(gate.wait, PATIENCE)
+    futures = [thread.submit(seen.append, i) for i in range(100)]
+    assert seen == []
+    gate.set()
+    assert first.result(PATIENCE) is True
+    assert [f.result(PATIENCE) for f in futures] == [None] * 100
+    assert seen == list(range(100))
+    idents = {thread.submit(threading.get_ident).result(PATIENCE) for _ in range(3)}
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+    thread.close()
+
+
+def test_the_thread_is_named_a_daemon_and_starts_when_first_needed() -> None:
+    before = threading.active_count()
+    thread = SerialThread("zero_opt test")
+    assert threading.active_count() == before
+    inside = thread.submit(threading.current_thread).result(PATIENCE)
+    assert inside.name == "zero_opt test"
+    assert inside.daemon
+    thread.close()
+    inside.join(PATIENCE)
+    assert not inside.is_alive()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_exception_goes_to_whoever_waits_and_later_calls_still_run(error: BaseException) -> None:
+    thread = SerialThread("errors")
+
+    def fail() -> None:
+        raise error
+
+    failed, after = thread.submit(fail), thread.submit(lambda: "done")
+    with pytest.raises(type(error)) as caught:
+        failed.result(PATIENCE)
+    assert caught.value is error
+    assert after.result(PATIENCE) == "done"
+    thread.close()
+
+
+def test_nothing_of_a_finished_call_is_kept() -> None:
+    thread = SerialThread("references")
+    thing, result = Thing(), Thing()
+    argument_gone, result_gone = threading.Event(), threading.Event()
+    weakref.finalize(thing, argument_gone.set)
+    weakref.finalize(result, result_gone.set)
+    produced = [result]
+    future = thread.submit(lambda _: produced.pop(), thing)
+    del thing, result
+    future.result(PATIENCE)
+    del future
+    gc.collect()
+    assert argument_gone.wait(PATIENCE)
+    assert result_gone.wait(PATIENCE)
+    thread.close()
+
+
+def test_close_runs_what_is_queued_and_can_be_called_twice() -> None:
+    thread = SerialThread("close")
+    gate = threading.Event()
+    worker = thread.submit(threading.current_thread)
+    thread.submit(gate.wait, PATIENCE)
+    last = thread.submit(lambda: "ran")
+    thread.close()
+    thread.close()
+    gate.set()
+    assert last.result(PATIENCE) == "ran"
+    worker.result(PATIENCE).join(PATIENCE)
+
+
+def test_the_thread_ends_when_its_owner_is_forgotten() -> None:
+    thread = SerialThread("forgotten")
+    worker = thread.submit(threading.current_thread).result(PATIENCE)
+    del thread
+    gc.collect()
+    worker.join(PATIENCE)
+    assert not worker.is_alive()
+
+
+def test_a_call_that_never_returns_does_not_keep_the_interpreter() -> None:
+    script = (
+        "import threading; from zero_opt.serial_thread import SerialThread; started = threading.Event()\n"
+        "t = SerialThread('stuck'); t.submit(lambda: (started.set(), threading.Event().wait())); started.wait()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
