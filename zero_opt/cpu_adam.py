@@ -37,6 +37,15 @@ def require_native() -> None:
         ) from error
 
 
+def native_available() -> bool:
+    """Whether the native extension can be used here."""
+    try:
+        require_native()
+    except NativeUnavailable:
+        return False
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamHypers:
     """The hyperparameters of one group for one step, as in ``torch.optim.Adam``.

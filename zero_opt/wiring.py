@@ -83,7 +83,8 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
+        params = [param for group in owner.param_groups for param in group["params"]]
+        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults, params)
         self.gather = ParamGather(self.partition, self._exchanges)
 
     def add_groups(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigTypeError
 from .base import ParamState, Placement
-from .device import DevicePlacement, bare_step, hypers_of
+from .device import DevicePlacement, bare_step, hypers_of, stepping_class
 
 __all__ = ["DevicePlacement", "ParamState", "Placement", "bare_step", "build_placement", "check_policy", "hypers_of"]
 
@@ -24,6 +25,11 @@ def build_placement(
     policy: None,  # noqa: ARG001  (the only policy so far)
     optimizer_class: type[torch.optim.Optimizer],
     defaults: Mapping[str, Any],
+    params: Sequence[Tensor],
 ) -> Placement:
-    """The strategy a policy names; ``None`` is the parameters' own device."""
-    return DevicePlacement(optimizer_class, defaults)
+    """The strategy a policy names; ``None`` is the parameters' own device.
+
+    Args:
+        params: the parameters known so far.
+    """
+    return DevicePlacement(stepping_class(optimizer_class, defaults, params), defaults)

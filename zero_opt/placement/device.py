@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
+from ..cpu_adam import CPUAdam, CPUAdamW, native_available
 from ..flat_param import FlatParam
 from ..layout import ParamSlice
 from ..reduction.base import GradShard
 from .base import ParamState
 
+_SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.Adam: CPUAdam,
+    torch.optim.AdamW: CPUAdamW,
+}
 # What belongs to the user's groups alone: the inner optimizer has its own params, and no names for them.
 _OUTER_KEYS = ("params", "param_names")
 
@@ -29,6 +34,20 @@ def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
 def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a param group."""
     return {key: value for key, value in group.items() if key not in _OUTER_KEYS}
+
+
+def stepping_class(
+    optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any], params: Sequence[Tensor]
+) -> type[torch.optim.Optimizer]:
+    """The class that steps slices as ``optimizer_class`` steps whole parameters.
+
+    torch's fused CPU Adam changes bits with where a tensor is cut; the native kernel has the same bits and does not.
+    """
+    native = _SLICE_INVARIANT.get(optimizer_class)
+    if native is None or not defaults.get("fused") or not native_available():
+        return optimizer_class
+    eligible = all(param.dtype is torch.float32 and param.device.type == "cpu" for param in params)
+    return native if eligible else optimizer_class
 
 
 class DevicePlacement:
