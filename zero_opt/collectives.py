@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import ConfigTypeError, ProcessGroupError, StepDesync
 from .exchange import Exchange, Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
+
+# Its private parts carry no types.
+_c10d: Any = dist.distributed_c10d
 
 HEADER_NUMEL = 4
 _DEFAULT_TIMEOUT_S = default_pg_timeout.total_seconds()
@@ -73,6 +77,37 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
     return "cpu:gloo,cuda:nccl" if "nccl" in config else "gloo"
 
 
+def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> Any:
+    """A group of the parent's ranks, in its order, made by them alone.
+
+    ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
+    moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
+    where ranks have different groups besides. Either hangs. Here rank 0 draws a name and tells the others.
+    """
+    ranks = dist.get_process_group_ranks(parent)
+    if backend == "threaded":  # all ranks are in every group
+        return _c10d.new_group(ranks, timeout=timeout, backend=backend)
+    name = [f"zero_opt/{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(name, group=parent, group_src=0)
+    rank, size = dist.get_rank(parent), len(ranks)
+    store = _c10d.PrefixStore(name[0], _c10d._get_default_store())
+    pg = _c10d.ProcessGroup(store, rank, size)
+    kinds = _c10d.ProcessGroup.BackendType
+    gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    pg._set_default_backend(kinds.GLOO if backend == "gloo" else kinds.NCCL)
+    pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if backend != "gloo":
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, name[0]
+        nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("cuda", store), rank, size, options)
+        nccl._set_sequence_number_for_group()
+        pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    pg._set_group_name(name[0])
+    pg._set_group_desc("zero_opt")
+    return pg
+
+
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The raw bytes of a contiguous CPU tensor, without numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
@@ -89,14 +124,9 @@ class Group:
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         self.ranks = dist.get_process_group_ranks(parent)
         self.backend = _backend_for(parent)
-        self.pg = dist.new_group(
-            self.ranks,
-            timeout=None if timeout is None else timedelta(seconds=timeout),
-            backend=self.backend,
-            use_local_synchronization=self.backend != "threaded",
-        )
-        self.rank, self.world_size = dist.get_rank(self.pg), len(self.ranks)
+        self.rank, self.world_size = dist.get_rank(parent), len(self.ranks)
         self.timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout
+        self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
     def has_send_recv(self) -> bool:
@@ -133,15 +163,18 @@ class Group:
             if tensor is None or numel == 0 or src == dst:
                 return None
             if self.rank == src:
-                return cast(dist.Work, self.pg.send([tensor], dst, 0))
-            return cast(dist.Work, self.pg.recv([tensor], src, 0)) if self.rank == dst else None
+                return self.pg.send([tensor], dst, 0)
+            return self.pg.recv([tensor], src, 0) if self.rank == dst else None
         self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
         return None
 
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already."""
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
-            dist.destroy_process_group(self.pg)
+            if self.has_send_recv:
+                self.pg.shutdown()
+            else:
+                dist.destroy_process_group(self.pg)
 
 
 class _Inbox:
