@@ -86,7 +86,7 @@ class SparseGrads:
                 work.wait()
         if group.rank != owner:
             return None
-        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
 
     def merge(self, shards: list[GradShard]) -> list[GradShard]:
         """The shards with sparse gradients in the places of parameters that have one."""
