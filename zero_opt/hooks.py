@@ -46,22 +46,28 @@ class ArrivalHooks:
 
 
 class BackwardPasses:
-    """Tells whether an arrival begins a new backward pass.
+    """Tells whether an arrival shows that the user has started another backward pass.
 
-    Autograd gives each graph execution a task id. A reentrant checkpoint runs inner graphs inside one backward, each
-    with an id of its own; those are recognised by the autograd Function that called them.
+    Autograd numbers graph executions as they start. A reentrant checkpoint runs inner graphs inside one backward, each
+    with a number of its own; those are recognised by the autograd Function that called them. They tell nothing: which
+    backward is around them shows only when it has an arrival of its own, and that started before they did.
     """
 
     def __init__(self) -> None:
         self._task = -1
+        self._first_inner: int | None = None
 
     def begins(self) -> bool:
-        """Whether the current arrival is the first of a backward that the user started."""
+        """Whether the current arrival is in a backward that started after the last arrival."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
         self._task = task
-        return not _inside_function()
+        if _inside_function():
+            self._first_inner = task if self._first_inner is None else self._first_inner
+            return False
+        inner, self._first_inner = self._first_inner, None
+        return inner is None or task > inner
 
 
 def _inside_function() -> bool:
