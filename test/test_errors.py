@@ -20,6 +20,7 @@ SECOND_BASE = {
     "GradientConflict": RuntimeError,
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
+    "PeerLost": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,
     "OptimizerClosed": RuntimeError,

@@ -1,0 +1,226 @@
+"""A consumed gradient: nothing can read or edit it by accident, autograd can still add to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_opt.consumed_grad import ConsumedGrad
+from zero_opt.errors import GradientConsumed
+
+FIXES = ("opt.clip_grad_norm_", "AtStep()", "AlreadyReduced()")
+
+
+class Owner:
+    """Stands for the reduction that holds the values."""
+
+    def __init__(self, found_inf: bool = False) -> None:
+        self.zeroed: list[int] = []
+        self.scales: list[float] = []
+        self.found_inf = found_inf
+
+    def zero_consumed(self, param: int) -> None:
+        self.zeroed.append(param)
+
+    def unscale_consumed(self, inv_scale: Tensor) -> bool:
+        self.scales.append(inv_scale.item())
+        return self.found_inf
+
+
+def consumed(owner: Owner, shape: tuple[int, ...] = (2, 3), index: int = 7) -> tuple[Parameter, ConsumedGrad]:
+    """A parameter whose gradient has been taken."""
+    param = Parameter(torch.ones(shape))
+    grad = ConsumedGrad(param, owner, index, f"parameter {index}")
+    param.grad = grad
+    return param, grad
+
+
+def test_it_has_the_params_metadata_and_no_memory() -> None:
+    _, grad = consumed(Owner())
+    assert (grad.shape, grad.dtype, grad.device.type, grad.stride()) == ((2, 3), torch.float32, "cpu", (3, 1))
+    assert grad.is_leaf
+    assert not grad.requires_grad
+    assert "parameter 7" in repr(grad)
+    assert "(2, 3)" in str(grad)
+
+
+@pytest.mark.parametrize(
+    "param",
+    [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(()),
+        torch.zeros(0, 3),
+    ],
+    ids=["channels_last", "transposed", "gaps", "0-dim", "empty"],
+)
+def test_its_strides_are_those_autograd_gives_a_gradient(param: Tensor) -> None:
+    """Otherwise accumulating into it would draw a warning about layouts, which is an error here."""
+    leaf = Parameter(param)
+    (leaf * 2).sum().backward()
+    assert leaf.grad is not None
+    owner = Owner()
+    expected = leaf.grad.stride()
+    leaf.grad = grad = ConsumedGrad(leaf, owner, 0, "p")
+    assert grad.stride() == expected
+    (leaf * 2).sum().backward()
+    pending = grad.take_pending()
+    assert pending is not None
+    assert torch.equal(pending, torch.full_like(leaf, 2))
+
+
+READS: dict[str, Callable[[Parameter], Any]] = {
+    "norm": lambda p: p.grad.norm(),
+    "sum": lambda p: p.grad.sum(),
+    "item": lambda p: p.grad.item(),
+    "tolist": lambda p: p.grad.tolist(),
+    "numpy": lambda p: p.grad.numpy(),
+    "bool": lambda p: bool(p.grad),
+    "float": lambda p: float(p.grad),
+    "index": lambda p: p.grad[0],
+    "clone": lambda p: p.grad.clone(),
+    "copy to": lambda p: torch.zeros(2, 3).copy_(p.grad),
+    "compare": lambda p: torch.equal(p.grad, p.grad),
+    "is finite": lambda p: torch.isfinite(p.grad),
+    "data_ptr": lambda p: p.grad.data_ptr(),
+    "storage": lambda p: p.grad.untyped_storage(),
+    "norm of all": lambda p: torch.nn.utils.get_total_norm([p.grad]),
+    "clip norm": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),
+    "clip norm, one by one": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0, foreach=False),
+    "clip value": lambda p: torch.nn.utils.clip_grad_value_([p], 1.0),
+    "scale": lambda p: p.grad.mul_(2),
+    "divide": lambda p: p.grad.div_(2),
+    "add": lambda p: p.grad.add_(1),
+    "add a tensor": lambda p: p.grad.add_(torch.ones(2, 3)),
+    "fill": lambda p: p.grad.fill_(1),
+    "copy in": lambda p: p.grad.copy_(torch.ones(2, 3)),
+    "foreach": lambda p: torch._foreach_mul_([p.grad], 2),
+    "another optimizer": lambda p: torch.optim.SGD([p], lr=0.1).step(),
+    "another optimizer, fused": lambda p: torch.optim.AdamW([p], fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_reading_or_editing_it_is_refused_by_name_with_the_ways_out(read: Callable[[Parameter], Any]) -> None:
+    owner = Owner()
+    param, grad = consumed(owner)
+    with torch.no_grad(), pytest.raises(GradientConsumed) as caught:
+        read(param)
+    message = str(caught.value)
+    assert "parameter 7" in message
+    assert all(fix in message for fix in FIXES)
+    assert torch.equal(param, torch.ones(2, 3))
+    assert param.grad is grad
+    assert grad.pending is None
+    assert not owner.zeroed
+
+
+def test_autograd_accumulates_into_what_is_pending() -> None:
+    param, grad = consumed(Owner())
+    (param * 2).sum().backward()
+    (param * 3).sum().backward()
+    assert param.grad is grad
+    pending = grad.take_pending()
+    assert pending is not None
+    assert torch.equal(pending, torch.full((2, 3), 5.0))
+    assert grad.take_pending() is None
+
+
+def test_accumulation_with_a_graph_is_pending_too() -> None:
+    param, grad = consumed(Owner())
+    with pytest.warns(UserWarning, match="create_graph"):
+        (param**2).sum().backward(create_graph=True)
+    assert param.grad is grad
+    pending = grad.take_pending()
+    assert pending is not None
+    assert not pending.requires_grad
+    assert torch.equal(pending, torch.full((2, 3), 2.0))
+
+
+def test_what_autograd_shares_is_not_written_to() -> None:
+    """Autograd may give two nodes one tensor; adding to it in place would change the other's gradient."""
+    a, grad_a = consumed(Owner())
+    b = Parameter(torch.ones(2, 3))
+    (a + b).sum().backward()
+    assert b.grad is not None
+    (a * 10).sum().backward()
+    assert torch.equal(b.grad, torch.ones(2, 3))
+    pending = grad_a.take_pending()
+    assert pending is not None
+    assert torch.equal(pending, torch.full((2, 3), 11.0))
+
+
+@pytest.mark.parametrize("zero", ["grad", "module", "optimizer", "optimizer, one by one"])
+def test_zeroing_it_zeroes_the_held_gradient(zero: str) -> None:
+    owner = Owner()
+    param, grad = consumed(owner)
+    (param * 2).sum().backward()
+    if zero == "grad":
+        assert param.grad is not None
+        param.grad.zero_()
+    elif zero == "module":
+        module = torch.nn.Module()
+        module.p = param
+        module.zero_grad(set_to_none=False)
+    else:
+        torch.optim.SGD([param], foreach=zero == "optimizer").zero_grad(set_to_none=False)
+    assert param.grad is grad
+    assert grad.pending is None
+    assert owner.zeroed == [7]
+
+
+def test_setting_to_none_needs_no_one() -> None:
+    param, _ = consumed(Owner())
+    torch.optim.SGD([param]).zero_grad()
+    assert param.grad is None
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_the_owner_unscales_for_grad_scaler_once_for_all_its_gradients(found: bool) -> None:
+    owner = Owner(found)
+    grads = [consumed(owner, index=i)[1] for i in range(3)]
+    plain = torch.full((2,), 8.0)
+    found_inf = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([*grads, plain], found_inf, torch.tensor(0.25))
+    assert owner.scales == [0.25]
+    assert plain.tolist() == [2.0, 2.0]
+    assert found_inf.item() == float(found)
+
+
+def test_unscaling_still_finds_what_is_wrong_in_plain_gradients() -> None:
+    found_inf = torch.zeros(1)
+    grads = [consumed(Owner())[1], torch.tensor([torch.inf])]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(0.5))
+    assert found_inf.item() == 1.0
+
+
+def test_it_does_not_keep_its_owner_and_outlives_it() -> None:
+    owner = Owner()
+    _, grad = consumed(owner)
+    del owner
+    assert grad.owner() is None
+    grad.zero_()
+
+
+def test_a_copied_model_has_no_gradient() -> None:
+    param, grad = consumed(Owner())
+    copied = copy.deepcopy(param)
+    assert copied.grad is None
+    assert torch.equal(copied, param)
+    assert param.grad is grad
+
+
+def test_detaching_it_is_no_way_around() -> None:
+    param, _ = consumed(Owner())
+    assert param.grad is not None
+    with pytest.raises(GradientConsumed):
+        param.grad.detach().add_(1)
+    with pytest.raises(GradientConsumed):
+        param.grad.data.norm()

@@ -1,0 +1,145 @@
+"""Which parameters have arrived, and which backward an arrival belongs to."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from zero_opt.hooks import ArrivalHooks, BackwardPasses
+
+
+class Listener:
+    """Records arrivals, and those that begin a backward."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self.arrived: list[int] = []
+        self.began: list[int] = []
+        self.passes = BackwardPasses()
+        self.hooks = ArrivalHooks(self.note)
+        for index, param in enumerate(params):
+            self.hooks.watch(index, param)
+
+    def note(self, index: int) -> None:
+        if self.passes.begins():
+            self.began.append(len(self.arrived))
+        self.arrived.append(index)
+
+
+def params(count: int = 3) -> list[Parameter]:
+    return [Parameter(torch.full((2,), float(i + 1))) for i in range(count)]
+
+
+def product(values: list[Parameter]) -> Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = torch.sin(total * value)  # type: ignore[assignment]
+    return total.sum()
+
+
+def test_every_trainable_param_arrives_once_per_backward_with_its_grad() -> None:
+    watched = params()
+    listener = Listener(watched)
+    product(watched).backward()
+    assert sorted(listener.arrived) == [0, 1, 2]
+    assert all(param.grad is not None for param in watched)
+    product(watched).backward()
+    assert sorted(listener.arrived) == [0, 0, 1, 1, 2, 2]
+    assert listener.began == [0, 3]
+
+
+def test_unused_params_do_not_arrive() -> None:
+    watched = params()
+    listener = Listener(watched)
+    product(watched[:2]).backward()
+    assert sorted(listener.arrived) == [0, 1]
+
+
+def test_a_tied_param_arrives_once() -> None:
+    (tied,) = params(1)
+    listener = Listener([tied])
+    (torch.sin(tied) * torch.cos(tied)).sum().backward()
+    assert listener.arrived == [0]
+
+
+def test_watching_twice_is_harmless() -> None:
+    watched = params(1)
+    listener = Listener(watched)
+    listener.hooks.watch(0, watched[0])
+    product(watched).backward()
+    assert listener.arrived == [0]
+
+
+def test_a_frozen_param_is_heard_once_it_is_unfrozen() -> None:
+    watched = params()
+    listener = Listener(watched)
+    watched[2].requires_grad_(False)
+    product(watched).backward()
+    assert sorted(listener.arrived) == [0, 1]
+    watched[2].requires_grad_(True)
+    product(watched).backward()
+    assert sorted(listener.arrived) == [0, 0, 1, 1, 2]
+
+
+def test_closing_stops_listening_and_others_still_hear() -> None:
+    watched = params()
+    first, second = Listener(watched), Listener(watched)
+    first.hooks.close()
+    first.hooks.close()
+    product(watched).backward()
+    assert first.arrived == []
+    assert sorted(second.arrived) == [0, 1, 2]
+
+
+def test_a_listener_out_of_use_is_freed_and_hears_nothing() -> None:
+    watched = params()
+    listener = Listener(watched)
+    heard = listener.arrived
+    del listener
+    gc.collect()
+    product(watched).backward()
+    assert heard == []
+
+
+def test_reentrant_checkpoints_are_not_backwards_of_their_own() -> None:
+    first, inner, last = params()
+    listener = Listener([first, inner, last])
+
+    def block(x: Tensor) -> Tensor:
+        return torch.sin(x * inner)
+
+    def once(depth: int) -> None:
+        x: Any = torch.ones(2, requires_grad=True) * first
+        for _ in range(depth):
+            x = checkpoint(block, x, use_reentrant=True)
+        (x * last).sum().backward()
+
+    for begun, depth in enumerate([2, 1, 3]):
+        before = len(listener.arrived)
+        once(depth)
+        assert listener.arrived[before:] == [2, *[1] * depth, 0]
+        assert listener.began[begun:] == [before]
+
+
+def test_a_backward_that_starts_inside_a_checkpoint_does_not_begin_again_outside() -> None:
+    first, inner = params(2)
+    listener = Listener([first, inner])
+    for _ in range(2):
+        y: Any = checkpoint(lambda x: torch.sin(x * inner), first * 2, use_reentrant=True)
+        y.sum().backward()
+    assert listener.arrived == [1, 0, 1, 0]
+    assert listener.began == []
+    product([first]).backward()
+    assert listener.began == [4]
+
+
+def test_backward_through_autograd_backward_begins_one_pass() -> None:
+    watched = params(2)
+    listener = Listener(watched)
+    torch.autograd.backward([product(watched[:1]), product(watched[1:])])
+    assert sorted(listener.arrived) == [0, 1]
+    assert listener.began == [0]
