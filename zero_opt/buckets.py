@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from .exchange import Exchange, Ident, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
+from .streams import Producers, Streams, build_streams
 
 
 class BucketState(Enum):
@@ -25,17 +27,25 @@ class BucketState(Enum):
 
 
 class Fill:
-    """One round of one bucket: the gradients that have arrived, by position in the bucket."""
+    """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams."""
 
-    def __init__(self, params: Sequence[FlatParam]) -> None:
+    def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
+        self.producers = Producers(streams)
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum(flat.param.requires_grad for flat in params)
         self.state = BucketState.FILLING
+        self.ready: list[Any] = []
 
     def put(self, position: int, grad: Tensor) -> None:
         """Take one gradient."""
         self.grads[position] = grad
         self.missing -= 1
+        self.producers.note()
+
+    def launch(self) -> None:
+        """No gradient is taken any more; what the reduction waits for is settled."""
+        self.state = BucketState.REDUCING
+        self.ready = self.producers.events()
 
     @property
     def complete(self) -> bool:
@@ -57,6 +67,7 @@ class GradBucket:
     ) -> None:
         self.layout, self.params, self._rank = layout, params, rank
         self.slices = layout.slices(rank)
+        self.streams = build_streams(params[0].param.device)
         self.device = params[0].param.device
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_numel = layout.shard(rank).numel
@@ -109,21 +120,27 @@ class GradBucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def fill(self) -> Fill:
+        """An empty round of this bucket."""
+        return Fill(self.params, self.streams)
+
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> bool:
-        """Reduce one round into the shard; runs off the main thread.
+        """Reduce one round into the shard; may run off the main thread. See [Note: producer streams].
 
         Args:
+            fill: launched.
             accumulate: per slice, whether to add to what the shard holds; else it is overwritten.
 
         Returns:
             ``False``, and an undefined shard, when another rank skipped this exchange.
         """
-        with torch.no_grad():
+        grads, fill.grads = fill.grads, []  # from here on, staging holds the values: let the gradients go
+        with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
             staging = exchange.staging(self.layout.numel, self.dtype, self.device)
-            self._stage(fill.grads, staging)
-            fill.grads = []  # the values are in staging now: let the gradients go
+            self._stage(grads, staging)
+            grads.clear()
             adding = any(accumulate)
             needed = exchange.scratch_shards * self.shard_numel
             work = pool.take(1, needed + adding * self.shard_numel, self.dtype, self.device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..buckets import Fill, GradBucket
+from ..buckets import GradBucket
 from ..errors import GradientConflict, ZeroOptError
 from ..exchange import Ident
 from .base import GradShard, Parts, shard_list
@@ -56,13 +56,15 @@ class AtStepReduction:
             members = bucket.layout.params
             if not any(used >> index & 1 for index in members if not apart >> index & 1):
                 continue
-            fill = Fill(bucket.params)
+            fill = bucket.fill()
             for at, flat in enumerate(bucket.params):
                 if flat.param.grad is not None and not apart >> members[at] & 1:
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.progress.step, parts.progress.epoch, sequence + position)
+            fill.launch()
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
+            bucket.streams.join()
         self._shards = self._sparse.merge(shard_list(parts, used)) if sparse else shard_list(parts, used)
 
     def scale(self, factor: Tensor) -> None:

@@ -138,7 +138,7 @@ class OverlappedReduction:
         self._launch_all()
         partition = self._parts.partition
         self._forget_dropped(self._shown)
-        self._fills = {index: Fill(partition.buckets[index].params) for index in self._order}
+        self._fills = {index: partition.buckets[index].fill() for index in self._order}
         self._in_round.clear()
         self._rounds += 1
         self._next = 0
@@ -163,7 +163,7 @@ class OverlappedReduction:
     def _launch(self) -> None:
         bucket = self._parts.partition.buckets[self._order[self._next]]
         fill = self._fills[bucket.layout.index]
-        fill.state = BucketState.REDUCING
+        fill.launch()
         self._next += 1
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
@@ -191,6 +191,8 @@ class OverlappedReduction:
             self._launch_all()
         self._exchange_late(agreed.used)
         reduced = [future.result() for future in self._futures]
+        for bucket in self._parts.partition.buckets:
+            bucket.streams.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._begin_window()
