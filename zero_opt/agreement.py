@@ -166,6 +166,8 @@ def value_digest(param: Tensor) -> str:
     with torch.no_grad():
         flat = param.detach().contiguous().view(-1)
         raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % 4:  # a view of a larger tensor, where words cannot be seen
+            raw = raw.clone()
         whole = raw.numel() // 4 * 4
         words = raw[:whole].view(torch.int32)
         width = 4096

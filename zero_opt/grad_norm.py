@@ -36,7 +36,10 @@ def _values(grad: Tensor) -> Tensor:
 def square_sum(grads: Iterable[Tensor | None]) -> float:
     """Sum of squares of all elements, accumulated in fp64."""
     norms = [torch.linalg.vector_norm(_values(g.detach()), dtype=torch.float64) for g in grads if g is not None]
-    return math.fsum(norm * norm for norm in (float(n) for n in norms))
+    try:
+        return math.fsum(norm * norm for norm in (float(n) for n in norms))
+    except OverflowError:  # finite squares whose sum is not
+        return math.inf
 
 
 def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
