@@ -1,0 +1,195 @@
+"""What ranks compare: a digest that sees every bit and its place, and messages that name the first difference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_opt.agreement import Agreement, StepReport, value_digest
+from zero_opt.collectives import Group
+from zero_opt.errors import ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+sizes = st.one_of(st.integers(1, 40), st.sampled_from([4095, 4096, 4097, 8192, 3 * 4096 + 5]))
+
+
+def random_values(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).view(torch.uint8)
+
+
+@given(size=sizes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31), data=st.data())
+def test_the_digest_changes_when_any_byte_does(size: int, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+    values = random_values(size, dtype, seed)
+    before = value_digest(values)
+    at = data.draw(st.integers(0, as_bytes(values).numel() - 1))
+    as_bytes(values)[at] ^= data.draw(st.integers(1, 255))
+    assert value_digest(values) != before
+
+
+@given(size=sizes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31), data=st.data())
+def test_the_digest_changes_when_two_elements_swap(
+    size: int, dtype: torch.dtype, seed: int, data: st.DataObject
+) -> None:
+    values = random_values(size, dtype, seed)
+    one, other = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    assume(values[one] != values[other])
+    before = value_digest(values)
+    values[[one, other]] = values[[other, one]]
+    assert value_digest(values) != before
+
+
+def test_the_digest_sees_bits_not_values() -> None:
+    assert value_digest(torch.tensor([0.0])) != value_digest(torch.tensor([-0.0]))
+    assert value_digest(torch.tensor([torch.nan])) == value_digest(torch.tensor([torch.nan]))
+
+
+@given(dtype=st.sampled_from(DTYPES), offset=st.integers(0, 9), step=st.integers(1, 3))
+def test_the_digest_does_not_depend_on_where_or_how_values_lie(dtype: torch.dtype, offset: int, step: int) -> None:
+    values = random_values(24, dtype, 0)
+    backing = torch.zeros(offset + 24 * step, dtype=dtype)
+    placed = backing[offset::step]
+    placed.copy_(values)
+    assert value_digest(placed) == value_digest(values)
+    assert value_digest(values.view(4, 6)) == value_digest(values)
+    assert value_digest(values.view(6, 4).t().contiguous().t()) == value_digest(values)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1,)])
+def test_empty_and_0_dim_params_have_digests(shape: tuple[int, ...]) -> None:
+    assert value_digest(torch.zeros(shape)) == value_digest(torch.zeros(shape))
+
+
+class RecordedGroup:
+    """Stands for a group in which the other ranks sent what was recorded; this is rank 0 of two."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, other: list[bytes]) -> None:
+        self._other = list(other)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload, self._other.pop(0)]
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        payload = bytearray(self._other.pop(0))
+        return [tensor, torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype)]
+
+
+class Sink(RecordedGroup):
+    """Keeps what a rank sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        self.sent.append(payload)
+        return [payload]
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.sent.append(bytes(tensor.view(torch.uint8).tolist()))
+        # Different bytes, so that whoever compares goes on to send all it has.
+        return [tensor, tensor ^ 1] if tensor.dtype is torch.uint8 and tensor.numel() == 32 else [tensor]
+
+
+def agreement(group: RecordedGroup) -> Agreement:
+    return Agreement(cast(Group, group), lambda index: f"parameter {index} (layer.{index})")
+
+
+def step_of_rank_1(report: StepReport, params: int) -> RecordedGroup:
+    sink = Sink()
+    agreement(sink).on_step(report, params)
+    return RecordedGroup(sink.sent)
+
+
+def test_a_step_takes_the_most_rounds_and_what_any_rank_used() -> None:
+    group = step_of_rank_1(StepReport(3, 1, 2, 0b101, 0b111), 3)
+    agreed = agreement(group).on_step(StepReport(3, 1, 1, 0b001, 0b111), 3)
+    assert (agreed.rounds, agreed.used, agreed.trainable) == (2, 0b101, 0b111)
+
+
+@pytest.mark.parametrize("params", [0, 1, 7, 8, 9, 100_000])
+def test_masks_travel_whole_whatever_the_number_of_params(params: int) -> None:
+    mask = sum(1 << i for i in range(0, params, 3))
+    group = step_of_rank_1(StepReport(0, 0, 0, mask, (1 << params) - 1), params)
+    agreed = agreement(group).on_step(StepReport(0, 0, 0, 0, (1 << params) - 1), params)
+    assert agreed.used == mask
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kind", "message"),
+    [
+        (StepReport(4, 0, 0, 0, 3), StepDesync, "rank 1 is in step 4 while rank 0 is in step 3"),
+        (StepReport(3, 2, 0, 0, 3), StepDesync, r"since step 3 rank 1 has called zero_grad\(\) 2 times and rank 0 0"),
+        (StepReport(3, 0, 0, 0, 1), RankMismatch, r"parameter 1 \(layer\.1\): requires_grad is True on rank 0 and Fal"),
+    ],
+)
+def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        agreement(step_of_rank_1(theirs, 2)).on_step(StepReport(3, 0, 0, 0, 3), 2)
+    if isinstance(caught.value, StepDesync):
+        assert caught.value.epoch == (2 if theirs.epoch else None)
+
+
+def test_an_error_of_another_rank_is_raised_here_as_its_type_with_its_rank() -> None:
+    other = json.dumps(["UnsupportedParam", "layer.0 is sparse"]).encode()
+    with pytest.raises(UnsupportedParam, match=r"rank 1: layer\.0 is sparse"):
+        agreement(RecordedGroup([other])).raise_first_error(None)
+
+
+def test_ones_own_error_is_raised_as_it_is() -> None:
+    error = ConfigError("mine")
+    with pytest.raises(ConfigError) as caught:
+        agreement(RecordedGroup([b""])).raise_first_error(error)
+    assert caught.value is error
+
+
+def test_an_error_of_a_type_we_do_not_know_is_one_of_ours_elsewhere() -> None:
+    other = json.dumps(["KeyError", "'lr'"]).encode()
+    with pytest.raises(ZeroOptError, match="rank 1: 'lr'"):
+        agreement(RecordedGroup([other])).raise_first_error(None)
+
+
+def test_no_error_is_no_error() -> None:
+    agreement(RecordedGroup([b""])).raise_first_error(None)
+
+
+Entries = list[tuple[str, Any]]
+
+
+def compare(mine: Entries, theirs: Entries) -> None:
+    sink = Sink()
+    agreement(sink).on_contents(theirs)
+    agreement(RecordedGroup(sink.sent)).on_contents(mine)
+
+
+def test_equal_contents_are_compared_by_a_digest_of_fixed_size() -> None:
+    entries: Entries = [(f"p{i} shape", [i]) for i in range(1000)]
+    sink = Sink()
+    agreement(sink).on_contents(entries)
+    assert len(sink.sent[0]) == 32
+    agreement(RecordedGroup(sink.sent[:1])).on_contents(entries)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "message"),
+    [
+        ([("w shape", [2])], [("w shape", [3])], r"w shape: \[2\] on rank 0, \[3\] on rank 1"),
+        ([("w dtype", "a")], [("v dtype", "a")], "rank 0 has w dtype where rank 1 has v dtype"),
+        ([("a", 1), ("b", 2)], [("a", 1)], "b exists on rank 0 alone"),
+        ([("a", 1)], [("a", 1), ("b", 2)], "b exists on rank 1 alone"),
+        ([("w values", "x")], [("w values", "y")], r"w values: .*call zero_opt\.broadcast_params\(model\) first"),
+    ],
+)
+def test_the_first_difference_is_named_with_both_values(mine: Entries, theirs: Entries, message: str) -> None:
+    with pytest.raises(RankMismatch, match=message):
+        compare(mine, theirs)
