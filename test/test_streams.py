@@ -20,7 +20,7 @@ from zero_opt.streams import NoStreams, Producers, build_streams
 
 
 class Clock:
-    """Streams as queues of calls; ``run`` picks a runnable one by ``choose``, so any order the waits allow can occur."""
+    """Streams as queues of calls; ``run`` picks a runnable one by ``choose``: any order that the waits allow."""
 
     def __init__(self) -> None:
         self.queues: dict[str, list[Any]] = {}
