@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,20 +43,9 @@ def match(
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise StateDictError(f"the state dict has no {key!r} (it has {sorted(map(str, state_dict))})")
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(param_groups):
-        raise StateDictError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(param_groups)}")
-    index_of: dict[Any, int] = {}
-    for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        if "params" not in saved:
-            raise StateDictError(f"param group {number} of the state dict has no 'params'")
-        if len(saved["params"]) != len(group["params"]):
-            raise StateDictError(
-                f"param group {number} has {len(saved['params'])} parameters in the state dict and "
-                f"{len(group['params'])} in the optimizer"
-            )
-        for saved_id in saved["params"]:
-            index_of[saved_id] = len(index_of)
+    if not isinstance(state_dict["state"], Mapping):
+        raise StateDictError(f"'state' of the state dict is a {type(state_dict['state']).__name__}, not a dict")
+    index_of = _numbered(state_dict["param_groups"], param_groups)
     params = [param for group in param_groups for param in group["params"]]
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
@@ -64,6 +53,39 @@ def match(
             raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
         matched[index_of[saved_id]] = _checked(index_of[saved_id], state, params[index_of[saved_id]], elementwise)
     return matched
+
+
+def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:
+    """Global index by saved id: ids stand for parameters by their position."""
+    if not isinstance(saved_groups, (list, tuple)):
+        raise StateDictError(f"'param_groups' of the state dict is a {type(saved_groups).__name__}, not a list")
+    if len(saved_groups) != len(param_groups):
+        raise StateDictError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(param_groups)}")
+    index_of: dict[Any, int] = {}
+    params: list[Tensor] = []
+    for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if not isinstance(saved, Mapping):
+            raise StateDictError(f"param group {number} of the state dict is a {type(saved).__name__}, not a dict")
+        if "params" not in saved:
+            raise StateDictError(f"param group {number} of the state dict has no 'params'")
+        ids = saved["params"]
+        if not isinstance(ids, (list, tuple)):
+            raise StateDictError(
+                f"'params' of param group {number} of the state dict is a {type(ids).__name__}, not a list"
+            )
+        if len(ids) != len(group["params"]):
+            raise StateDictError(
+                f"param group {number} has {len(ids)} parameters in the state dict and {len(group['params'])} in the "
+                "optimizer"
+            )
+        for saved_id, param in zip(ids, group["params"], strict=True):
+            if not isinstance(saved_id, Hashable):
+                raise StateDictError(f"param group {number} of the state dict has {saved_id!r} for a parameter")
+            if saved_id in index_of and params[index_of[saved_id]] is not param:
+                raise StateDictError(f"the state dict lists parameter {saved_id!r} twice")
+            index_of.setdefault(saved_id, len(params))
+            params.append(param)
+    return index_of
 
 
 def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mapping[str, Any]:
