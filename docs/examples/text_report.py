@@ -41,7 +41,7 @@ class MemoryScan:
     """Finds every tensor that is alive, so that no buffer is forgotten, whoever holds it.
 
     What is neither a parameter nor optimizer state, and was not there when the scan was made, counts as gradient:
-    an optimizer's staging buffers too.
+    an optimizer's staging buffers too. Memory that several ranks map is shared out among them, as the kernel does.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,29 @@ def _live_tensors() -> list[torch.Tensor]:
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes by address, so that what shares memory counts once."""
     found = {}
+    shared = _shared_mappings()
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
         except RuntimeError:  # a gradient that has moved into its shard: a tensor without memory
             continue
         if storage.device.type != "meta" and storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = shared.get(storage.data_ptr(), storage.nbytes())
     return found
+
+
+def _shared_mappings() -> dict[int, int]:
+    """By address, this process's part of each memory mapping it shares: Linux's "proportional set size"."""
+    parts: dict[int, int] = {}
+    start, shared = 0, False
+    smaps = Path("/proc/self/smaps")
+    for line in smaps.read_text().splitlines() if smaps.exists() else ():
+        name, *values = line.split()
+        if name == "Pss:" and shared:
+            parts[start] = int(values[0]) * 1024
+        elif not name.endswith(":"):
+            start, shared = int(name.split("-")[0], 16), values[0].endswith("s")
+    return parts
 
 
 def memory_table(unsharded: Memory, ranks: list[Memory]) -> str:
