@@ -172,8 +172,10 @@ def build_host_exchange(group: ControlGroup, fallback: Exchange, slot_bytes: int
             own, error = _new_arena(slot_bytes), ""
         except OSError as found:
             error = f"shared memory: {found}"
-    offer = {} if own is None else {"pid": os.getpid(), "fd": own.fd, "nonce": _nonce(own), "host": _host()}
-    offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps({**offer, "error": error}).encode())]
+    offer: dict[str, Any] = {"host": _host(), "error": error}
+    if own is not None:
+        offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own))
+    offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
     peers: list[_Peer] = []
     if own is not None and all(other["error"] == "" for other in offers):
         try:
@@ -222,6 +224,6 @@ def _map_peers(rank: int, offers: Sequence[dict[str, Any]]) -> Iterable[_Peer]:
 
 def _explain(rank: int, offers: Sequence[dict[str, Any]], verdicts: Sequence[str]) -> None:
     """Say once, on rank 0, why the ranks do not share memory; that they are on several hosts needs no saying."""
-    if rank == 0 and len({offer.get("host") for offer in offers}) == 1:
+    if rank == 0 and len({offer["host"] for offer in offers}) == 1:
         reason = next((verdict for verdict in verdicts if verdict), "unknown")
         _log.warning("exchanging gradients through torch.distributed, not shared memory (%s)", reason)

@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Optimizers import it when first used: once here, not seconds in every rank.
+import torch._dynamo
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 

@@ -1,0 +1,186 @@
+"""The shared-memory exchange between real processes: bits, fallbacks, a peer that dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_opt
+from test.distributed.harness import assert_bitwise, run_processes
+from zero_opt import host_exchange, shared_memory
+from zero_opt.collectives import PairwiseExchange
+from zero_opt.host_exchange import HostExchange
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
+def gradient(step: int, rank: int, param: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 97 + rank * 11 + param.numel())
+    return torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def train(opt: zero_opt.ShardedOptimizer, params: list[Tensor], rank: int, steps: int) -> None:
+    for step in range(steps):
+        for _ in range(1 + step % 2):
+            torch.stack([(p * gradient(step, rank, p)).sum().abs().float() for p in params]).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def make(dtype: torch.dtype, exchange: str, bucket_mb: float = 0.004) -> tuple[Any, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(33, 9), (65,), (1000,), (), (7, 64)]
+    params = [torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
+    policy = zero_opt.Overlapped(bucket_mb=bucket_mb, exchange=exchange)
+    return zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9, reduction=policy), params
+
+
+def exchange_of(opt: zero_opt.ShardedOptimizer) -> Any:
+    return opt._sharded._exchanges["cpu"]  # type: ignore[union-attr]
+
+
+def run_dtype(rank: int, world_size: int, dtype: torch.dtype, exchange: str) -> tuple[str, list[Tensor]]:
+    opt, params = make(dtype, exchange)
+    kind = type(exchange_of(opt)).__name__
+    train(opt, params, rank, 4)
+    opt.close()
+    return kind, [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_the_gloo_exchange(world_size: int, dtype: torch.dtype) -> None:
+    shared = run_processes(world_size, run_dtype, dtype, "auto")
+    backend = run_processes(world_size, run_dtype, dtype, "backend")
+    assert {kind for kind, _ in shared} == {"HostExchange"}
+    assert {kind for kind, _ in backend} == {"PairwiseExchange"}
+    for (_, ours), (_, theirs) in zip(shared, backend, strict=True):
+        assert_bitwise(ours, theirs)
+        assert_bitwise(ours, shared[0][1])
+
+
+def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logging.getLogger("zero_opt").addHandler(Keep())
+    patch = pytest.MonkeyPatch()
+    if how == "no memfd" and rank == 1:
+        patch.setattr(os, "memfd_create", refuse)
+    elif how == "no mapping" and rank == 1:
+        patch.setattr(shared_memory.Arena, "of_peer", refuse)
+    elif how == "no pidfd" and rank == 0:
+        patch.setattr(os, "pidfd_open", refuse)
+    elif how == "no extension" and rank == 1:
+        patch.setattr(host_exchange, "_native", None)
+    elif how == "two hosts":
+        patch.setattr(host_exchange, "_host", lambda: f"host {rank}")
+    opt, params = make(torch.float32, "auto")
+    fell_back = isinstance(exchange_of(opt), PairwiseExchange)
+    train(opt, params, rank, 2)
+    opt.close()
+    return fell_back, records
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("how", ["no memfd", "no mapping", "no pidfd", "no extension"])
+def test_falls_back_on_every_rank_and_says_so_once(how: str) -> None:
+    results = run_processes(2, fall_back, how)
+    assert [fell_back for fell_back, _ in results] == [True, True]
+    assert [len(records) for _, records in results] == [1, 0]
+    assert "torch.distributed" in results[0][1][0]
+
+
+def test_ranks_on_two_hosts_fall_back_without_a_word() -> None:
+    assert run_processes(2, fall_back, "two hosts") == [(True, []), (True, [])]
+
+
+def add_larger_group(rank: int, world_size: int) -> list[Tensor]:
+    opt, params = make(torch.float32, "auto", bucket_mb=0.001)
+    assert isinstance(exchange_of(opt), HostExchange)
+    train(opt, params, rank, 1)
+    added = torch.nn.Parameter(torch.ones(5000))
+    opt.add_param_group({"params": [added], "lr": 0.5})
+    train(opt, [*params, added], rank, 3)
+    opt.close()
+    return [p.detach().clone() for p in [*params, added]]
+
+
+def test_a_bucket_larger_than_a_slot_takes_the_backend() -> None:
+    results = run_processes(2, add_larger_group)
+    assert_bitwise(results[0], results[1])
+
+
+def lose_a_peer(rank: int, world_size: int) -> str:
+    opt, params = make(torch.float32, "auto")
+    train(opt, params, rank, 1)
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reduction = opt._sharded.reduction  # type: ignore[union-attr]
+    torch.stack([(p * gradient(1, rank, p)).sum() for p in params]).sum().backward()
+    for future in reduction._futures:
+        try:
+            future.result(timeout=30)
+        except zero_opt.PeerLost as lost:
+            return str(lost)
+    return "no error"
+
+
+def test_a_dead_peer_is_named() -> None:
+    results = run_processes(2, lose_a_peer, expect_errors=True)
+    assert "rank 1" in str(results[0])
+    assert "died" in str(results[0])
+
+
+def skip_exchanges(rank: int, world_size: int) -> list[Tensor]:
+    """Rank 0 leaves a backward early; every rank then gives that window up."""
+    opt, params = make(torch.float32, "auto", bucket_mb=0.001)
+    train(opt, params, rank, 1)
+    for attempt in range(3):
+        loss = torch.stack([(p * gradient(attempt, rank, p)).sum() for p in params]).sum()
+        if rank == attempt % 2:
+            handle = params[2].register_hook(raise_here)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+        else:
+            loss.backward()
+        opt.zero_grad()
+    train(opt, params, rank, 3)
+    opt.close()
+    return [p.detach().clone() for p in params]
+
+
+def raise_here(grad: Tensor) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def without_failures(rank: int, world_size: int) -> list[Tensor]:
+    opt, params = make(torch.float32, "auto", bucket_mb=0.001)
+    train(opt, params, rank, 1)
+    train(opt, params, rank, 3)
+    opt.close()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_left_early_is_void_and_leaves_no_trace(world_size: int) -> None:
+    failed = run_processes(world_size, skip_exchanges)
+    clean = run_processes(world_size, without_failures)
+    for ours, theirs in zip(failed, clean, strict=True):
+        assert_bitwise(ours, theirs)
