@@ -100,6 +100,15 @@ class GradBucket:
             views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
         return views
 
+    def reserve_staging(self, pool: StagingPool) -> None:
+        """Announce the buffers that gradients and parameters of this bucket will pass through."""
+        for dtype in (self.dtype, self.params[0].param.dtype):
+            pool.reserve(self.layout.numel, dtype, self.device)
+
+    def forget_staging(self) -> None:
+        """Keep no view of any buffer."""
+        self._views = {}
+
     def _staging_views(self, staging: Tensor) -> list[Tensor]:
         """Per parameter, its place in the staging buffer, in the parameter's shape."""
         views = self._views.get(staging.data_ptr())

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import ConfigTypeError, ProcessGroupError, StepDesync
+from .errors import ConfigError, ConfigTypeError, ProcessGroupError, StepDesync
 from .exchange import Exchange, Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
 
@@ -227,7 +227,7 @@ class PairwiseExchange:
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """See :class:`Exchange`."""
-        return self._pool.take(turn, numel, dtype, device)
+        return self._pool.staging(turn, numel, dtype, device)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -300,7 +300,7 @@ class ListExchange:
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """See :class:`Exchange`."""
-        return self._pool.take(turn, numel, dtype, device)
+        return self._pool.staging(turn, numel, dtype, device)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -349,7 +349,7 @@ class NcclExchange:
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """See :class:`Exchange`."""
-        return self._pool.take(turn, numel, dtype, device)
+        return self._pool.staging(turn, numel, dtype, device)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -419,16 +419,27 @@ def build_exchange(
     )
 
 
+def check_rank(rank: object, world_size: int, name: str) -> None:
+    """Raise ConfigTypeError or ConfigError unless ``rank`` is a rank of a group."""
+    message = f"{name} must be a rank of the group, 0 to {world_size - 1}, got {rank!r}"
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ConfigTypeError(message)
+    if not 0 <= rank < world_size:
+        raise ConfigError(message)
+
+
 def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
     """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
 
     All ranks of the group must call it. ``src`` is a rank of the group.
 
     Raises:
-        ConfigTypeError, ProcessGroupError: as for ``ShardedOptimizer``. ConfigError: ``src`` is not a rank.
+        ConfigTypeError, ConfigError: ``src`` is not a rank. Others as for ``ShardedOptimizer``.
     """
     pg = resolve_group(process_group)
-    if pg is None or dist.get_world_size(pg) == 1:
+    world_size = 1 if pg is None else pg.size()
+    check_rank(src, world_size, "src")
+    if pg is None or world_size == 1:
         return
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0

@@ -24,12 +24,29 @@ class Ident(NamedTuple):
 class StagingPool:
     """Buffers that buckets pass through, reused from step to step.
 
-    A buffer is keyed by use (``slot``), dtype and device, and grows to the largest bucket asked for.
+    A buffer is keyed by use (``slot``), dtype and device, and grows to the most asked for.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._reserved: dict[tuple[torch.dtype, torch.device], int] = {}
         self._lock = threading.Lock()
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Let what :meth:`staging` gives from now on have room for this much.
+
+        A buffer that grew later would be replaced, and the one before kept alive by all who hold views of it.
+        """
+        with self._lock:
+            largest = self._reserved[dtype, device] = max(numel, self._reserved.get((dtype, device), 0))
+            for key in [key for key in self._buffers if key[1:] == (dtype, device)]:
+                if self._buffers[key].numel() < largest:
+                    del self._buffers[key]
+
+    def staging(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As :meth:`take`, from a buffer that keeps its place until more is reserved."""
+        self.take(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
+        return self.take(slot, numel, dtype, device)
 
     def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .collectives import resolve_group
+from .collectives import check_rank, resolve_group
 from .construction import adopt_errors, check_wrapped_class, checked_groups, is_elementwise, normalized, template_of
-from .errors import ConfigError, ConfigTypeError, OptimizerClosed
+from .errors import ConfigTypeError, OptimizerClosed
 from .grad_norm import check_max_norm, clip_factor
 from .placement import bare_step
 from .placement import check_policy as check_offload
@@ -261,10 +261,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._require_open()
         world_size = 1 if self._sharded is None else self._sharded.partition.world_size
-        if isinstance(to, bool) or not isinstance(to, int):
-            raise ConfigTypeError(f"to must be a rank of the group, 0 to {world_size - 1}, got {to!r}")
-        if not 0 <= to < world_size:
-            raise ConfigError(f"to must be a rank of the group, 0 to {world_size - 1}, got {to}")
+        check_rank(to, world_size, "to")
         if self._sharded is not None:
             self._sharded.consolidate(to)
 

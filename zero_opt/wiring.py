@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
+from .buckets import GradBucket
 from .collectives import Group, build_exchange
 from .consolidate import Consolidation
 from .construction import contents, is_elementwise
@@ -111,9 +112,18 @@ class Wiring:
         if missing:
             added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
             self._connect()
+            self._reserve_staging(added)
             self.placement.add(added)
             self.reduction.watch(added)
             self._show_state()
+
+    def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
+        """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
+        for bucket in added:
+            bucket.reserve_staging(self._pool)
+        for bucket in self.partition.buckets:
+            bucket.forget_staging()
+        self.gather.forget()
 
     def _connect(self) -> None:
         """Make the exchanges for device types that have none yet. Collective."""
