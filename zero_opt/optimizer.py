@@ -193,9 +193,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads = parts.reduction.finish()
         if self._max_grad_norm is not None:
             parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
-        parts.placement.step(grads, self.param_groups)
-        changed = [parts.partition.buckets[shard.bucket] for shard in grads if shard.used]
-        parts.gather.run(parts.progress.step, changed)
+        stepped = parts.placement.step(grads, self.param_groups)
+        parts.gather.run(parts.progress.step, (parts.partition.buckets[i] for i in stepped if grads[i].used))
         parts.stepped()
         return loss
 
@@ -248,6 +247,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._sharded.norm(self._sharded.reduction.finish())
         self._sharded.reduction.scale(clip_factor(norm, limit))
         return norm
+
+    def flush(self) -> None:
+        """Return when every parameter on this rank is up to date. Collective.
+
+        Needed only with a policy that lets :meth:`step` return earlier, before reading parameters outside the model.
+        """
+        self._require_open()
+        if self._sharded is not None:
+            self._sharded.gather.flush()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

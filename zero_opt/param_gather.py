@@ -52,18 +52,33 @@ class ParamGather:
         """Parameters were re-pointed: make the views anew."""
         self._copies.clear()
 
+    def watch(self) -> None:
+        """Parameters were added to the partition."""
+
+    def flush(self) -> None:
+        """Return when all parameters are up to date."""
+
+    def close(self) -> None:
+        """Release what is held."""
+
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
-        """Gather the given buckets, the same on every rank, in the same order. Collective."""
+        """Gather the given buckets, the same on every rank, in the same order. Collective.
+
+        Args:
+            step: the step whose result they hold.
+        """
         under_way: deque[tuple[GradBucket, Gathering]] = deque()
         for turn, bucket in enumerate(buckets):
-            exchange = self._exchanges[bucket.device.type]
-            staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
-            ident = Ident(step, _GATHER_EPOCH, turn)
-            under_way.append((bucket, exchange.all_gather(ident, staging, bucket.layout.bounds)))
-            if len(under_way) > exchange.gathers_ahead:
+            under_way.append((bucket, self._start(step, turn, bucket)))
+            if len(under_way) > self._exchanges[bucket.device.type].gathers_ahead:
                 self._deliver(*under_way.popleft())
         for bucket, gathering in under_way:
             self._deliver(bucket, gathering)
+
+    def _start(self, step: int, turn: int, bucket: GradBucket) -> Gathering:
+        exchange = self._exchanges[bucket.device.type]
+        staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
+        return exchange.all_gather(Ident(step, _GATHER_EPOCH, turn), staging, bucket.layout.bounds)
 
     def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:
         rank, layout = self._partition.rank, bucket.layout

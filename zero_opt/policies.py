@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ConfigError, ConfigTypeError
@@ -36,6 +36,11 @@ def _check_reduce_dtype(owner: str, field: str, value: Any) -> None:
         raise ConfigError(f"{owner}.{field} must be floating-point, of 16 bits or more, got {value!r}")
 
 
+def _check_model(owner: str, value: object) -> None:
+    if value is not None and not hasattr(value, "named_modules"):
+        raise ConfigTypeError(f"{owner}.overlap_param_gather must be the torch.nn.Module being trained, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Overlapped:
     """Reduce-scatter each gradient bucket as soon as backward has filled it; gradients end up sharded (ZeRO-2).
@@ -43,14 +48,19 @@ class Overlapped:
     Attributes:
         bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
+        overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
+            background after ``step()`` returns, and each module's forward waits for its own. Call ``opt.flush()``
+            before reading parameters in any other way (an average of weights, a norm, ``torch.func``).
     """
 
     bucket_mb: float = 25
     exchange: str = "auto"
+    overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_positive("Overlapped", "bucket_mb", self.bucket_mb)
         _check_exchange("Overlapped", self.exchange)
+        _check_model("Overlapped", self.overlap_param_gather)
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,19 @@ class AtStep:
     Attributes:
         bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
+        overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
+            background after ``step()`` returns, and each module's forward waits for its own. Call ``opt.flush()``
+            before reading parameters in any other way (an average of weights, a norm, ``torch.func``).
     """
 
     bucket_mb: float = 25
     exchange: str = "auto"
+    overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_positive("AtStep", "bucket_mb", self.bucket_mb)
         _check_exchange("AtStep", self.exchange)
+        _check_model("AtStep", self.overlap_param_gather)
 
 
 @dataclass(frozen=True)
@@ -75,14 +90,16 @@ class AlreadyReduced:
     """``p.grad`` already holds the mean over ranks (DDP, or the user): take this rank's slice of it (ZeRO-1).
 
     Attributes:
-        exchange: how updated parameters are gathered, as in :class:`Overlapped`.
+        exchange, overlap_param_gather: how updated parameters are gathered, as in :class:`Overlapped`.
     """
 
     exchange: str = "auto"
+    overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
     bucket_mb: ClassVar[float] = 25
 
     def __post_init__(self) -> None:
         _check_exchange("AlreadyReduced", self.exchange)
+        _check_model("AlreadyReduced", self.overlap_param_gather)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
+from .background_gather import build_gather
 from .buckets import GradBucket
 from .collectives import Group, build_exchange
 from .consolidate import Consolidation
@@ -18,7 +19,6 @@ from .construction import contents, is_elementwise
 from .errors import StateNotConsolidated
 from .exchange import Exchange
 from .grad_norm import total_norm
-from .param_gather import ParamGather
 from .partition import Geometry, Partition
 from .placement import build_placement
 from .policies import AlreadyReduced, MixedPrecision
@@ -58,7 +58,9 @@ class Recipe:
         """What ranks compare of it."""
         name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
         policies = {"reduction": self.reduction, "offload": self.offload, "precision": self.precision}
-        return [("optimizer class", name), *((key, repr(value)) for key, value in policies.items())]
+        background = self.reduction.overlap_param_gather is not None
+        compared = [(key, repr(value)) for key, value in policies.items()]
+        return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
 
 
 class Wiring:
@@ -86,7 +88,9 @@ class Wiring:
         self.reduction = build_reduction(recipe.reduction, parts)
         params = [param for group in owner.param_groups for param in group["params"]]
         self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults, params)
-        self.gather = ParamGather(self.partition, self._exchanges)
+        self._thread = parts.thread
+        model = recipe.reduction.overlap_param_gather
+        self.gather = build_gather(self.partition, self._exchanges, parts.thread, model)
 
     def add_groups(self) -> None:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
@@ -94,6 +98,7 @@ class Wiring:
         Raises:
             RankMismatch: they differ; nothing was taken in.
         """
+        self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
         listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
         self.agreement.on_contents([*self._recipe.entries(), *listed])
@@ -115,6 +120,7 @@ class Wiring:
             self._reserve_staging(added)
             self.placement.add(added)
             self.reduction.watch(added)
+            self.gather.watch()
             self._show_state()
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
@@ -135,7 +141,8 @@ class Wiring:
                 self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
     def follow_params(self) -> None:
-        """Re-make views of parameters whose data the user re-pointed."""
+        """Let parameters arrive, and re-make views of those whose data the user re-pointed."""
+        self.gather.flush()
         moved = self.partition.refresh()
         if moved:
             self.placement.repoint(moved)
@@ -172,6 +179,7 @@ class Wiring:
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's slices out of full-shape state."""
+        self.gather.flush()
         self._admit(sum(1 << index for index in states))
         mine = {
             piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
@@ -187,7 +195,9 @@ class Wiring:
 
     def close(self) -> None:
         """Stop listening and destroy the groups."""
+        self.gather.close()
         self.reduction.close()
+        self._thread.close()
         self.placement.close()
         for exchange in self._exchanges.values():
             exchange.close()

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ..errors import ConfigTypeError
 from .base import ParamState, Placement
-from .device import DevicePlacement, bare_step, hypers_of, stepping_class
+from .device import (
+    BucketwisePlacement,
+    DevicePlacement,
+    bare_step,
+    hypers_of,
+    stepping_class,
+    steps_params_apart,
+)
 
 __all__ = ["DevicePlacement", "ParamState", "Placement", "bare_step", "build_placement", "check_policy", "hypers_of"]
 
@@ -32,4 +39,5 @@ def build_placement(
     Args:
         params: the parameters known so far.
     """
-    return DevicePlacement(stepping_class(optimizer_class, defaults, params), defaults)
+    strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement
+    return strategy(stepping_class(optimizer_class, defaults, params), defaults)

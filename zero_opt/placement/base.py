@@ -25,8 +25,11 @@ class Placement(Protocol):
     def repoint(self, params: Sequence[int]) -> None:
         """The data of these parameters moved."""
 
-    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> None:
-        """One optimizer step of this rank's slices with the given hyperparameters per group."""
+    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+        """One optimizer step of this rank's slices with the given hyperparameters per group.
+
+        Yields the index of each bucket, in order, once its parameters are updated here; must be run to the end.
+        """
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""

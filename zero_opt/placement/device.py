@@ -36,6 +36,11 @@ def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OUTER_KEYS}
 
 
+def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether the class is known to keep no state but that of single parameters."""
+    return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)
+
+
 def stepping_class(
     optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any], params: Sequence[Tensor]
 ) -> type[torch.optim.Optimizer]:
@@ -97,21 +102,32 @@ class DevicePlacement:
             if index in self._stepped:
                 self._stepped[index].data = self._flats[index].part(self._slices[index].in_param)
 
-    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> None:
+    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
         """See :class:`Placement`."""
         inner = self._optimizer
-        for shard in grads:
-            for piece, grad in zip(shard.slices, shard.grads, strict=True):
-                part = self._stepped[piece.param]
-                part.grad = grad if grad is None or grad.dtype is part.dtype else grad.to(part.dtype)
         for flat in self._flats.values():
             flat.load()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(hypers_of(outer))
-        bare_step(inner)
+        yield from self._step_shards(grads)
         for outer, own in zip(groups, inner.param_groups, strict=True):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
-        for part in self._stepped.values():
+
+    def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
+        """All at once: a class may keep state per group or per step."""
+        self._step_together(grads)
+        yield from (shard.bucket for shard in grads)
+
+    def _step_together(self, grads: Sequence[GradShard]) -> None:
+        parts = []
+        for shard in grads:
+            for piece, grad in zip(shard.slices, shard.grads, strict=True):
+                if grad is not None:
+                    part = self._stepped[piece.param]
+                    part.grad = grad if grad.dtype is part.dtype else grad.to(part.dtype)
+                    parts.append(part)
+        bare_step(self._optimizer)
+        for part in parts:
             part.grad = None
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
@@ -140,3 +156,13 @@ class DevicePlacement:
         """See :class:`Placement`."""
         self._stepped.clear()
         self._flats.clear()
+
+
+class BucketwisePlacement(DevicePlacement):
+    """Steps one bucket at a time, so that it can be on its way to the other ranks while the next is stepped."""
+
+    def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
+        for shard in grads:
+            if any(grad is not None for grad in shard.grads):
+                self._step_together([shard])
+            yield shard.bucket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from ..errors import StepDesync, ZeroOptError
 from ..exchange import Exchange, StagingPool
 from ..layout import ParamSlice
 from ..partition import Partition
+from ..serial_thread import SerialThread
 
 
 class GradShard(NamedTuple):
@@ -54,6 +55,7 @@ class Parts:
 
     Attributes:
         exchanges: by device type.
+        thread: runs everything that exchanges with other ranks off the main thread, in one order.
         all_params: every parameter of the optimizer by global index, planned or not.
         admit: plans those of the masked parameters that are not planned yet; called once all ranks agree on the mask.
     """
@@ -65,6 +67,7 @@ class Parts:
     admit: Callable[[int], None]
     progress: Progress = field(default_factory=Progress)
     pool: StagingPool = field(default_factory=StagingPool)
+    thread: SerialThread = field(default_factory=lambda: SerialThread("zero_opt exchange"))
 
     def exchange_of(self, bucket: GradBucket) -> Exchange:
         """The exchange that carries a bucket."""
@@ -78,10 +81,10 @@ class Parts:
         """Bit per parameter: it has a gradient here."""
         return sum(1 << index for index, param in enumerate(self.all_params()) if param.grad is not None)
 
-    def agree(self, rounds: int, error: ZeroOptError | None) -> StepAgreement:
+    def agree(self, rounds: int, error: ZeroOptError | None, restarted: Iterable[int] = ()) -> StepAgreement:
         """Agree with the other ranks on this step, and plan parameters that became trainable."""
-        progress = self.progress
-        report = StepReport(progress.step, progress.epoch, rounds, self.used_mask(), self.trainable_mask())
+        progress, mask = self.progress, sum(1 << index for index in restarted)
+        report = StepReport(progress.step, progress.epoch, rounds, self.used_mask(), self.trainable_mask(), mask)
         try:
             agreed = self.agreement.on_step(report, len(self.all_params()), error)
         except StepDesync as desync:

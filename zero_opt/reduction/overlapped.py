@@ -24,7 +24,6 @@ from ..consumed_grad import ConsumedGrad
 from ..errors import GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
-from ..serial_thread import SerialThread
 from .base import GradShard, Parts, shard_list
 
 
@@ -39,12 +38,11 @@ class OverlappedReduction:
         self._parts = parts
         self._hooks = ArrivalHooks(self._arrived)
         self._passes = BackwardPasses()
-        self._thread = SerialThread("zero_opt reduction")
         self._sync = True
         self._consumed: dict[int, ConsumedGrad] = {}
         self._live: set[int] = set()
         self._shown: set[int] = set()
-        self._zeroed: set[int] = set()
+        self._void: Future[bool] | None = None
         self._ranked: list[int] = []
         self._order: list[int] = []
         self._seen: list[int] | None = []
@@ -57,6 +55,7 @@ class OverlappedReduction:
         self._fills: dict[int, Fill] = {}
         self._rounds, self._next = 0, 0
         self._in_round: set[int] = set()
+        self._restarted: set[int] = set()
         self._futures: list[Future[bool]] = []
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
@@ -129,7 +128,7 @@ class OverlappedReduction:
             label = self._consumed[index].label
             raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep()")
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
-            self._live.discard(index)
+            self._restart([index])
         self._consumed[index].pending = None
         return grad
 
@@ -147,8 +146,14 @@ class OverlappedReduction:
         """The shard follows ``p.grad``: where the user has set it to None, the next gradient starts afresh."""
         flats = self._parts.partition.flats
         dropped = [index for index in indices if flats[index].param.grad is None]
-        self._live.difference_update(dropped)
+        self._restart(dropped)
         self._shown.difference_update(dropped)
+
+    def _restart(self, indices: Iterable[int]) -> None:
+        """What has been exchanged of these gradients does not count any more."""
+        self._live.difference_update(indices)
+        if self._rounds:
+            self._restarted.update(indices)
 
     def _launch_complete(self) -> None:
         """See [Note: launch order]."""
@@ -168,12 +173,11 @@ class OverlappedReduction:
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
         self._live.update(owned)
-        self._zeroed.difference_update(owned)
         progress = self._parts.progress
         ident = Ident(progress.step, progress.epoch, self._sequence)
         self._sequence += 1
         exchange = self._parts.exchange_of(bucket)
-        future = self._thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self._parts.pool)
+        future = self._parts.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self._parts.pool)
         self._futures.append(future)
 
     # -- at step() ----------------------------------------------------------------------------------------------------
@@ -184,8 +188,12 @@ class OverlappedReduction:
             self._take_plain()
         except ZeroOptError as found:
             error = error or found
+        if not self._fills and self._void is not None and not self._void.done():
+            # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
+            self._open_round()
         self._launch_all()
-        agreed = self._parts.agree(self._rounds, error)
+        agreed = self._parts.agree(self._rounds, error, self._restarted)
+        self._require_same_restarts(agreed.restarted)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
@@ -201,6 +209,24 @@ class OverlappedReduction:
         self._activate()
         self._settle(agreed.used)
         return shard_list(self._parts, agreed.used)
+
+    def _require_same_restarts(self, restarted: Sequence[int]) -> None:
+        """Refuse a gradient that was dropped where its parameter is used, if its owner, not using it, could not know.
+
+        Raises:
+            GradientConflict: on every rank.
+        """
+        if not any(restarted):
+            return
+        for bucket in self._parts.partition.buckets:
+            for owner in range(self._parts.partition.world_size):
+                for piece in bucket.layout.slices(owner):
+                    if any(mask >> piece.param & 1 for mask in restarted) and not restarted[owner] >> piece.param & 1:
+                        raise GradientConflict(
+                            f"{self._parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between "
+                            f"two backwards of one step on some ranks, while on rank {owner} it has had none yet; call "
+                            "opt.zero_grad() instead of model.zero_grad()"
+                        )
 
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
@@ -255,13 +281,11 @@ class OverlappedReduction:
                 self._shown.add(index)
             else:
                 self._live.discard(index)
-        if self._zeroed:
-            for bucket in self._parts.partition.buckets:
-                for piece in bucket.slices:
-                    if piece.param in self._zeroed:
-                        bucket.shard[slice(*piece.in_shard)].zero_()
-            self._live.update(self._zeroed)
-            self._zeroed.clear()
+        for bucket in self._parts.partition.buckets:
+            for piece in bucket.slices:
+                if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
+                    bucket.shard[slice(*piece.in_shard)].zero_()
+                    self._live.add(piece.param)
 
     def stepped(self) -> None:
         """See :class:`GradReduction`."""
@@ -270,6 +294,7 @@ class OverlappedReduction:
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
+        self._void = self._futures[-1] if self._futures else self._void
         self._forget_dropped(self._parts.partition.flats)
         self._begin_window()
         self._delivered.clear()
@@ -286,8 +311,11 @@ class OverlappedReduction:
 
     def zero_consumed(self, param: int) -> None:
         """See :class:`GradOwner`."""
-        self._live.discard(param)
-        self._zeroed.add(param)
+        bucket, position = self._parts.partition.places[param]
+        fill = self._fills.get(bucket)
+        if fill is not None and fill.state is BucketState.FILLING:
+            fill.grads[position] = None
+        self._restart([param])
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """See :class:`GradOwner`. Collective: GradScaler calls it on every rank."""
@@ -301,7 +329,6 @@ class OverlappedReduction:
     def close(self) -> None:
         """See :class:`GradReduction`."""
         self._hooks.close()
-        self._thread.close()
         for index, flat in self._parts.partition.flats.items():
             if flat.param.grad is self._consumed[index]:
                 flat.param.grad = None

@@ -1,0 +1,130 @@
+"""Gather updated parameters in the background, and let each module's forward wait for its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from .buckets import GradBucket
+from .errors import ConfigError
+from .exchange import Exchange
+from .param_gather import ParamGather
+from .partition import Partition
+from .serial_thread import SerialThread
+
+
+class BackgroundGather(ParamGather):
+    """:meth:`run` returns once every bucket is stepped; gathers run on ``thread``, in order with all other exchanges.
+
+    A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
+    their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
+    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
+    """
+
+    def __init__(
+        self, partition: Partition, exchanges: Mapping[str, Exchange], thread: SerialThread, model: nn.Module
+    ) -> None:
+        super().__init__(partition, exchanges)
+        self._thread, self._model = thread, model
+        self._arriving: dict[int, Future[None]] = {}
+        self._called: set[nn.Module] = set()
+        self._needs: dict[nn.Module, set[int]] = {}
+        me = weakref.ref(self)
+        self._handles: list[Any] = [module.register_forward_pre_hook(_waiter(me)) for module in model.modules()]
+        self._handles.append(model.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+
+    def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
+        """See :class:`ParamGather`."""
+        self._plan_waits()
+        for turn, bucket in enumerate(buckets):
+            self._arriving[bucket.layout.index] = self._thread.submit(self._gather_one, step, turn, bucket)
+
+    def _gather_one(self, step: int, turn: int, bucket: GradBucket) -> None:
+        with torch.no_grad():
+            self._deliver(bucket, self._start(step, turn, bucket))
+
+    def watch(self) -> None:
+        """See :class:`ParamGather`.
+
+        Raises:
+            ConfigError: the model does not hold all parameters.
+        """
+        self._plan_waits()
+
+    def _plan_waits(self) -> None:
+        """Per module, the buckets its forward needs; see the class."""
+        places = self._partition.places
+        of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
+        reached: set[torch.Tensor] = set()
+
+        def own(module: nn.Module) -> set[int]:
+            params = [param for param in module.parameters(recurse=False) if param in of_param]
+            reached.update(params)
+            needed = {of_param[param] for param in params}
+            for child in module.children():
+                below = own(child)
+                if child not in self._called:
+                    needed |= below
+            self._needs[module] = needed
+            return needed
+
+        own(self._model)
+        missing = [flat.label for flat in self._partition.flats.values() if flat.param not in reached]
+        if missing:
+            raise ConfigError(f"overlap_param_gather: {missing[0]} is not in the given model; pass the whole model")
+
+    def called(self, module: nn.Module) -> None:
+        """A module's forward begins: wait for what it needs."""
+        self._called.add(module)
+        for index in self._needs.get(module, ()):
+            arriving = self._arriving.pop(index, None)
+            if arriving is not None:
+                arriving.result()
+
+    def flush(self) -> None:
+        """See :class:`ParamGather`."""
+        arriving, self._arriving = self._arriving, {}
+        for future in arriving.values():
+            future.result()
+
+    def forget(self) -> None:
+        """See :class:`ParamGather`."""
+        self.flush()
+        super().forget()
+
+    def close(self) -> None:
+        """See :class:`ParamGather`."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _waiter(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
+    def before_forward(module: nn.Module, _: Any) -> None:
+        target = gather()
+        if target is not None:
+            target.called(module)
+
+    return before_forward
+
+
+def _flusher(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
+    def before_state_dict(*_: Any) -> None:
+        target = gather()
+        if target is not None:
+            target.flush()
+
+    return before_state_dict
+
+
+def build_gather(
+    partition: Partition, exchanges: Mapping[str, Exchange], thread: SerialThread, model: nn.Module | None
+) -> ParamGather:
+    """Gather in the background if a model is given whose modules can wait, else within ``step()``."""
+    if model is None:
+        return ParamGather(partition, exchanges)
+    return BackgroundGather(partition, exchanges, thread, model)
