@@ -1,0 +1,217 @@
+"""What is checked and compared when an optimizer is made, before any rank talks to another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_opt import register_elementwise
+from zero_opt.construction import (
+    adopt_errors,
+    check_wrapped_class,
+    checked_groups,
+    contents,
+    is_elementwise,
+    needs_closure,
+    normalized,
+    template_of,
+)
+from zero_opt.errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+
+ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+def describe(index: int) -> str:
+    return f"parameter {index}"
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_torchs_elementwise_classes_are_known(name: str) -> None:
+    assert is_elementwise(getattr(torch.optim, name))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_other_classes_are_not_assumed_to_be_elementwise(name: str) -> None:
+    assert not is_elementwise(getattr(torch.optim, name))
+
+
+def test_every_class_of_torch_is_in_one_of_the_lists() -> None:
+    """A class that a new torch adds must be looked at, not guessed."""
+    classes = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    assert classes - {*ELEMENTWISE, "Adafactor", "Muon", "LBFGS", "SparseAdam"} == set()
+
+
+def test_a_subclass_is_not_assumed_to_be_like_its_base_until_registered() -> None:
+    class Custom(torch.optim.SGD):
+        pass
+
+    assert not is_elementwise(Custom)
+    assert register_elementwise(Custom) is Custom
+    assert is_elementwise(Custom)
+
+
+@pytest.mark.parametrize("bad", [None, "AdamW", torch.nn.Linear, torch.optim.SGD([Parameter(torch.ones(1))])])
+def test_what_is_no_optimizer_class_is_quoted(bad: object) -> None:
+    for check in (check_wrapped_class, register_elementwise):
+        with pytest.raises(ConfigTypeError, match=r"optimizer_class must be a torch\.optim\.Optimizer subclass"):
+            check(bad)  # type: ignore[operator]
+
+
+def test_a_class_that_needs_a_closure() -> None:
+    assert needs_closure(torch.optim.LBFGS)
+    assert not needs_closure(torch.optim.AdamW)
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS evaluates the loss several times per step"):
+        template_of(torch.optim.LBFGS, [Parameter(torch.ones(2))], {})
+
+
+# -- params and options -----------------------------------------------------------------------------------------------
+
+
+def test_torchs_complaints_are_ours_and_keep_their_cause() -> None:
+    for raised, kind in ((TypeError("t"), ConfigTypeError), (ValueError("v"), ConfigError)):
+        with pytest.raises(kind, match=str(raised)) as caught, adopt_errors():
+            raise raised
+        assert caught.value.__cause__ is raised
+    with pytest.raises(UnsupportedParam), adopt_errors():
+        raise UnsupportedParam("ours stays as it is")
+
+
+def test_every_iterator_is_run_once() -> None:
+    a, b = Parameter(torch.ones(1)), Parameter(torch.ones(2))
+    entries = normalized(group for group in ({"params": (p for p in [a])}, {"params": b, "lr": 0.5}))
+    assert [entries[0]["params"], entries[1]["params"], entries[1]["lr"]] == [[a], b, 0.5]
+    assert normalized(iter([a, b])) == [a, b]
+    assert normalized(iter([("w", a)])) == [("w", a)]
+
+
+def test_the_callers_groups_are_not_changed() -> None:
+    group = {"params": iter([Parameter(torch.ones(1))]), "lr": 0.5}
+    (entry,) = normalized([group])
+    entry["lr"] = 7
+    assert group["lr"] == 0.5
+
+
+def test_a_tensor_or_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigTypeError, match=r"params must be an iterable of tensors or dicts, got torch\.FloatTensor"
+    ):
+        normalized(torch.ones(3))
+    with pytest.raises(ConfigError, match="empty parameter list"):
+        normalized([])
+
+
+def test_the_template_knows_all_defaults_and_weighs_nothing() -> None:
+    params = [Parameter(torch.ones(1000)), Parameter(torch.ones(3), requires_grad=False)]
+    template = template_of(torch.optim.AdamW, [{"params": params[:1]}, {"params": params[1], "lr": 2.0}], {"eps": 0.5})
+    plain = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1], "lr": 2.0}], eps=0.5)
+    for ours, theirs in zip(template.param_groups, plain.param_groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+        assert all(p.device.type == "meta" for p in ours["params"])
+    assert template.defaults == plain.defaults
+
+
+def test_the_template_takes_names() -> None:
+    named = [("w", Parameter(torch.ones(1))), ("b", Parameter(torch.ones(1)))]
+    assert template_of(torch.optim.SGD, named, {}).param_groups[0]["param_names"] == ["w", "b"]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "kind"),
+    [({"lr": -1}, ValueError), ({"betas": (0.9, 1.5)}, ValueError), ({"learning_rate": 1e-3}, TypeError)],
+)
+def test_the_template_checks_arguments_as_the_class_does(defaults: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        template_of(torch.optim.AdamW, [Parameter(torch.ones(1))], defaults)
+
+
+@pytest.mark.parametrize("option", ["differentiable", "capturable"])
+def test_options_that_cannot_be_sharded(option: str) -> None:
+    param = Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedOptimizer, match=f"{option}=True cannot be sharded over several ranks"):
+        template_of(torch.optim.AdamW, [param], {option: True})
+    with pytest.raises(UnsupportedOptimizer, match=option):
+        template_of(torch.optim.AdamW, [{"params": [param], option: True}], {})
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (torch.ones(3).to_sparse(), r"parameter 1 is torch\.sparse_coo"),
+        (torch.ones(3, device="meta"), "parameter 1 is on the meta device; materialise"),
+        (torch.ones(3).expand(2, 3), "parameter 1 has elements that share memory"),
+    ],
+    ids=["sparse", "meta", "expanded"],
+)
+def test_params_that_cannot_be_sharded_are_named(param: Tensor, message: str) -> None:
+    groups = [{"params": [torch.ones(1)]}, {"params": [param]}]
+    with pytest.raises(UnsupportedParam, match=message):
+        checked_groups(groups, describe)
+
+
+def test_odd_but_sound_params_pass() -> None:
+    odd = [torch.ones(()), torch.ones(0), torch.ones(0).expand(2, 0), torch.ones(4, 6)[:, ::2], torch.ones(2, 3).t()]
+    checked_groups([{"params": odd}], describe)
+
+
+# -- what ranks compare -----------------------------------------------------------------------------------------------
+
+
+def listed(param: Tensor, values: bool = True, **group: Any) -> dict[str, Any]:
+    return dict(contents([{"params": [param], "lr": 1.0, **group}], 0, describe, values=values))
+
+
+def test_contents_can_be_sent() -> None:
+    entries = listed(Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), param_names=["w"])
+    assert json.loads(json.dumps(entries)) == entries
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (lambda: torch.ones(3, 2), "shape"),
+        (lambda: torch.ones(3, 2).t(), "strides"),
+        (lambda: torch.ones(2, 3, dtype=torch.float64), "dtype"),
+        (lambda: torch.ones(2, 3, requires_grad=True), "requires_grad"),
+        (lambda: torch.full((2, 3), 2.0), "values"),
+    ],
+)
+def test_every_difference_shows(changed: Any, name: str) -> None:
+    before, after = listed(torch.ones(2, 3)), listed(changed())
+    assert before.keys() == after.keys()
+    assert before[f"parameter 0 {name}"] != after[f"parameter 0 {name}"]
+
+
+def test_hyperparameters_are_compared_by_name_alone() -> None:
+    """Ranks may schedule them as they like; which there are must agree."""
+    assert listed(torch.ones(1), lr=2.0) == listed(torch.ones(1))
+    assert listed(torch.ones(1), momentum=0.9) != listed(torch.ones(1))
+
+
+def test_values_are_read_only_when_asked_for() -> None:
+    assert not [name for name in listed(torch.ones(1), values=False) if name.endswith("values")]
+
+
+def test_gaps_need_not_be_the_same() -> None:
+    """A parameter with gaps is copied into storage order of its own, so its strides do not matter."""
+    one, other = torch.ones(4, 6)[:, ::2], torch.ones(4, 9)[:, ::3]
+    assert listed(one) == listed(other)
+
+
+def test_an_added_group_is_listed_with_global_indices() -> None:
+    groups = [{"params": [torch.ones(1), torch.ones(2)]}, {"params": [torch.ones(3)]}]
+    names = [name for name, _ in contents(groups, 1, describe, values=False)]
+    assert "number of parameters in group 1" in names
+    assert "parameter 2 shape" in names
+    assert not any("group 0" in name or "parameter 0" in name for name in names)

@@ -1,0 +1,166 @@
+"""What all exchanges share: sums in rank order, buffers that are used again, names in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_opt.exchange import Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+
+CPU = torch.device("cpu")
+
+
+def rank_values(world_size: int, dtype: torch.dtype, seed: int, numel: int = 257) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = [10.0 ** (rank % 5 - 2) for rank in range(world_size)]
+    return [(torch.randn(numel, generator=generator) * s).to(dtype) for s in scale]
+
+
+def oracle(parts: list[Tensor]) -> Tensor:
+    """The definition: one addition per rank, one division, in fp32 for what is narrower."""
+    half = parts[0].dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].float() if half else parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return (total / len(parts)).to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_the_mean_is_summed_in_rank_order(world_size: int, dtype: torch.dtype) -> None:
+    parts = rank_values(world_size, dtype, seed=world_size)
+    out = torch.full_like(parts[0], 99)
+    mean_in_rank_order(iter(parts), world_size, out)
+    assert torch.equal(out, oracle(parts))
+
+
+def test_order_matters_in_this_test_at_all() -> None:
+    parts = rank_values(5, torch.float32, seed=1)
+    orders = {tuple(oracle([parts[i] for i in order]).tolist()) for order in itertools.permutations(range(5))}
+    assert len(orders) > 1
+
+
+def test_half_precision_is_accumulated_in_fp32_and_rounded_once() -> None:
+    """In bf16 each 1 would be lost beside 256; in fp32 they add up."""
+    parts = [torch.tensor([256.0]), *[torch.tensor([1.0])] * 7]
+    out = torch.empty(1, dtype=torch.bfloat16)
+    mean_in_rank_order(iter(part.bfloat16() for part in parts), 8, out)
+    assert out.item() == torch.tensor(263 / 8).bfloat16().item() != 256 / 8
+
+
+def test_fp16_sums_beyond_its_range_still_have_a_mean() -> None:
+    out = torch.empty(3, dtype=torch.float16)
+    mean_in_rank_order(iter([torch.full((3,), 60000.0, dtype=torch.float16)] * 4), 4, out)
+    assert out.tolist() == [60000.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(world_size=st.integers(2, 6), seed=st.integers(0, 2**31))
+def test_a_part_may_be_overwritten_when_the_second_next_is_asked_for(
+    dtype: torch.dtype, world_size: int, seed: int
+) -> None:
+    """Three receive buffers are enough for any number of ranks."""
+    parts = rank_values(world_size, dtype, seed, 5)
+    buffers = [torch.empty(5, dtype=dtype) for _ in range(2)]
+
+    def received() -> Iterator[Tensor]:
+        for rank, part in enumerate(parts):
+            yield buffers[rank % 2].copy_(part)
+
+    out = torch.empty(5, dtype=dtype)
+    mean_in_rank_order(received(), world_size, out)
+    assert torch.equal(out, oracle(parts))
+
+
+def test_parts_are_left_as_they_are() -> None:
+    parts = rank_values(3, torch.float32, 0)
+    before = [part.clone() for part in parts]
+    mean_in_rank_order(iter(parts), 3, torch.empty_like(parts[0]))
+    assert all(torch.equal(a, b) for a, b in zip(parts, before))
+
+
+def test_idents_order_as_exchanges_follow_each_other() -> None:
+    order = [Ident(0, 0, 0), Ident(0, 0, 5), Ident(0, 1, 0), Ident(1, 0, 0), Ident(1, 0, 1), Ident(2, 0, 0)]
+    assert sorted(order, reverse=True)[::-1] == order
+
+
+@pytest.mark.parametrize("bounds", [range(0, 13, 4), (0, 0, 4, 12), (0, 12)])
+def test_chunks_are_views_in_rank_order(bounds: range | tuple[int, ...]) -> None:
+    bucket = torch.arange(12)
+    chunks = chunks_of(bucket, bounds)
+    assert torch.equal(torch.cat(chunks), bucket)
+    assert [chunk.numel() for chunk in chunks] == [b - a for a, b in itertools.pairwise(bounds)]
+    assert chunks[-1].data_ptr() == bucket[bounds[-2] :].data_ptr()
+
+
+def test_a_gathering_waits_once_for_every_work() -> None:
+    waited: list[int] = []
+
+    class Work:
+        def wait(self) -> None:
+            waited.append(1)
+
+    gathering = Gathering([Work(), Work()], [torch.zeros(1)])
+    assert len(gathering.wait()) == 1
+    gathering.wait()
+    assert len(waited) == 2
+
+
+# -- the pool of buffers ----------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_used_again() -> None:
+    pool = StagingPool()
+    first = pool.take(0, 100, torch.float32, CPU)
+    assert first.shape == (100,)
+    assert not first.count_nonzero()
+    assert pool.take(0, 40, torch.float32, CPU).data_ptr() == first.data_ptr()
+    assert pool.take(0, 40, torch.float32, CPU).shape == (40,)
+    assert pool.nbytes == 400
+
+
+@pytest.mark.parametrize("other", [(1, torch.float32), (0, torch.bfloat16)])
+def test_uses_and_dtypes_do_not_share(other: tuple[int, torch.dtype]) -> None:
+    pool = StagingPool()
+    one = pool.take(0, 8, torch.float32, CPU)
+    two = pool.take(other[0], 8, other[1], CPU)
+    two.fill_(1)
+    assert not one.count_nonzero()
+    assert pool.nbytes == 32 + 8 * other[1].itemsize
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+def test_the_pool_holds_the_largest_asked_for_and_no_more(sizes: list[int]) -> None:
+    pool = StagingPool()
+    for size in sizes:
+        assert pool.take(0, size, torch.float64, CPU).shape == (size,)
+    assert pool.nbytes == 8 * max(sizes)
+
+
+def test_staging_has_room_for_what_was_reserved_from_the_start() -> None:
+    pool = StagingPool()
+    pool.reserve(100, torch.float32, CPU)
+    small = pool.staging(0, 10, torch.float32, CPU)
+    assert small.shape == (10,)
+    assert pool.nbytes == 400
+    assert pool.staging(0, 100, torch.float32, CPU).data_ptr() == small.data_ptr()
+    assert pool.take(1, 10, torch.float32, CPU).shape == (10,)
+    assert pool.nbytes == 440
+
+
+def test_reserving_more_gives_up_what_is_too_small() -> None:
+    pool = StagingPool()
+    kept = pool.take(0, 8, torch.float64, CPU)
+    pool.take(0, 8, torch.float32, CPU)
+    pool.reserve(50, torch.float32, CPU)
+    assert pool.nbytes == 64
+    pool.reserve(20, torch.float32, CPU)
+    assert pool.staging(0, 30, torch.float32, CPU).shape == (30,)
+    assert pool.nbytes == 64 + 200
+    assert pool.take(0, 8, torch.float64, CPU).data_ptr() == kept.data_ptr()
