@@ -137,13 +137,18 @@ def _init_rank(rank: int, options: _Options) -> None:
     if options.backend is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = FileStore(str(options.folder / "store"), options.world_size)
     dist.init_process_group(
         options.backend,
-        store=FileStore(str(options.folder / "store"), options.world_size),
+        store=store,
         rank=rank,
         world_size=options.world_size,
         timeout=timedelta(seconds=options.group_timeout),
     )
+    # A rank that fails at once must not meet peers that are still connecting. Through the store, which no rank's
+    # death takes away.
+    store.set(f"harness/{rank}", "connected")
+    store.wait([f"harness/{peer}" for peer in range(options.world_size)])
 
 
 def _collect(ranks: list[_Rank], deadline: float, expect_errors: bool, may_hang: Collection[int]) -> None:
