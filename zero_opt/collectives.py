@@ -223,6 +223,7 @@ class PairwiseExchange:
         self._peers = [(rank + i) % world_size for i in range(1, world_size)]
         self._inbox = {peer: _Inbox(reduce_group.pg, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
+        self._unread: list[Any] = []
         self.scratch_shards, self.gathers_ahead = min(world_size - 1, 3), 1
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
@@ -246,9 +247,13 @@ class PairwiseExchange:
             for peer, match in zip(sorted(self._peers), matches, strict=True):
                 if match:
                     self._inbox[peer].take(torch.empty_like(chunks[self._rank])).wait()
-        for send in sends:
+            # A peer reads these only when it gets to a later exchange, for which it may need us to get there first.
+            self._unread += sends
+            return False
+        for send in [*self._unread, *sends]:
             send.wait()
-        return all(matches)
+        self._unread.clear()
+        return True
 
     def _send(self, ident: Ident, peer: int, chunk: Tensor) -> list[Any]:
         header = torch.tensor([*ident, chunk.numel() * chunk.element_size()], dtype=torch.int64)
