@@ -100,7 +100,7 @@ class FakeBucket(GradBucket):
 class FakeExchange:
     """World size 1 over the clock: the mean is the bucket."""
 
-    scratch_shards, gathers_ahead = 0, 0
+    scratch_shards, gathers_ahead, nbytes = 0, 0, 0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -215,6 +215,8 @@ class PairwiseExchange:
     that left a backward early (an exception) is noticed instead of having its next bucket added to this one.
     """
 
+    gathers_ahead, nbytes = 1, 0
+
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
         self._pool = pool
         self._reduce, self._gather = reduce_group, gather_group
@@ -224,7 +226,7 @@ class PairwiseExchange:
         self._inbox = {peer: _Inbox(reduce_group.pg, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
-        self.scratch_shards, self.gathers_ahead = min(world_size - 1, 3), 1
+        self.scratch_shards = min(world_size - 1, 3)
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """See :class:`Exchange`."""
@@ -297,7 +299,7 @@ class PairwiseExchange:
 class ListExchange:
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
 
-    scratch_shards, gathers_ahead = 0, 1
+    scratch_shards, gathers_ahead, nbytes = 0, 1, 0
 
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
         self._pool = pool
@@ -346,7 +348,7 @@ def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
 class NcclExchange:
     """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
 
-    scratch_shards, gathers_ahead = 0, 1
+    scratch_shards, gathers_ahead, nbytes = 0, 1, 0
 
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
         self._pool = pool

@@ -107,10 +107,15 @@ class Exchange(Protocol):
     Attributes:
         scratch_shards: scratch that :meth:`reduce_scatter` needs, in shards.
         gathers_ahead: how many all-gathers may be started before the oldest has been read.
+        nbytes: memory of its own, beside the pool.
     """
 
     scratch_shards: int
     gathers_ahead: int
+
+    @property
+    def nbytes(self) -> int:
+        """See the class."""
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """Where to put together the bucket of the next exchange, as a 1-D tensor; what it holds is undefined.

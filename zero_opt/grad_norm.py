@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .collectives import Group
 from .errors import ConfigError, ConfigTypeError
+from .flat_param import is_dense
+
+# Elements widened to fp64 at a time: they stay in the cache.
+SCRATCH_NUMEL = 1 << 15
 
 
 def check_max_norm(max_norm: object, name: str) -> float:
@@ -33,25 +37,49 @@ def _values(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def square_sum(grads: Iterable[Tensor | None]) -> float:
-    """Sum of squares of all elements, accumulated in fp64."""
-    norms = [torch.linalg.vector_norm(_values(g.detach()), dtype=torch.float64) for g in grads if g is not None]
+def _run_of(values: Tensor) -> Tensor:
+    """The values as a 1-D tensor, in any order; a view where they are dense."""
+    if is_dense(values.shape, values.stride()):
+        return values.as_strided((values.numel(),), (1,), values.storage_offset())
+    return values.reshape(-1)
+
+
+def _squares(values: Tensor, scratch: Tensor) -> Iterator[float]:
+    """Sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
+    if values.device.type != "cpu":
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        yield norm * norm
+        return
+    run = _run_of(values)
+    for start in range(0, run.numel(), scratch.numel()):
+        piece = run[start : start + scratch.numel()]
+        widened = scratch[: piece.numel()].copy_(piece)
+        yield float(torch.dot(widened, widened))
+
+
+def square_sum(grads: Iterable[Tensor | None], scratch: Tensor | None = None) -> float:
+    """Sum of squares of all elements, accumulated in fp64.
+
+    Args:
+        scratch: 1-D fp64 CPU tensor to work in; allocated if not given.
+    """
+    work = torch.empty(SCRATCH_NUMEL, dtype=torch.float64) if scratch is None else scratch
     try:
-        return math.fsum(norm * norm for norm in (float(n) for n in norms))
+        return math.fsum(s for grad in grads if grad is not None for s in _squares(_values(grad.detach()), work))
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 
 
-def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
+def total_norm(grads: Sequence[Tensor | None], group: Group | None, scratch: Tensor | None = None) -> Tensor:
     """L2 norm of the gradients of all ranks, as a 0-dim fp32 tensor; the same bits on every rank.
 
     Accumulated in fp64 in rank order and rounded once, so it differs from ``torch.nn.utils.get_total_norm`` by at most
     the latter's own fp32 rounding. Collective if a group is given.
 
     Args:
-        grads: this rank's part of the gradient; no element is on two ranks.
+        grads: this rank's part of the gradient; no element is on two ranks. scratch: as for :func:`square_sum`.
     """
-    square = square_sum(grads)
+    square = square_sum(grads, scratch)
     if group is not None:
         square = sum(t.item() for t in group.all_gather(torch.tensor([square], dtype=torch.float64)))
     return torch.tensor(math.sqrt(square) if square >= 0 else math.nan, dtype=torch.float32)

@@ -83,9 +83,13 @@ class HostExchange:
     def __init__(self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange) -> None:
         self._rank, self._timeout_s = group.rank, group.timeout_s
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
-        self.scratch_shards = fallback.scratch_shards
         self._slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._slot = 0
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Exchange`; the arena, of which only the part that buckets fill is ever touched."""
+        return self._own.bytes.numel()
 
     def _fits(self, bucket: Tensor) -> bool:
         return bucket.numel() * bucket.element_size() <= self._slot_bytes
@@ -130,6 +134,7 @@ class HostExchange:
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
         """See :class:`Exchange`."""
         if not self._fits(bucket):
+            scratch = out.new_empty(self._fallback.scratch_shards * out.numel())
             return self._fallback.reduce_scatter(ident, bucket, bounds, out, scratch)
         buckets = self._exchange(ident, bucket)
         if buckets is None:

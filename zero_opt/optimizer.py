@@ -327,6 +327,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def memory_report(self) -> dict[str, int]:
+        """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
+
+        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included; it is
+        allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
+        """
+        held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
+        tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from .consolidate import Consolidation
 from .construction import contents, is_elementwise
 from .errors import StateNotConsolidated
 from .exchange import Exchange
-from .grad_norm import total_norm
+from .grad_norm import SCRATCH_NUMEL, total_norm
 from .partition import Geometry, Partition
 from .placement import build_placement
 from .policies import AlreadyReduced, MixedPrecision
@@ -150,7 +150,8 @@ class Wiring:
 
     def norm(self, grads: Sequence[GradShard]) -> Tensor:
         """Global L2 norm of the reduced gradients. Collective."""
-        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
+        scratch = self._pool.take(0, SCRATCH_NUMEL, torch.float64, torch.device("cpu"))
+        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control, scratch)
 
     def stepped(self) -> None:
         """A step is done."""
@@ -158,6 +159,11 @@ class Wiring:
         self.progress.stepped()
         self._show_state()
         self._full_state = None
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes of gradient shards and of staging on this rank."""
+        staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
+        return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
 
     def _show_state(self) -> None:
         """Let the user's ``state`` show this rank's live state under the user's parameters."""
