@@ -27,6 +27,7 @@ class StepReport:
         step, epoch: optimizer steps done; ``zero_grad`` calls since the last one.
         rounds: gradient exchanges per bucket in this window.
         used: bit per parameter, whether it has a gradient here. trainable: bit per parameter, requires_grad.
+        restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
     """
 
     step: int
@@ -34,15 +35,21 @@ class StepReport:
     rounds: int
     used: int
     trainable: int
+    restarted: int = 0
 
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all."""
+    """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all.
+
+    Attributes:
+        restarted: per rank, the parameters it reports as restarted.
+    """
 
     rounds: int
     used: int
     trainable: int
+    restarted: Sequence[int] = ()
 
 
 class Agreement:
@@ -60,16 +67,16 @@ class Agreement:
         """
         mask_bytes = (param_count + 7) // 8
         payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, param_count, error is not None)
-        payload += mine.used.to_bytes(mask_bytes, "little") + mine.trainable.to_bytes(mask_bytes, "little")
+        for mask in (mine.used, mine.trainable, mine.restarted):
+            payload += mask.to_bytes(mask_bytes, "little")
         gathered = self.group.all_gather(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         reports, failed = [], False
         for tensor in gathered:
             raw = tensor_bytes(tensor)
             step, epoch, rounds, _, has_error = _HEADER.unpack_from(raw)
-            masks = raw[_HEADER.size :]
-            used = int.from_bytes(masks[:mask_bytes], "little")
-            trainable = int.from_bytes(masks[mask_bytes:], "little")
-            reports.append(StepReport(step, epoch, rounds, used, trainable))
+            starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
+            masks = [int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts]
+            reports.append(StepReport(step, epoch, rounds, *(masks or (0, 0, 0))))
             failed |= has_error
         if failed:
             self.raise_first_error(error)
@@ -78,7 +85,8 @@ class Agreement:
         used = 0
         for report in reports:
             used |= report.used
-        return StepAgreement(max(report.rounds for report in reports), used, mine.trainable)
+        rounds = max(report.rounds for report in reports)
+        return StepAgreement(rounds, used, mine.trainable, [report.restarted for report in reports])
 
     def _require_same_step(self, reports: Sequence[StepReport]) -> None:
         first = reports[0]
