@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import ConfigError, ConfigTypeError, ProcessGroupError, StepDesync
 from .exchange import Exchange, Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
+from .relay_exchange import RelayExchange
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -416,14 +417,12 @@ def build_exchange(
     control, reduce_group, gather_group = groups
     if reduce_group.backend == "threaded":
         return ListExchange(reduce_group, gather_group, pool)
-    if device_type == "cpu":
-        pairwise_exchange = PairwiseExchange(reduce_group, gather_group, pool)
-        return build_host_exchange(control, pairwise_exchange, host_bytes) if host_bytes else pairwise_exchange
-    if "nccl" in reduce_group.backend:
+    if device_type == "cuda" and "nccl" in reduce_group.backend:
         return NcclExchange(reduce_group, gather_group, pool)
-    raise ProcessGroupError(
-        f"parameters on {device_type} need a process group with NCCL; this one has {reduce_group.backend}"
-    )
+    host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
+    if host_bytes:
+        host = build_host_exchange(control, host, host_bytes)
+    return host if device_type == "cpu" else RelayExchange(host, pool)
 
 
 def check_rank(rank: object, world_size: int, name: str) -> None:
