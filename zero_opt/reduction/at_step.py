@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,7 +13,33 @@ from ..exchange import Ident
 from .base import GradShard, Parts, shard_list
 from .sparse import SparseGrads
 
-_Signature = list[tuple[int, int]]
+
+class _Signature:
+    """Which gradients there are, and which version of each; holds none of them."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        grads = [param.grad for param in params]
+        # Not id(): a new gradient may be given the address, and so the id, of the one it replaces.
+        self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+
+    def matches(self, params: Sequence[Tensor]) -> bool:
+        """Whether nothing has changed."""
+        if len(params) != len(self._seen):
+            return False
+        for param, seen in zip(params, self._seen, strict=True):
+            grad = param.grad
+            if (grad is None) != (seen is None):
+                return False
+            if grad is not None and seen is not None and (seen[0]() is not grad or seen[1] != grad._version):
+                return False
+        return True
+
+    def gone(self, params: Sequence[Tensor]) -> bool:
+        """Whether no gradient is left of those there were: all have been dropped or replaced."""
+        return not any(
+            seen is not None and param.grad is not None and seen[0]() is param.grad
+            for param, seen in zip(params, self._seen, strict=False)
+        )
 
 
 class AtStepReduction:
@@ -31,8 +58,10 @@ class AtStepReduction:
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`."""
-        signature = self._sign()
-        fresh = signature != self._signature
+        params, before = self._parts.all_params(), self._signature
+        fresh = before is None or not before.matches(params)
+        if before is not None and before.gone(params):
+            self._scaled = False  # the gradients that were clipped are no more
         if fresh and self._scaled and error is None:
             error = GradientConflict(
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
@@ -41,12 +70,8 @@ class AtStepReduction:
         agreed = self._parts.agree(rounds, error or self._sparse.refusal())
         if agreed.rounds:
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
-            self._signature = signature
+            self._signature = _Signature(params)
         return self._shards
-
-    def _sign(self) -> _Signature:
-        grads = (param.grad for param in self._parts.all_params())
-        return [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
 
     def _reduce(self, used: int, *, sparse: bool) -> None:
         parts = self._parts
