@@ -82,12 +82,18 @@ def backwards(step: int) -> int:
 @lru_cache(maxsize=200_000)
 def gradient(step: int, turn: int, rank: int, index: int, shape: tuple[int, ...]) -> Tensor | None:
     """A rank's gradient of one parameter in one backward; ``None`` where that backward does not use it."""
-    seed = ((step * 7 + turn) * 13 + rank) * 103 + index
     if index == NEVER_USED or random.Random(f"{step} {index}").random() < 0.1:
         return None
     # Every rank takes part in every backward: parameter 0 is used whenever any is.
-    if index and random.Random(seed).random() < 0.3:
+    if index and random.Random(f"{step} {turn} {rank} {index}").random() < 0.3:
         return None
+    return values(step, turn, rank, index, shape)
+
+
+@lru_cache(maxsize=200_000)
+def values(step: int, turn: int, rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
+    """A rank's gradient of one parameter where it is used."""
+    seed = ((step * 7 + turn) * 13 + rank) * 103 + index
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
