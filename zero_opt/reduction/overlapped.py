@@ -123,6 +123,10 @@ class OverlappedReduction:
     def _fresh(self, index: int, grad: Tensor | None) -> Tensor | None:
         """A gradient that starts afresh: ``p.grad`` was None before it."""
         if isinstance(grad, ConsumedGrad):
+            if grad.owner() is None:
+                raise GradientConflict(
+                    f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"
+                )
             raise GradientConflict(f"{grad.label} is reduced by two ShardedOptimizers; close() the older one")
         if grad is not None and grad.layout is not torch.strided:
             label = self._consumed[index].label
