@@ -134,11 +134,12 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     """GradScaler's unscale: plain gradients as torch does it, consumed ones in the shards, found_inf agreed on."""
     plain = [grad for grad in grads if not isinstance(grad, ConsumedGrad)]
     owners = {id(grad.owner()): grad.owner() for grad in grads if isinstance(grad, ConsumedGrad)}
-    if plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    # Owners first: they take in plain gradients of theirs (from no_sync), which must not be unscaled twice.
     for owner in owners.values():
         if owner is not None and owner.unscale_consumed(inv_scale):
             found_inf.fill_(1.0)
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

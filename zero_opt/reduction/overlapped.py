@@ -43,6 +43,7 @@ class OverlappedReduction:
         self._live: set[int] = set()
         self._shown: set[int] = set()
         self._void: Future[bool] | None = None
+        self._unscaled: bool | None = None
         self._ranked: list[int] = []
         self._order: list[int] = []
         self._seen: list[int] | None = []
@@ -294,7 +295,7 @@ class OverlappedReduction:
     def stepped(self) -> None:
         """See :class:`GradReduction`."""
         self._delivered.clear()
-        self._sequence = 0
+        self._sequence, self._unscaled = 0, None
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
@@ -302,7 +303,7 @@ class OverlappedReduction:
         self._forget_dropped(self._parts.partition.flats)
         self._begin_window()
         self._delivered.clear()
-        self._sequence = 0
+        self._sequence, self._unscaled = 0, None
         self._parts.progress.epoch += 1
 
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
@@ -322,13 +323,17 @@ class OverlappedReduction:
         self._restart([param])
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
-        """See :class:`GradOwner`. Collective: GradScaler calls it on every rank."""
-        shards = self.finish()
-        found = any(
-            not bool(torch.isfinite(grad).all()) for shard in shards for grad in shard.grads if grad is not None
-        )
-        self.scale(inv_scale)
-        return self._parts.agreement.any(found)
+        """See :class:`GradOwner`. Collective: GradScaler calls it on every rank.
+
+        It calls once per dtype of the gradients that a rank has; the first call serves all of them, on all ranks.
+        """
+        if self._unscaled is None or self._rounds:
+            shards = self.finish()
+            grads = [grad for shard in shards for grad in shard.grads if grad is not None]
+            found = any(not bool(torch.isfinite(grad).all()) for grad in grads)
+            self.scale(inv_scale)
+            self._unscaled = self._parts.agreement.any(found)
+        return self._unscaled
 
     def close(self) -> None:
         """See :class:`GradReduction`."""
