@@ -96,7 +96,8 @@ class Agreement:
             if report.epoch != first.epoch:
                 raise StepDesync(
                     f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank 0 "
-                    f"{first.epoch} times; after an exception every rank must call it, or none",
+                    f"{first.epoch} times; after an exception every rank must call it, or none; with GradScaler use "
+                    "reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
                     epoch=max(r.epoch for r in reports),
                 )
 
