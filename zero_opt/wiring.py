@@ -150,8 +150,16 @@ class Wiring:
 
     def norm(self, grads: Sequence[GradShard]) -> Tensor:
         """Global L2 norm of the reduced gradients. Collective."""
-        scratch = self._pool.take(0, SCRATCH_NUMEL, torch.float64, torch.device("cpu"))
-        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control, scratch)
+        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control, self._idle_staging())
+
+    def _idle_staging(self) -> Tensor | None:
+        """Some fp64 elements of host staging memory, to use between two exchanges."""
+        host = [bucket for bucket in self.partition.buckets if bucket.device.type == "cpu"]
+        if not host:
+            return None
+        largest = max(host, key=lambda bucket: bucket.staging_nbytes)
+        numel = min(SCRATCH_NUMEL * 8, largest.layout.numel * largest.dtype.itemsize) // largest.dtype.itemsize
+        return self._exchanges["cpu"].staging(numel, largest.dtype, largest.device).view(torch.float64)
 
     def stepped(self) -> None:
         """A step is done."""
