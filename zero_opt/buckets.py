@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Ident, StagingPool
+from .exchange import Exchange, Ident, InPlaceExchange, OwnPart, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
 from .streams import Producers, Streams, build_streams
@@ -67,6 +67,8 @@ class GradBucket:
     ) -> None:
         self.layout, self.params, self._rank = layout, params, rank
         self.slices = layout.slices(rank)
+        position_of = {index: position for position, index in enumerate(layout.params)}
+        self._own = [(position_of[piece.param], piece) for piece in self.slices]
         self.streams = build_streams(params[0].param.device)
         self.device = params[0].param.device
         self.dtype = reduce_dtype or params[0].param.dtype
@@ -94,9 +96,9 @@ class GradBucket:
     def slice_grads(self) -> list[Tensor]:
         """The shard cut into this rank's slices: in the parameter's shape where whole, else 1-D."""
         views = []
-        for piece in self.slices:
-            run = self.shard[piece.in_shard.start : piece.in_shard.stop]
-            flat = self.params[self.layout.params.index(piece.param)]
+        for position, piece in self._own:
+            run = self.shard[slice(*piece.in_shard)]
+            flat = self.params[position]
             views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
         return views
 
@@ -119,6 +121,7 @@ class GradBucket:
         return views
 
     def _stage(self, grads: Sequence[Tensor | None], staging: Tensor) -> None:
+        """Copy all gradients into the buffer, zeros where there is none."""
         targets, sources = [], []
         for view, grad in zip(self._staging_views(staging), grads, strict=True):
             if grad is None:
@@ -128,6 +131,41 @@ class GradBucket:
                 sources.append(grad)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def _stage_for_peers(self, grads: list[Tensor | None], staging: Tensor) -> list[OwnPart]:
+        """As :meth:`_stage`, but leave out what only this rank reads, and say where that is instead."""
+        own, targets, sources = [], [], []
+        rest: list[Tensor | None] = list(grads)
+        views = self._staging_views(staging)
+        for position, piece in self._own:
+            run = self._run_of(grads[position], position)
+            if run is None:
+                own.append(OwnPart(piece.in_shard, staging[slice(*piece.in_bucket)]))
+                continue
+            own.append(OwnPart(piece.in_shard, run[slice(*piece.in_param)]))
+            offset, numel = self.layout.offsets[position], self.layout.numels[position]
+            for low, high in ((0, piece.in_param.start), (piece.in_param.stop, numel)):
+                if low < high:
+                    targets.append(staging[offset + low : offset + high])
+                    sources.append(run[low:high])
+            rest[position] = None
+        staged = {position for position, grad in enumerate(rest) if grad is not None or grads[position] is None}
+        for position in staged:
+            grad = rest[position]
+            if grad is None:
+                views[position].zero_()
+            else:
+                targets.append(views[position])
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return own
+
+    def _run_of(self, grad: Tensor | None, position: int) -> Tensor | None:
+        """A gradient as a 1-D run in storage order, if it lies in memory like that."""
+        if grad is None or grad.dtype is not self.dtype or grad.stride() != self.params[position].strides:
+            return None
+        return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
 
     def fill(self) -> Fill:
         """An empty round of this bucket."""
@@ -148,17 +186,21 @@ class GradBucket:
         grads, fill.grads = fill.grads, []  # from here on, staging holds the values: let the gradients go
         with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
             staging = exchange.staging(self.layout.numel, self.dtype, self.device)
-            self._stage(grads, staging)
-            grads.clear()
             adding = any(accumulate)
             needed = exchange.scratch_shards * self.shard_numel
             work = pool.take(1, needed + adding * self.shard_numel, self.dtype, self.device)
             mean = work[needed:] if adding else self.shard
-            if not exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed]):
-                return False
-            if adding:
+            if isinstance(exchange, InPlaceExchange) and exchange.in_place(staging):
+                own = self._stage_for_peers(grads, staging)
+                grads.clear()
+                complete = exchange.reduce_scatter_in_place(ident, staging, self.layout.bounds, mean, own)
+            else:
+                self._stage(grads, staging)
+                grads.clear()
+                complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed])
+            if complete and adding:
                 self._add(mean, accumulate)
-            return True
+            return complete
 
     def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
         for piece, add in zip(self.slices, accumulate, strict=True):

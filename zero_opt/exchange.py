@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from .layout import Span
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -101,6 +103,13 @@ class Gathering:
         return self._chunks
 
 
+class OwnPart(NamedTuple):
+    """A run of elements of this rank's own gradient, and where it lies in this rank's shard."""
+
+    in_shard: Span
+    values: Tensor
+
+
 class Exchange(Protocol):
     """How the ranks of a group exchange buckets. One exchange at a time, except as :attr:`gathers_ahead` says.
 
@@ -136,3 +145,19 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Release what is held."""
+
+
+@runtime_checkable
+class InPlaceExchange(Exchange, Protocol):
+    """An exchange that can read this rank's part of its own gradient where it is, so that it need not be staged."""
+
+    def in_place(self, bucket: Tensor) -> bool:
+        """Whether :meth:`reduce_scatter_in_place` takes this bucket."""
+
+    def reduce_scatter_in_place(
+        self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, own: Sequence[OwnPart]
+    ) -> bool:
+        """As :meth:`Exchange.reduce_scatter`, with this rank's contribution to its own shard in ``own``.
+
+        Only the elements of ``out`` that ``own`` covers are written.
+        """

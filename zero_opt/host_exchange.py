@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import PeerLost, StepDesync
-from .exchange import Exchange, Gathering, Ident, chunks_of, mean_in_rank_order
+from .exchange import Exchange, Gathering, Ident, OwnPart, chunks_of, mean_in_rank_order
 from .shared_memory import PAGE, Arena, page_aligned
 
 try:
@@ -141,6 +141,24 @@ class HostExchange:
             return False
         start, stop = bounds[self._rank], bounds[self._rank + 1]
         _mean([staged[start:stop] for staged in buckets], out)
+        return True
+
+    def in_place(self, bucket: Tensor) -> bool:
+        """See :class:`InPlaceExchange`."""
+        return self._fits(bucket)
+
+    def reduce_scatter_in_place(
+        self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, own: Sequence[OwnPart]
+    ) -> bool:
+        """See :class:`InPlaceExchange`."""
+        buckets = self._exchange(ident, bucket)
+        if buckets is None:
+            return False
+        start = bounds[self._rank]
+        for (low, high), values in own:
+            parts = [staged[start + low : start + high] for staged in buckets]
+            parts[self._rank] = values
+            _mean(parts, out[low:high])
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:

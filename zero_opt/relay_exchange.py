@@ -25,7 +25,7 @@ class RelayExchange:
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         """See :class:`Exchange`; on the device."""
-        return self._pool.take(turn, numel, dtype, device)
+        return self._pool.staging(turn, numel, dtype, device)
 
     def reduce_scatter(
         self,
