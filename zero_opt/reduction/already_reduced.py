@@ -17,12 +17,14 @@ class AlreadyReducedGrads:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._copies: list[Tensor] = []
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
         agreed = self._parts.agree(0, error)
         used = self._parts.used_mask()
         self._require_all_used(agreed.used & ~used)
+        self._copies.clear()
         shards = []
         for bucket in self._parts.partition.buckets:
             grads = [self._slice(piece) for piece in bucket.slices]
@@ -50,6 +52,8 @@ class AlreadyReducedGrads:
         if grad.is_sparse or (piece.in_param.numel == grad.numel() and grad.stride() == flat.strides):
             return grad
         run = flat.flatten(grad)[piece.in_param.start : piece.in_param.stop]
+        if grad.stride() != flat.strides:
+            self._copies.append(run)
         return flat.shaped(run) if run.numel() == flat.param.numel() else run
 
     def scale(self, factor: Tensor) -> None:
@@ -57,13 +61,16 @@ class AlreadyReducedGrads:
         for flat in self._parts.partition.flats.values():
             if flat.param.grad is not None:
                 flat.param.grad.detach().mul_(factor.to(flat.param.device))
+        for copy in self._copies:
+            copy.mul_(factor.to(copy.device))
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""
         self._parts.progress.epoch += 1
 
     def stepped(self) -> None:
-        """Nothing is held between steps."""
+        """See :class:`GradReduction`."""
+        self._copies.clear()
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Gradients are read when needed; nothing to watch."""
