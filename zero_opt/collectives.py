@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigError, ConfigTypeError, ProcessGroupError, StepDesync
-from .exchange import Exchange, Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
 from .relay_exchange import RelayExchange
 
@@ -178,6 +178,16 @@ class Group:
                 dist.destroy_process_group(self.pg)
 
 
+class _GroupExchange(PooledExchange):
+    """An exchange over process groups."""
+
+    gathers_ahead = 1
+
+    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
+        super().__init__(pool)
+        self._reduce, self._gather = reduce_group, gather_group
+
+
 class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data."""
 
@@ -209,18 +219,15 @@ class _Inbox:
             self.take(torch.empty(nbytes, dtype=torch.uint8)).wait()
 
 
-class PairwiseExchange:
+class PairwiseExchange(_GroupExchange):
     """gloo: each rank sends every peer just the part that peer owns, and adds up what it receives in rank order.
 
     Half the bytes of gloo's reduce_scatter, which is an all_reduce. Every message is preceded by its ident, so a rank
     that left a backward early (an exception) is noticed instead of having its next bucket added to this one.
     """
 
-    gathers_ahead, nbytes = 1, 0
-
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        self._pool = pool
-        self._reduce, self._gather = reduce_group, gather_group
+        super().__init__(reduce_group, gather_group, pool)
         rank, world_size = reduce_group.rank, reduce_group.world_size
         self._rank, self._world_size = rank, world_size
         self._peers = [(rank + i) % world_size for i in range(1, world_size)]
@@ -228,13 +235,6 @@ class PairwiseExchange:
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
         self.scratch_shards = min(world_size - 1, 3)
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`."""
-        return self._pool.staging(turn, numel, dtype, device)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
         """See :class:`Exchange`."""
@@ -297,21 +297,8 @@ class PairwiseExchange:
         return Gathering(works, chunks)
 
 
-class ListExchange:
+class ListExchange(_GroupExchange):
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
-
-    scratch_shards, gathers_ahead, nbytes = 0, 1, 0
-
-    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        self._pool = pool
-        self._reduce, self._gather = reduce_group, gather_group
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`."""
-        return self._pool.staging(turn, numel, dtype, device)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def reduce_scatter(
         self,
@@ -346,21 +333,8 @@ def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
             )
 
 
-class NcclExchange:
+class NcclExchange(_GroupExchange):
     """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
-
-    scratch_shards, gathers_ahead, nbytes = 0, 1, 0
-
-    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        self._pool = pool
-        self._reduce, self._gather = reduce_group, gather_group
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`."""
-        return self._pool.staging(turn, numel, dtype, device)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def reduce_scatter(
         self,

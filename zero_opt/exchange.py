@@ -147,6 +147,22 @@ class Exchange(Protocol):
         """Release what is held."""
 
 
+class PooledExchange:
+    """What exchanges have in common whose staging is ordinary memory from a pool."""
+
+    scratch_shards, gathers_ahead, nbytes = 0, 0, 0
+
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
+        """See :class:`Exchange`."""
+        return self._pool.staging(turn, numel, dtype, device)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 @runtime_checkable
 class InPlaceExchange(Exchange, Protocol):
     """An exchange that can read this rank's part of its own gradient where it is, so that it need not be staged."""

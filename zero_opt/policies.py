@@ -42,11 +42,11 @@ def _check_model(owner: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
-class Overlapped:
-    """Reduce-scatter each gradient bucket as soon as backward has filled it; gradients end up sharded (ZeRO-2).
+class Reduction:
+    """What every reduction policy says of how buckets travel.
 
     Attributes:
-        bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
+        bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
             background after ``step()`` returns, and each module's forward waits for its own. Call ``opt.flush()``
@@ -58,31 +58,26 @@ class Overlapped:
     overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_positive("Overlapped", "bucket_mb", self.bucket_mb)
-        _check_exchange("Overlapped", self.exchange)
-        _check_model("Overlapped", self.overlap_param_gather)
+        owner = type(self).__name__
+        _check_positive(owner, "bucket_mb", self.bucket_mb)
+        _check_exchange(owner, self.exchange)
+        _check_model(owner, self.overlap_param_gather)
 
 
 @dataclass(frozen=True)
-class AtStep:
-    """Reduce-scatter whatever is in ``p.grad`` when ``step()`` is called; until then it can be read and edited.
+class Overlapped(Reduction):
+    """Reduce-scatter each gradient bucket once backward has filled it; gradients end up sharded (ZeRO-2).
 
-    Attributes:
-        bucket_mb: bucket size in MiB of gradient; a larger parameter is a bucket of its own.
-        exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
-        overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
-            background after ``step()`` returns, and each module's forward waits for its own. Call ``opt.flush()``
-            before reading parameters in any other way (an average of weights, a norm, ``torch.func``).
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
     """
 
-    bucket_mb: float = 25
-    exchange: str = "auto"
-    overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        _check_positive("AtStep", "bucket_mb", self.bucket_mb)
-        _check_exchange("AtStep", self.exchange)
-        _check_model("AtStep", self.overlap_param_gather)
+@dataclass(frozen=True)
+class AtStep(Reduction):
+    """Reduce-scatter whatever is in ``p.grad`` at ``step()``; until then it can be read and edited.
+
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
+    """
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class AlreadyReduced:
 
     exchange: str = "auto"
     overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
-    bucket_mb: ClassVar[float] = 25
+    bucket_mb: ClassVar[float] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
         _check_exchange("AlreadyReduced", self.exchange)

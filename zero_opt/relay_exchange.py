@@ -7,25 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Gathering, Ident, StagingPool
+from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool
 
 _CPU = torch.device("cpu")
 
 
-class RelayExchange:
+class RelayExchange(PooledExchange):
     """Copies buckets to the host, exchanges them there, and copies this rank's part of the result back.
 
     Used for several ranks on one accelerator over gloo: NCCL refuses to share a device.
     """
 
-    scratch_shards, gathers_ahead, nbytes = 0, 0, 0
-
     def __init__(self, host: Exchange, pool: StagingPool) -> None:
-        self._host, self._pool = host, pool
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`; on the device."""
-        return self._pool.staging(turn, numel, dtype, device)
+        super().__init__(pool)
+        self._host = host
 
     def reduce_scatter(
         self,
