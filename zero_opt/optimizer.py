@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _check_type("checks", checks, Checks)
         check_wrapped_class(optimizer_class)
         self._max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision)
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, self._max_grad_norm)
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
@@ -104,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             self._validate(params)
-        except (TypeError, ValueError, RuntimeError) as found:
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         try:
             Agreement(groups.control, self._describe).raise_first_error(error)
@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with adopt_errors():
                 super().add_param_group(param_group)
             checked_groups(self.param_groups, self._describe)
-        except (TypeError, ValueError, RuntimeError) as found:
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         try:
             self._sharded.agreement.raise_first_error(error)

@@ -53,11 +53,17 @@ class Recipe:
     reduction: Policy
     offload: None
     precision: MixedPrecision
+    max_grad_norm: float | None
 
     def entries(self) -> list[tuple[str, Any]]:
         """What ranks compare of it."""
         name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-        policies = {"reduction": self.reduction, "offload": self.offload, "precision": self.precision}
+        policies = {
+            "reduction": self.reduction,
+            "offload": self.offload,
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+        }
         background = self.reduction.overlap_param_gather is not None
         compared = [(key, repr(value)) for key, value in policies.items()]
         return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
