@@ -247,7 +247,8 @@ def test_a_parameter_frozen_on_one_rank_is_named_at_the_step(reduction: Any) -> 
 def _model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Conv2d(2, 3, 3))
-    model[2].weight.data = model[2].weight.data.to(memory_format=torch.channels_last)
+    conv: Any = model[2]
+    conv.to(memory_format=torch.channels_last)
     model.register_buffer("seen", torch.full((3,), float(seed)))
     return model
 
