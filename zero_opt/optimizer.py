@@ -21,7 +21,7 @@ from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
 from .reduction.overlapped import OverlappedReduction
-from .state_dict import StateDict, copied, match, pack_groups
+from .state_dict import StateDict, copied, match, pack_groups, require_keys
 from .wiring import OwnGroups, Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -312,6 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states: dict[int, Mapping[str, Any]] = {}
         try:
             states = match(state_dict, self.param_groups, elementwise)
+            require_keys(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
         except ValueError as found:
             error = found
         if self._sharded is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
+from .placement import bare_step, hypers_of
 
 StateDict = dict[str, Any]
 
@@ -99,6 +101,54 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )
     return state
+
+
+def require_keys(
+    states: Mapping[int, Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+    optimizer_class: type[torch.optim.Optimizer],
+) -> None:
+    """Refuse state that lacks what ``optimizer_class`` would look up in it; a parameter without any state is new.
+
+    Raises:
+        StateDictError: names the first key that is missing.
+    """
+    found: dict[tuple[int, int, torch.dtype], frozenset[str]] = {}
+    index = 0
+    for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
+        for param in group["params"]:
+            state = states.get(index)
+            if state:
+                kind = (number, param.dim(), param.dtype)
+                if kind not in found:
+                    found[kind] = _keys_after_a_step(optimizer_class, {**group, **saved}, param)
+                missing = sorted(found[kind] - set(state))
+                if missing:
+                    raise StateDictError(
+                        f"state {missing[0]!r} of parameter {index} is missing: {optimizer_class.__name__} needs "
+                        f"{sorted(found[kind])}, the state dict has {sorted(map(str, state))}"
+                    )
+            index += 1
+
+
+def _keys_after_a_step(
+    optimizer_class: Callable[..., torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor
+) -> frozenset[str]:
+    """What state one element with these hyperparameters gets, by torch's own classes; empty where not known.
+
+    Classes of others are not tried out: a step of theirs might do anything.
+    """
+    if not optimizer_class.__module__.startswith("torch.optim."):
+        return frozenset()
+    probe = torch.nn.Parameter(torch.zeros([1] * like.dim(), dtype=like.dtype, device=like.device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        optimizer = optimizer_class([{**copy.deepcopy(hypers_of(hypers)), "params": [probe]}])
+        bare_step(optimizer)
+    except (TypeError, RuntimeError, ValueError):  # it needs a closure, sparse gradients, or other hyperparameters
+        return frozenset()
+    return frozenset(optimizer.state[probe])
 
 
 def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from .errors import StateNotConsolidated
 from .exchange import Exchange
 from .grad_norm import SCRATCH_NUMEL, total_norm
 from .partition import Geometry, Partition
-from .placement import build_placement
+from .placement import build_placement, hypers_of
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .state_dict import cut
@@ -208,7 +209,7 @@ class Wiring:
         }
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
-            group.update({key: value for key, value in loaded.items() if key not in ("params", "param_names")})
+            group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._state.clear()
         self._show_state()
         self._full_state = None

@@ -9,10 +9,7 @@ two, a step before each, so that both meet the same machine. A time is that of t
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import command, load, machine, spread, today
 
 import zero_opt
 
@@ -121,30 +119,16 @@ def measure(rounds: int) -> Times:
     return times
 
 
-def machine() -> str:
-    """Processor, cores, versions."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = named[0] if named else model
-    cores = len(os.sched_getaffinity(0))
-    return f"{model}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}"
-
-
 def report(times: Times, rounds: int) -> str:
     """The result as markdown."""
     count = sum(p.numel() for p in parameters())
-    today = datetime.datetime.now(datetime.UTC).date()
     alone, both = ratio(times, ("",)), ratio(times, ("", " state_dict"))
     lines = [
-        f"### consolidate_state_dict, {today}",
+        f"### consolidate_state_dict, {today()}",
         "",
-        f"`{' '.join(['python docs/benchmarks/consolidate.py', *sys.argv[1:]])}`",
+        f"`{command('docs/benchmarks/consolidate.py')}`",
         "",
-        f"{machine()}; {os.getloadavg()[0]:.1f} processes ready to run on average over the last minute.",
+        f"{machine()}; {load()}.",
         "",
         f"AdamW over {count:,} fp32 parameters ({8 * count / 1e6:.0f} MB of state), {WORLD_SIZE} gloo ranks with one "
         f"thread each, {rounds} interleaved rounds.",
@@ -167,11 +151,6 @@ def ratio(times: Times, parts: tuple[str, ...]) -> float:
         for name in ("ZeroRedundancyOptimizer", "zero_opt")
     ]
     return medians[0] / medians[1]
-
-
-def spread(seconds: list[float]) -> str:
-    """Median, least and most."""
-    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} - {max(seconds):.3f})"
 
 
 def main() -> None:

@@ -1,0 +1,140 @@
+"""Tables, ratios and the chart of a training-step benchmark."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench_ranks import Outcome
+from bench_systems import DDP, DEEPSPEED, FLOOR, SYSTEMS, ZERO
+from machine import spread
+
+PARTS = ("forward", "backward", "step")
+
+
+@dataclass
+class Results:
+    """Everything measured at one world size.
+
+    Attributes:
+        rounds: by system, one outcome per round; rounds of the same index ran one after the other.
+        pss: by system, peak memory of a rank in bytes.
+        absent: by system, why it did not run.
+        model_bytes: size of the parameters.
+    """
+
+    world_size: int
+    model_bytes: int
+    rounds: dict[str, list[Outcome]] = field(default_factory=dict)
+    pss: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def values(self, system: str, name: str) -> list[float]:
+        """One field of every round."""
+        return [getattr(outcome, name) for outcome in self.rounds[system]]
+
+    def median(self, system: str, name: str) -> float:
+        """Median over rounds of one field."""
+        return statistics.median(self.values(system, name))
+
+    def ratios(self, system: str, peer: str, name: str = "total") -> list[float]:
+        """Of one field, round by round, so that what the machine did meanwhile cancels."""
+        return [a / b for a, b in zip(self.values(system, name), self.values(peer, name), strict=True)]
+
+    @property
+    def minimal_wire_bytes(self) -> float:
+        """What a reduce-scatter and an all-gather of the parameters must send per rank."""
+        return 2 * (self.world_size - 1) / self.world_size * self.model_bytes
+
+
+def table(results: Results) -> list[str]:
+    """One row per system."""
+    head = ["ms per step, median of rounds", *PARTS, "total (least - most)", "CPU", "sent, MB", "peak PSS, MB", "loss"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
+    for name in SYSTEMS:
+        if name in results.absent:
+            lines.append(f"| {name} | {results.absent[name]} |" + " |" * (len(head) - 2))
+            continue
+        cells = [f"{results.median(name, part):.0f}" for part in PARTS]
+        cells += [spread(results.values(name, "total"), 0), f"{results.median(name, 'cpu'):.0f}"]
+        cells += [f"{results.median(name, 'wire') / 1e6:.2f}", f"{results.pss[name] / 1e6:.0f}"]
+        cells.append(f"{results.median(name, 'loss'):.4f}" if SYSTEMS[name].trains else "not trained")
+        label = f"zero_opt: {name}" if SYSTEMS[name].ours else name
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def ratio_table(results: Results) -> list[str]:
+    """Ours beside each peer: whole step, processor time, bytes sent, memory."""
+    peers = [peer for peer in (DDP, ZERO, DEEPSPEED) if peer in results.rounds]
+    head = [f"step / {peer}" for peer in peers] + [f"CPU / {DDP}", "sent / minimum", f"PSS / {ZERO}"]
+    lines = ["| ratio (least - most of rounds) | " + " | ".join(head) + " |", "| --- " + "| ---: " * len(head) + "|"]
+    for name in [FLOOR, *(name for name, system in SYSTEMS.items() if system.ours)]:
+        cells = [spread(results.ratios(name, peer), 2) for peer in peers]
+        cells.append(spread(results.ratios(name, DDP, "cpu"), 2))
+        cells.append(f"{results.median(name, 'wire') / results.minimal_wire_bytes:.4f}")
+        cells.append(f"{results.pss[name] / results.pss[ZERO]:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def section(results: Results) -> list[str]:
+    """Everything about one world size."""
+    minimum = results.minimal_wire_bytes / 1e6
+    return [
+        f"#### {results.world_size} ranks",
+        "",
+        *table(results),
+        "",
+        *ratio_table(results),
+        "",
+        f"The minimum to send is 2 (W-1)/W of the parameters: {minimum:.2f} MB per rank and step.",
+        "",
+    ]
+
+
+def same_loss(results: Results, tolerance: float) -> None:
+    """Systems that train differently cannot be compared.
+
+    Raises:
+        RuntimeError: a system's last loss is off by more than ``tolerance``, relatively.
+    """
+    expected = results.median(DDP, "loss")
+    for name in results.rounds:
+        if SYSTEMS[name].trains:
+            worst = max(abs(loss / expected - 1) for loss in results.values(name, "loss"))
+            if worst > tolerance:
+                raise RuntimeError(f"{name} ends at another loss than {DDP}: off by {worst:.2%}")
+
+
+def draw(sections: Sequence[Results], title: str, path: Path) -> None:
+    """Stacked bars of forward, backward and step, one panel per world size."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(sections), figsize=(7 * len(sections), 5), squeeze=False, layout="constrained")
+    for axis, results in zip(axes[0], sections, strict=True):
+        names = sorted(results.rounds, key=_by_total(results), reverse=True)
+        left = [0.0] * len(names)
+        for part, colour in zip(PARTS, ("#9ecae1", "#4292c6", "#f16913"), strict=True):
+            widths = [results.median(name, part) for name in names]
+            axis.barh(names, widths, left=left, color=colour, label=part)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for row, name in enumerate(names):
+            axis.text(left[row], row, f" {results.median(name, 'total'):.0f}", va="center")
+        for label in axis.get_yticklabels():
+            label.set_fontweight("bold" if SYSTEMS[label.get_text()].ours else "normal")
+        axis.margins(x=0.12)
+        axis.set_xlabel(f"ms per step, {results.world_size} ranks")
+    axes[0][0].legend(loc="upper right")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _by_total(results: Results) -> Callable[[str], float]:
+    return lambda name: results.median(name, "total")

@@ -1,0 +1,122 @@
+"""The systems under comparison, each brought to one form: forward, backward, step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bench_model import Batch, LanguageModel
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_opt
+
+HYPERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One system, ready to train. ``step`` includes dropping the gradients."""
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor], None]
+    step: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class System:
+    """How to build a system, and what to know about it."""
+
+    build: Callable[[LanguageModel, Batch], Trainer]
+    ours: bool = False
+    trains: bool = True
+
+
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(model, torch.Tensor.backward, step)
+
+
+def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
+    return Trainer(model, torch.Tensor.backward, model.zero_grad)
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _ddp_adamw(model: LanguageModel, _: Batch) -> Trainer:
+    wrapped = _ddp(model)
+    return _trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
+
+
+def _zero_redundancy(model: LanguageModel, _: Batch) -> Trainer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = _ddp(model)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS)
+    return _trainer(wrapped, optimizer)
+
+
+def _fsdp2(model: LanguageModel, _: Batch) -> Trainer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return _trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
+
+
+def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    deepspeed.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": batch.rows,
+        "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPERS)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return Trainer(engine, engine.backward, engine.step)
+
+
+def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batch], Trainer]:
+    def build(model: LanguageModel, _: Batch) -> Trainer:
+        wrapped: nn.Module = _ddp(model) if ddp else model
+        optimizer = zero_opt.ShardedOptimizer(wrapped.parameters(), torch.optim.AdamW, reduction=reduction, **HYPERS)
+        return _trainer(wrapped, optimizer)
+
+    return build
+
+
+FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-2"
+SYSTEMS: dict[str, System] = {
+    FLOOR: System(_compute_alone, trains=False),
+    DDP: System(_ddp_adamw),
+    ZERO: System(_zero_redundancy),
+    "FSDP2 + AdamW": System(_fsdp2),
+    DEEPSPEED: System(_deepspeed),
+    "Overlapped()": System(_ours(zero_opt.Overlapped()), ours=True),
+    "AtStep()": System(_ours(zero_opt.AtStep()), ours=True),
+    "DDP + AlreadyReduced()": System(_ours(zero_opt.AlreadyReduced(), ddp=True), ours=True),
+    'Overlapped(exchange="backend")': System(_ours(zero_opt.Overlapped(exchange="backend")), ours=True),
+}
+
+
+def missing() -> dict[str, str]:
+    """Systems that cannot run here, and why."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return {DEEPSPEED: "deepspeed is not installed"}
+    return {}

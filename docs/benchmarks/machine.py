@@ -1,0 +1,47 @@
+"""What every benchmark says about where, when and how it ran."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def machine() -> str:
+    """Processor, cores, versions."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = named[0] if named else model
+    cores = len(os.sched_getaffinity(0))
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"{model}, {cores} cores, {isa}; Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def load() -> str:
+    """How busy the machine was, which bounds what times on it can tell."""
+    return f"{os.getloadavg()[0]:.1f} processes ready to run on average over the last minute"
+
+
+def today() -> str:
+    """The date, in UTC."""
+    return str(datetime.datetime.now(datetime.UTC).date())
+
+
+def command(script: str) -> str:
+    """The command line that is running, with ``script`` as the repository names it."""
+    return shlex.join(["python", script, *sys.argv[1:]])
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"

@@ -1,0 +1,119 @@
+"""One training step of a 33.6 M-parameter transformer: zero_opt beside DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed.
+
+    python docs/benchmarks/train_step.py [--worlds 2 4] [--rounds 5] [--write]
+
+Each round runs every system in turn, in an order that changes from round to round, on freshly forked gloo ranks over
+loopback with one thread each; all train the same model on the same data and must end at the same loss. A system's time
+is the median over rounds of its ranks' medians over steps; ratios are taken within a round. Bytes sent are what the
+kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Peak memory comes from one more run, which
+is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by their number, so that a page which
+ranks share is counted once.
+
+DDP keeps its gradients in its buckets (``gradient_as_bucket_view=True``), and FSDP2 its parameters gathered between
+forward and backward (``reshard_after_forward=False``): both are faster that way. Every optimizer is AdamW with
+``fused=True``. "compute alone" is forward and backward of independent ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
+from bench_ranks import Run, execute
+from bench_report import Results, draw, same_loss, section
+from bench_systems import SYSTEMS, missing
+from machine import command, load, machine, today
+
+RESULTS = Path(__file__).parent / "results"
+SCRIPT = "docs/benchmarks/train_step.py"
+SAMPLED_STEPS = 3
+
+
+def measure(world_size: int, arguments: argparse.Namespace) -> Results:
+    """All rounds at one world size."""
+    batch = Batch(arguments.rows, arguments.tokens)
+    count = sum(p.numel() * p.element_size() for p in make_model(batch.tokens).parameters())
+    results = Results(world_size, count, absent=missing())
+    names = [name for name in SYSTEMS if name not in results.absent]
+    for name in names:
+        outcome = execute(Run(name, world_size, batch, arguments.warmup, SAMPLED_STEPS, sampled=True))
+        results.pss[name] = outcome.pss
+        say(f"{world_size} ranks, memory: {name} {outcome.pss / 1e6:.0f} MB")
+    for number in range(arguments.rounds):
+        turn = number * len(names) // arguments.rounds
+        for name in names[turn:] + names[:turn]:
+            outcome = execute(Run(name, world_size, batch, arguments.warmup, arguments.steps))
+            results.rounds.setdefault(name, []).append(outcome)
+            say(f"{world_size} ranks, round {number + 1}: {name} {outcome.total:.0f} ms, {outcome.cpu:.0f} ms CPU")
+    same_loss(results, arguments.tolerance)
+    return results
+
+
+def say(line: str) -> None:
+    """Progress, apart from the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def report(sections: Sequence[Results], arguments: argparse.Namespace) -> str:
+    """The result as markdown."""
+    size = sections[0].model_bytes
+    return "\n".join(
+        [
+            f"### One training step, {today()}",
+            "",
+            f"`{command(SCRIPT)}`",
+            "",
+            f"{machine()}{deepspeed_version()}; {load()}.",
+            "",
+            f"Transformer of {size // 4:,} fp32 parameters ({LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}), "
+            f"{arguments.rows} x {arguments.tokens} tokens per rank, gloo over loopback, one thread per rank. "
+            f"{arguments.rounds} interleaved rounds of {arguments.warmup} + {arguments.steps} steps.",
+            "",
+            *(line for results in sections for line in section(results)),
+        ]
+    )
+
+
+def deepspeed_version() -> str:
+    """``, deepspeed <version>`` where it is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with contextlib.suppress(PackageNotFoundError):
+        return f", deepspeed {version('deepspeed')}"
+    return ""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each system in a round")
+    parser.add_argument("--rows", type=int, default=Batch.rows, help="sequences per rank")
+    parser.add_argument("--tokens", type=int, default=Batch.tokens, help="tokens per sequence")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="relative difference between last losses")
+    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write table and chart")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    arguments = parse()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    sections = [measure(world_size, arguments) for world_size in arguments.worlds]
+    text = report(sections, arguments)
+    print(text)
+    if arguments.write:
+        arguments.write.mkdir(parents=True, exist_ok=True)
+        (arguments.write / "train_step.md").write_text(f"{text}\n![times of the table](train_step.png)\n")
+        draw(sections, f"One training step, {today()}", arguments.write / "train_step.png")
+
+
+if __name__ == "__main__":
+    main()
