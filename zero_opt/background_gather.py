@@ -101,6 +101,7 @@ class BackgroundGather(ParamGather):
         """See :class:`ParamGather`."""
         for handle in self._handles:
             handle.remove()
+        self.flush()
 
 
 def _waiter(gather: weakref.ReferenceType[BackgroundGather]) -> Any:

@@ -341,11 +341,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop listening to gradients and destroy this optimizer's own process groups. Every rank should call it."""
-        if not self._closed and self._sharded is not None:
+        """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
+
+        Every rank should call it.
+        """
+        closed, self._closed = self._closed, True
+        if not closed and self._sharded is not None:
+            self._finalizer.detach()
             self._sharded.close()
-            self._finalizer()
-        self._closed = True
 
     def _require_open(self) -> None:
         if self._closed:

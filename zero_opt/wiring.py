@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,11 +216,9 @@ class Wiring:
         self._full_state = None
 
     def close(self) -> None:
-        """Stop listening and destroy the groups."""
-        self.gather.close()
-        self.reduction.close()
-        self._thread.close()
-        self.placement.close()
-        for exchange in self._exchanges.values():
-            exchange.close()
-        self._groups.close()
+        """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
+        exchanges = [exchange.close for exchange in self._exchanges.values()]
+        parts = [self.gather.close, self.reduction.close, self._thread.close, self.placement.close]
+        with ExitStack() as to_do:
+            for close in reversed([*parts, *exchanges, self._groups.close]):
+                to_do.callback(close)
