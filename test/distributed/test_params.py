@@ -184,6 +184,16 @@ def freeze_and_unfreeze(actor: Actor) -> None:
         actor.optimizer.step()
 
 
+def unfreeze_more_than_there_was(actor: Actor) -> None:
+    """More buckets become trainable at once than were exchanged before."""
+    for number in range(4):
+        for index, param in enumerate(actor.params):
+            param.requires_grad_(number != 1 or index == 7)
+        actor.optimizer.zero_grad()
+        actor.backward(number, everyone=True)
+        actor.optimizer.step()
+
+
 def freeze_with_a_gradient(actor: Actor) -> None:
     """torch steps whatever has a gradient, trainable or not."""
     for number in range(5):
@@ -252,6 +262,7 @@ def add_groups(actor: Actor) -> None:
 
 SCRIPTS = [
     freeze_and_unfreeze,
+    unfreeze_more_than_there_was,
     freeze_with_a_gradient,
     freeze_before_construction,
     repoint_data,

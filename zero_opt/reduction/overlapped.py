@@ -241,7 +241,7 @@ class OverlappedReduction:
         ]
         if not late:
             return
-        self._order = late
+        self._order, self._fills = late, {}  # the round before is on its way
         self._open_round()
         for bucket in late:
             for index in buckets[bucket].layout.params:
