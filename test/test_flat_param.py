@@ -148,6 +148,8 @@ def test_moved_follows_data_that_was_repointed() -> None:
     assert not flat.moved()
     param.data = torch.full((3, 2), 5.0).t()
     assert flat.moved()
+    assert flat.moved()  # until it is followed
+    flat.follow()
     assert not flat.moved()
     assert flat.strides == (1, 2)
     assert flat.flat.data_ptr() == param.data_ptr()
@@ -164,6 +166,22 @@ def test_moved_refuses_data_that_the_plan_does_not_fit(data: Tensor) -> None:
         flat.moved()
 
 
+def test_moved_refuses_fewer_elements_in_the_same_place() -> None:
+    param = Parameter(torch.zeros(6, 3))
+    flat = FlatParam(param, "encoder.weight")
+    param.data = param.data[:4]
+    with pytest.raises(UnsupportedParam, match=r"encoder\.weight was .* and is .* now"):
+        flat.moved()
+
+
+def test_moved_refuses_data_that_came_to_share_memory() -> None:
+    param = Parameter(torch.zeros(6, 3))
+    flat = FlatParam(param, "encoder.weight")
+    param.data = torch.zeros(3).expand(6, 3)
+    with pytest.raises(UnsupportedParam, match=r"encoder\.weight has elements that share memory"):
+        flat.moved()
+
+
 def test_a_mirror_can_become_an_alias_and_back() -> None:
     param = Parameter(torch.arange(12.0).view(3, 4)[:, ::2])
     flat = FlatParam(param, "p")
@@ -171,8 +189,10 @@ def test_a_mirror_can_become_an_alias_and_back() -> None:
     assert flat.flat.tolist() == [0, 2, 4, 6, 8, 10]
     param.data = torch.ones(3, 2)
     assert flat.moved()
+    flat.follow()
     assert not flat.mirrored
     param.data = torch.arange(12.0).view(3, 4)[:, 1::2]
     assert flat.moved()
+    flat.follow()
     assert flat.mirrored
     assert flat.flat.tolist() == [1, 3, 5, 7, 9, 11]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .agreement import value_digest
 from .errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
-from .flat_param import is_dense, overlaps
+from .flat_param import check_memory, is_dense
 
 _ELEMENTWISE_NAMES = [
     "Adadelta",
@@ -125,15 +125,9 @@ def _stand_in(entry: Any) -> Any:
 def checked_groups(groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
     """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded."""
     for index, param in enumerate(param for group in groups for param in group["params"]):
-        if param.layout is not torch.strided:
-            raise UnsupportedParam(f"{describe(index)} is {param.layout}; only dense parameters can be sharded")
         if param.device.type == "meta":
             raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
-        if param.numel() and overlaps(param.shape, param.stride()):
-            raise UnsupportedParam(
-                f"{describe(index)} has elements that share memory (shape {tuple(param.shape)}, strides "
-                f"{param.stride()}); pass one that owns its elements, e.g. param.contiguous()"
-            )
+        check_memory(param, describe(index))
 
 
 def contents(

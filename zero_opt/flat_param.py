@@ -42,6 +42,17 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def check_memory(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the parameter, unless it is strided and its elements lie apart."""
+    if param.layout is not torch.strided:
+        raise UnsupportedParam(f"{label} is {param.layout}; only dense parameters can be sharded")
+    if param.numel() and overlaps(param.shape, param.stride()):
+        raise UnsupportedParam(
+            f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
+            "that owns its elements, e.g. param.contiguous()"
+        )
+
+
 class FlatParam:
     """One parameter and its 1-D storage-order view.
 
@@ -56,17 +67,12 @@ class FlatParam:
 
     def __init__(self, param: Tensor, label: str) -> None:
         self.param, self.label = param, label
-        if param.layout is not torch.strided:
-            raise UnsupportedParam(f"{label} is {param.layout}; only dense parameters can be sharded")
-        if param.numel() and overlaps(param.shape, param.stride()):
-            raise UnsupportedParam(
-                f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); "
-                "pass a parameter that owns its elements, e.g. param.contiguous()"
-            )
+        check_memory(param, label)
         self._identity = (param.shape, param.dtype, param.device)
-        self._point()
+        self.follow()
 
-    def _point(self) -> None:
+    def follow(self) -> None:
+        """Make the views over the parameter's data as it is now."""
         param = self.param
         self._where = (param.data_ptr(), param.stride())
         self.mirrored = not is_dense(param.shape, param.stride())
@@ -83,21 +89,21 @@ class FlatParam:
         return ParamSpec(param.numel(), param.element_size(), group, str(param.dtype), str(param.device))
 
     def moved(self) -> bool:
-        """Whether ``param.data`` was re-pointed; then the views are made anew.
+        """Whether ``param.data`` was re-pointed, so that :meth:`follow` is called for.
 
         Raises:
-            UnsupportedParam: shape, dtype or device changed: the plan no longer fits.
+            UnsupportedParam: shape, dtype or device changed: the plan no longer fits; or elements share memory now.
         """
         param = self.param
-        if (param.data_ptr(), param.stride()) == self._where and param.dtype is self._identity[1]:
-            return False
         identity = (param.shape, param.dtype, param.device)
+        if identity == self._identity and (param.data_ptr(), param.stride()) == self._where:
+            return False
         if identity != self._identity:
             raise UnsupportedParam(
                 f"{self.label} was {self._identity} when the optimizer was made and is {identity} now; "
                 "move or cast the model before constructing the optimizer"
             )
-        self._point()
+        check_memory(param, self.label)
         return True
 
     def load(self) -> None:

@@ -189,8 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parts = self._sharded
-        parts.follow_params()
-        grads = parts.reduction.finish()
+        grads = parts.finish()
         if self._max_grad_norm is not None:
             parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
         stepped = parts.placement.step(grads, self.param_groups)
@@ -243,8 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         limit = check_max_norm(max_norm, "max_norm")
         if self._sharded is None:
             return torch.nn.utils.clip_grad_norm_(self._params(), limit)
-        self._sharded.follow_params()
-        norm = self._sharded.norm(self._sharded.reduction.finish())
+        norm = self._sharded.norm(self._sharded.finish())
         self._sharded.reduction.scale(clip_factor(norm, limit))
         return norm
 

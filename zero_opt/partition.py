@@ -85,5 +85,12 @@ class Partition:
         return self.buckets[bucket].layout.owner(position)
 
     def refresh(self) -> list[int]:
-        """Follow parameters whose data was re-pointed; returns their indices."""
-        return [index for index, flat in self.flats.items() if flat.moved()]
+        """Follow parameters whose data was re-pointed; returns their indices.
+
+        Raises:
+            UnsupportedParam: one does not fit any more; none was followed.
+        """
+        moved = [index for index, flat in self.flats.items() if flat.moved()]
+        for index in moved:
+            self.flats[index].follow()
+        return moved

@@ -18,7 +18,7 @@ from .buckets import GradBucket
 from .collectives import Group, build_exchange
 from .consolidate import Consolidation
 from .construction import contents, is_elementwise
-from .errors import StateNotConsolidated
+from .errors import StateNotConsolidated, UnsupportedParam
 from .exchange import Exchange
 from .grad_norm import SCRATCH_NUMEL, total_norm
 from .partition import Geometry, Partition
@@ -148,9 +148,21 @@ class Wiring:
                 host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
                 self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
-    def follow_params(self) -> None:
-        """Let parameters arrive, and re-make views of those whose data the user re-pointed."""
+    def finish(self) -> Sequence[GradShard]:
+        """Let parameters arrive, follow those whose data the user re-pointed, and reduce. Collective.
+
+        Raises:
+            UnsupportedParam: on every rank, if a parameter does not fit any more on one.
+        """
         self.gather.flush()
+        error = None
+        try:
+            self._follow_params()
+        except UnsupportedParam as found:
+            error = found
+        return self.reduction.finish(error)
+
+    def _follow_params(self) -> None:
         moved = self.partition.refresh()
         if moved:
             self.placement.repoint(moved)

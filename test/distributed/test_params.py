@@ -313,6 +313,36 @@ def test_a_parameter_that_changed_shape_is_named() -> None:
         assert "parameter 1 " in message and "66" in message
 
 
+def _spoil_on_one_rank(rank: int, world_size: int, reduction: Any, clip: bool) -> tuple[str, list[Tensor]]:
+    """Rank 1 re-points one parameter and spoils the next; all are told, and go on once it is mended."""
+    actor = rank_actor(rank, reduction)
+    optimizer: Any = actor.optimizer
+    actor.backward(0, everyone=True)
+    kept = actor.params[1].data
+    if rank == 1:
+        actor.params[0].data = actor.params[0].data.clone()
+        actor.params[1].data = torch.ones(66)
+    with pytest.raises(zero_opt.UnsupportedParam) as caught:
+        optimizer.clip_grad_norm_(1.0) if clip else optimizer.step()
+    actor.params[1].data = kept
+    optimizer.zero_grad()
+    actor.backward(1, everyone=True)
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value), [param.detach() for param in actor.params]
+
+
+@BOTH
+@pytest.mark.parametrize("clip", [False, True], ids=["step", "clip"])
+def test_a_parameter_spoilt_on_one_rank_is_named_on_all_and_nothing_is_half_done(clip: bool, reduction: Any) -> None:
+    oracle = plain_actor(2, reduction)
+    oracle.backward(1, everyone=True)
+    oracle.optimizer.step()
+    for message, params in run_processes(2, _spoil_on_one_rank, reduction, clip, timeout=20):
+        assert "parameter 1 " in message and "66" in message
+        assert_bitwise(params, [param.detach() for param in oracle.params])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # tied, named, generated
 
