@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .collectives import Group, tensor_bytes
+from .agreement import Agreement
+from .collectives import check_rank, tensor_bytes
 from .errors import StateDictError
 from .partition import Partition
 from .placement import Placement
@@ -60,8 +61,8 @@ def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_par
 class Consolidation:
     """One collective pass over all ranks' state."""
 
-    def __init__(self, group: Group, partition: Partition, placement: Placement) -> None:
-        self._group, self._partition = group, partition
+    def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
+        self._agreement, self._group, self._partition = agreement, agreement.group, partition
         self._parts = {index: placement.param_of(index) for index, _ in placement.state()}
         self._state = dict(placement.state())
 
@@ -69,9 +70,12 @@ class Consolidation:
         """The full state by global parameter index on rank ``to``, in host memory; ``None`` elsewhere. Collective.
 
         Extra memory: the result on ``to``; elsewhere at most a few tensors on their way.
+
+        Raises:
+            ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
+            StateDictError: on every rank, if state of one cannot be sent.
         """
-        mine = [tuple(entry) for entry in self._entries()]
-        listed = [json.loads(payload) for payload in self._group.all_gather_bytes(json.dumps(mine).encode())]
+        listed = [json.loads(payload) for payload in self._group.all_gather_bytes(self._listing(to))]
         result: dict[int, dict[str, Any]] | None = {} if self._group.rank == to else None
         under_way: deque[tuple[Any, Tensor]] = deque()
         for src, entries in enumerate(listed):
@@ -82,6 +86,19 @@ class Consolidation:
         while under_way:
             under_way.popleft()[0].wait()
         return None if result is None else {index: result[index] for index in sorted(result)}
+
+    def _listing(self, to: int) -> bytes:
+        """What this rank will send, as JSON, once all ranks can and mean the same receiver. Collective."""
+        mine: list[Entry] = []
+        error: Exception | None = None
+        try:
+            check_rank(to, self._group.world_size, "to")
+            mine.extend(self._entries())
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        self._agreement.raise_first_error(error)
+        self._agreement.on_contents([("rank to consolidate to", to)])
+        return json.dumps(mine).encode()
 
     def _entries(self) -> Iterator[Entry]:
         spans = {piece.param: piece.in_param for piece in self._partition.owned()}

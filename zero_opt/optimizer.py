@@ -263,12 +263,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         :meth:`state_dict` returns it there until the next step or load.
 
         Raises:
-            ConfigError, ConfigTypeError: ``to`` is not a rank of the group.
+            ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
+            StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
+            All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        world_size = 1 if self._sharded is None else self._sharded.partition.world_size
-        check_rank(to, world_size, "to")
-        if self._sharded is not None:
+        if self._sharded is None:
+            check_rank(to, 1, "to")
+        else:
             self._sharded.consolidate(to)
 
     def state_dict(self) -> StateDict:

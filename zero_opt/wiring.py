@@ -200,7 +200,7 @@ class Wiring:
 
     def consolidate(self, to: int) -> None:
         """Bring the full state to rank ``to``. Collective."""
-        self._full_state = Consolidation(self._groups.control, self.partition, self.placement).run(to)
+        self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """What :meth:`consolidate` brought here, if still current."""
