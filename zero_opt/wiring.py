@@ -94,8 +94,7 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        params = [param for group in owner.param_groups for param in group["params"]]
-        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults, params)
+        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
         self._thread = parts.thread
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, parts.thread, model)

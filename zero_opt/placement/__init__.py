@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigTypeError
 from .base import ParamState, Placement
 from .device import (
     BucketwisePlacement,
     DevicePlacement,
+    FusedAdamPlacement,
     bare_step,
     hypers_of,
-    stepping_class,
     steps_params_apart,
 )
 
@@ -32,12 +31,9 @@ def build_placement(
     policy: None,  # noqa: ARG001  (the only policy so far)
     optimizer_class: type[torch.optim.Optimizer],
     defaults: Mapping[str, Any],
-    params: Sequence[Tensor],
 ) -> Placement:
-    """The strategy a policy names; ``None`` is the parameters' own device.
-
-    Args:
-        params: the parameters known so far.
-    """
+    """The strategy a policy names; ``None`` is the parameters' own device."""
+    if FusedAdamPlacement.serves(optimizer_class):
+        return FusedAdamPlacement(optimizer_class, defaults)
     strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement
-    return strategy(stepping_class(optimizer_class, defaults, params), defaults)
+    return strategy(optimizer_class, defaults)

@@ -15,7 +15,7 @@ from ..layout import ParamSlice
 from ..reduction.base import GradShard
 from .base import ParamState
 
-_SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+_SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[CPUAdam | CPUAdamW]] = {
     torch.optim.Adam: CPUAdam,
     torch.optim.AdamW: CPUAdamW,
 }
@@ -39,20 +39,6 @@ def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Whether the class is known to keep no state but that of single parameters."""
     return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)
-
-
-def stepping_class(
-    optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any], params: Sequence[Tensor]
-) -> type[torch.optim.Optimizer]:
-    """The class that steps slices as ``optimizer_class`` steps whole parameters.
-
-    torch's fused CPU Adam changes bits with where a tensor is cut; the native kernel has the same bits and does not.
-    """
-    native = _SLICE_INVARIANT.get(optimizer_class)
-    if native is None or not defaults.get("fused") or not native_available():
-        return optimizer_class
-    eligible = all(param.dtype is torch.float32 and param.device.type == "cpu" for param in params)
-    return native if eligible else optimizer_class
 
 
 class DevicePlacement:
@@ -115,10 +101,10 @@ class DevicePlacement:
 
     def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
         """All at once: a class may keep state per group or per step."""
-        self._step_together(grads)
+        self._step_together(grads, self._optimizer)
         yield from (shard.bucket for shard in grads)
 
-    def _step_together(self, grads: Sequence[GradShard]) -> None:
+    def _step_together(self, grads: Sequence[GradShard], stepper: torch.optim.Optimizer) -> None:
         parts = []
         for shard in grads:
             for piece, grad in zip(shard.slices, shard.grads, strict=True):
@@ -126,7 +112,7 @@ class DevicePlacement:
                     part = self._stepped[piece.param]
                     part.grad = grad if grad.dtype is part.dtype else grad.to(part.dtype)
                     parts.append(part)
-        bare_step(self._optimizer)
+        bare_step(stepper)
         for part in parts:
             part.grad = None
 
@@ -164,5 +150,34 @@ class BucketwisePlacement(DevicePlacement):
     def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
         for shard in grads:
             if any(grad is not None for grad in shard.grads):
-                self._step_together([shard])
+                self._step_together([shard], self._stepper_of(shard))
             yield shard.bucket
+
+    def _stepper_of(self, shard: GradShard) -> torch.optim.Optimizer:  # noqa: ARG002  (all alike)
+        """What steps a bucket."""
+        return self._optimizer
+
+
+class FusedAdamPlacement(BucketwisePlacement):
+    """Steps fused fp32 CPU buckets of torch's Adam and AdamW with the native kernel, the others with the class itself.
+
+    torch's fused CPU Adam changes bits with where a tensor is cut; the native kernel has the same bits and does not.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+        super().__init__(optimizer_class, defaults)
+        self._native = _SLICE_INVARIANT[optimizer_class]([{"params": []}])
+
+    @classmethod
+    def serves(cls, optimizer_class: type[torch.optim.Optimizer]) -> bool:
+        """Whether there is a native kernel for this class here."""
+        return optimizer_class in _SLICE_INVARIANT and native_available()
+
+    def _stepper_of(self, shard: GradShard) -> torch.optim.Optimizer:
+        inner, piece = self._optimizer, shard.slices[0]
+        part = self._stepped[piece.param]
+        if not (inner.param_groups[piece.group]["fused"] and part.dtype is torch.float32 and part.is_cpu):
+            return inner
+        # Loading replaces both.
+        self._native.param_groups, self._native.state = inner.param_groups, inner.state
+        return self._native

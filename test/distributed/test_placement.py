@@ -1,0 +1,99 @@
+"""Where slices are stepped: by the native kernel where it has torch's bits, by the wrapped class everywhere else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.distributed.harness import assert_bitwise, run_processes
+from test.distributed.scenario import values
+
+SECONDS = 30  # nothing hangs
+SHAPES = ((130, 7), (65,), (1000,))
+STEPS = 4
+HYPERS = ({}, {"fused": False, "lr": 0.02}, {"fused": None, "amsgrad": True})
+NATIVE = {torch.optim.Adam: zero_opt.CPUAdam, torch.optim.AdamW: zero_opt.CPUAdamW}
+EACH = pytest.mark.parametrize("cls", NATIVE)
+
+
+def _params(group: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(values(31, group, 0, index, shape).to(dtype).clone()) for index, shape in enumerate(SHAPES)]
+
+
+def _grads(step: int, group: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [values(step, 1 + group, 0, index, shape).to(dtype) for index, shape in enumerate(SHAPES)]
+
+
+def _train(optimizer: torch.optim.Optimizer, groups: dict[int, list[nn.Parameter]], steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for number, params in groups.items():
+            torch.autograd.backward(params, _grads(step, number, params[0].dtype))
+        optimizer.step()
+
+
+def _train_mixed(rank: int, world_size: int, cls: Any) -> tuple[list[list[Tensor]], Any]:
+    """Groups that differ in ``fused``, then one of another dtype; every rank has the same gradients."""
+    groups = {number: _params(number) for number in range(3)}
+    entries = [{"params": groups[number], **hypers} for number, hypers in enumerate(HYPERS)]
+    optimizer = zero_opt.ShardedOptimizer(entries, cls, reduction=zero_opt.Overlapped(0.002), fused=True)
+    _train(optimizer, groups, range(2))
+    for number, dtype in ((3, torch.float64), (4, torch.bfloat16)):
+        groups[number] = _params(number, dtype)
+        optimizer.add_param_group({"params": groups[number]})
+    _train(optimizer, groups, range(2, STEPS))
+    assert [group["fused"] for group in optimizer.param_groups] == [True, False, None, True, True]
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [[param.detach() for param in params] for params in groups.values()], state
+
+
+@EACH
+def test_each_group_is_stepped_as_it_says(cls: Any) -> None:
+    """Fused fp32 groups as the native kernel steps them, which is how torch does but for its ragged tail."""
+    steppers: list[Any] = [NATIVE[cls], cls, cls, cls, cls]
+    steppers_options: list[dict[str, Any]] = [*HYPERS, {"fused": True}, {"fused": True}]
+    runs = run_processes(2, _train_mixed, cls, timeout=SECONDS)
+    assert_bitwise(runs[0][0], runs[1][0])
+    for number, (stepper, options) in enumerate(zip(steppers, steppers_options, strict=True)):
+        dtype = {3: torch.float64, 4: torch.bfloat16}.get(number, torch.float32)
+        params = _params(number, dtype)
+        optimizer = stepper(params, **options)
+        _train(optimizer, {number: params}, range(0 if number < 3 else 2, STEPS))
+        found = runs[0][0][number]
+        if number < 3:
+            assert_bitwise(found, [param.detach() for param in params])
+            saved = [runs[0][1][3 * number + index] for index in range(3)]
+            assert_bitwise(saved, list(optimizer.state_dict()["state"].values()))
+        for one, other in zip(found, params, strict=True):
+            torch.testing.assert_close(one, other.detach())
+
+
+def _train_loaded(rank: int, world_size: int, saved: Any) -> list[Tensor]:
+    params = _params(0)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=zero_opt.Overlapped(0.002), fused=True)
+    optimizer.load_state_dict(saved)
+    _train(optimizer, {0: params}, range(2, STEPS))
+    optimizer.close()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_loaded_decides_anew(fused: bool) -> None:
+    """torch too takes ``fused`` from the dict."""
+    before = _params(0)
+    saver = torch.optim.Adam(before, fused=fused, foreach=None if fused else False)
+    _train(saver, {0: before}, range(2))
+    saved = copy.deepcopy(saver.state_dict())
+    params = _params(0)
+    plain: Any = zero_opt.CPUAdam(params) if fused else torch.optim.Adam(params, fused=True)
+    plain.load_state_dict(copy.deepcopy(saved))
+    _train(plain, {0: params}, range(2, STEPS))
+    for found in run_processes(2, _train_loaded, saved, timeout=SECONDS):
+        assert_bitwise(found, [param.detach() for param in params])
