@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,23 +49,16 @@ class BackgroundGather(ParamGather):
             self._deliver(bucket, self._start(step, turn, bucket))
 
     def watch(self) -> None:
-        """See :class:`ParamGather`.
-
-        Raises:
-            ConfigError: the model does not hold all parameters.
-        """
+        """See :class:`ParamGather`."""
         self._plan_waits()
 
     def _plan_waits(self) -> None:
         """Per module, the buckets its forward needs; see the class."""
         places = self._partition.places
         of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
-        reached: set[torch.Tensor] = set()
 
         def own(module: nn.Module) -> set[int]:
-            params = [param for param in module.parameters(recurse=False) if param in of_param]
-            reached.update(params)
-            needed = {of_param[param] for param in params}
+            needed = {of_param[param] for param in module.parameters(recurse=False) if param in of_param}
             for child in module.children():
                 below = own(child)
                 if child not in self._called:
@@ -74,9 +67,6 @@ class BackgroundGather(ParamGather):
             return needed
 
         own(self._model)
-        missing = [flat.label for flat in self._partition.flats.values() if flat.param not in reached]
-        if missing:
-            raise ConfigError(f"overlap_param_gather: {missing[0]} is not in the given model; pass the whole model")
 
     def called(self, module: nn.Module) -> None:
         """A module's forward begins: wait for what it needs."""
@@ -120,6 +110,14 @@ def _flusher(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
             target.flush()
 
     return before_state_dict
+
+
+def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Callable[[int], str]) -> None:
+    """Raise ConfigError, naming it, for one of all parameters that is not in the model whose forward waits for them."""
+    held = set(model.parameters())
+    for index, param in enumerate(params):
+        if param not in held:
+            raise ConfigError(f"overlap_param_gather: {describe(index)} is not in the given model; pass the whole model")
 
 
 def build_gather(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .collectives import check_rank, resolve_group
-from .construction import adopt_errors, check_wrapped_class, checked_groups, is_elementwise, normalized, template_of
+from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
 from .errors import ConfigTypeError, OptimizerClosed
 from .grad_norm import check_max_norm, clip_factor
 from .placement import bare_step
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(entries, template.defaults)
         for group, complete in zip(self.param_groups, template.param_groups, strict=False):
             group.update({key: value for key, value in complete.items() if key not in ("params", "param_names")})
-        checked_groups(self.param_groups, self._describe)
+        recipe.check_params(self.param_groups, self._describe)
 
     def _describe(self, index: int) -> str:
         """How messages name the parameter with a global index."""
@@ -159,7 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             with adopt_errors():
                 super().add_param_group(param_group)
-            checked_groups(self.param_groups, self._describe)
+                template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
+            self._recipe.check_params(self.param_groups, self._describe)
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         try:

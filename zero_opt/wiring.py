@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .background_gather import build_gather
+from .background_gather import build_gather, check_held
 from .buckets import GradBucket
 from .collectives import Group, build_exchange
 from .consolidate import Consolidation
-from .construction import contents, is_elementwise
+from .construction import checked_groups, contents, is_elementwise
 from .errors import StateNotConsolidated, UnsupportedParam
 from .exchange import Exchange
 from .grad_norm import SCRATCH_NUMEL, total_norm
@@ -56,6 +56,13 @@ class Recipe:
     offload: None
     precision: MixedPrecision
     max_grad_norm: float | None
+
+    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
+        checked_groups(param_groups, describe)
+        model = self.reduction.overlap_param_gather
+        if model is not None:
+            check_held(model, (param for group in param_groups for param in group["params"]), describe)
 
     def entries(self) -> list[tuple[str, Any]]:
         """What ranks compare of it."""

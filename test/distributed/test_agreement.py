@@ -191,6 +191,8 @@ def _add_differing_groups(rank: int, world_size: int) -> list[str]:
         {"params": [nn.Parameter(torch.ones(5)) if rank else params[0]]},
         {"params": [nn.Parameter(torch.ones(1).expand(5) if rank else torch.ones(5))]},
         {"params": "weights" if rank else [nn.Parameter(torch.ones(5))]},
+        {"params": [nn.Parameter(torch.ones(5))], "capturable": bool(rank)},
+        {"params": [nn.Parameter(torch.ones(5))], "differentiable": True},
     ]
     for group in wrong:
         with pytest.raises(zero_opt.ZeroOptError) as caught:

@@ -110,5 +110,31 @@ def part_of_the_model(rank: int, world_size: int) -> str:
 
 
 def test_a_model_without_some_of_the_parameters_is_refused() -> None:
-    for message in run_processes(2, part_of_the_model):
+    for message in run_processes(2, part_of_the_model, timeout=20):
         assert "pass the whole model" in message
+
+
+def add_a_stranger(rank: int, world_size: int, who: tuple[int, ...]) -> list[Tensor]:
+    """A group that the model does not hold, on some ranks, leaves everything as it was."""
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    zero_opt.broadcast_params(model)
+    policy = zero_opt.Overlapped(bucket_mb=0.0001, overlap_param_gather=model)
+    opt = zero_opt.ShardedOptimizer(model[0].parameters(), torch.optim.SGD, reduction=policy, lr=0.1)
+    stranger = [nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))]
+    with torch.no_grad():
+        for param, value in zip(model[1].parameters(), stranger, strict=True):
+            param.copy_(value)
+    with pytest.raises(zero_opt.ConfigError, match="parameter 2 .* pass the whole model"):
+        opt.add_param_group({"params": stranger if rank in who else model[1].parameters(), "lr": 9.0})
+    opt.add_param_group({"params": model[1].parameters()})
+    assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
+    model[1](model[0](torch.ones(8))).sum().backward()
+    opt.step()
+    opt.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[int, ...]) -> None:
+    runs = run_processes(2, add_a_stranger, who, timeout=20)
+    assert_bitwise(runs[0], runs[1])
