@@ -7,6 +7,8 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -43,12 +45,13 @@ class StepAgreement:
     """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all.
 
     Attributes:
-        restarted: per rank, the parameters it reports as restarted.
+        used_by, restarted: per rank, the parameters it reports as used and as restarted.
     """
 
     rounds: int
     used: int
     trainable: int
+    used_by: Sequence[int]
     restarted: Sequence[int] = ()
 
 
@@ -82,11 +85,9 @@ class Agreement:
             self.raise_first_error(error)
         self._require_same_step(reports)
         self._require_same_mask(reports)
-        used = 0
-        for report in reports:
-            used |= report.used
-        rounds = max(report.rounds for report in reports)
-        return StepAgreement(rounds, used, mine.trainable, [report.restarted for report in reports])
+        used_by = [report.used for report in reports]
+        rounds, used = max(report.rounds for report in reports), reduce(or_, used_by)
+        return StepAgreement(rounds, used, mine.trainable, used_by, [report.restarted for report in reports])
 
     def _require_same_step(self, reports: Sequence[StepReport]) -> None:
         first = reports[0]

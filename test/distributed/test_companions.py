@@ -390,4 +390,4 @@ def _unreduced(rank: int, world_size: int) -> str:
 
 def test_a_gradient_on_some_ranks_only_is_not_reduced_already() -> None:
     for message in run_processes(2, _unreduced):
-        assert "parameter 1 " in message and "AtStep()" in message
+        assert "parameter 1 " in message and "rank 0" in message and "rank 1" in message and "AtStep()" in message

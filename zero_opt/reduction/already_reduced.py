@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..agreement import StepAgreement
 from ..buckets import GradBucket
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from .base import GradShard, Parts
+from .sparse import sparse_refusal
 
 
 class AlreadyReducedGrads:
@@ -21,9 +23,9 @@ class AlreadyReducedGrads:
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
-        agreed = self._parts.agree(0, error)
-        used = self._parts.used_mask()
-        self._require_all_used(agreed.used & ~used)
+        agreed = self._parts.agree(0, error or sparse_refusal(self._parts.partition))
+        self._require_all_used(agreed)
+        used = agreed.used
         self._copies.clear()
         shards = []
         for bucket in self._parts.partition.buckets:
@@ -32,16 +34,17 @@ class AlreadyReducedGrads:
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
         return shards
 
-    def _require_all_used(self, missing: int) -> None:
-        """A gradient that exists on one rank alone cannot be the mean over all of them."""
-        error = None
-        if missing:
-            index = (missing & -missing).bit_length() - 1
-            error = GradientConflict(
-                f"{self._parts.partition.flats[index].label} has a gradient on other ranks but none here, so p.grad is "
-                "not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
-            )
-        self._parts.agreement.raise_first_error(error)
+    def _require_all_used(self, agreed: StepAgreement) -> None:
+        """A gradient that exists on some ranks alone cannot be the mean over all of them."""
+        for rank, used in enumerate(agreed.used_by):
+            missing = agreed.used & ~used
+            if missing:
+                index = (missing & -missing).bit_length() - 1
+                other = next(rank for rank, used in enumerate(agreed.used_by) if used >> index & 1)
+                raise GradientConflict(
+                    f"{self._parts.partition.flats[index].label} has a gradient on rank {other} but none on rank "
+                    f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
+                )
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
         flat = self._parts.partition.flats[piece.param]

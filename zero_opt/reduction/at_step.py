@@ -11,7 +11,7 @@ from ..buckets import GradBucket
 from ..errors import GradientConflict, ZeroOptError
 from ..exchange import Ident
 from .base import GradShard, Parts, shard_list
-from .sparse import SparseGrads
+from .sparse import SparseGrads, sparse_refusal
 
 
 class _Signature:
@@ -67,7 +67,7 @@ class AtStepReduction:
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
             )
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
-        agreed = self._parts.agree(rounds, error or self._sparse.refusal())
+        agreed = self._parts.agree(rounds, error or sparse_refusal(self._parts.partition))
         if agreed.rounds:
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._signature = _Signature(params)

@@ -131,7 +131,7 @@ class OverlappedReduction:
             raise GradientConflict(f"{grad.label} is reduced by two ShardedOptimizers; close() the older one")
         if grad is not None and grad.layout is not torch.strided:
             label = self._consumed[index].label
-            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep()")
+            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
             self._restart([index])
         self._consumed[index].pending = None

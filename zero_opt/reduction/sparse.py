@@ -9,7 +9,24 @@ from torch import Tensor
 
 from ..collectives import Group
 from ..errors import UnsupportedParam
+from ..partition import Partition
 from .base import GradShard, Parts
+
+
+def _sparse_grads(partition: Partition) -> dict[int, Tensor]:
+    """The sparse gradients on this rank, by parameter."""
+    flats = partition.flats.items()
+    return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
+
+
+def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
+    """The error if a parameter that is cut anywhere has a sparse gradient here."""
+    for index in () if partition.whole else _sparse_grads(partition):
+        return UnsupportedParam(
+            f"{partition.flats[index].label} has a sparse gradient, and an elementwise class, whose parameters are cut "
+            "anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
+        )
+    return None
 
 
 class SparseGrads:
@@ -23,21 +40,9 @@ class SparseGrads:
     def _group(self) -> Group:
         return self._parts.agreement.group
 
-    def _here(self) -> dict[int, Tensor]:
-        flats = self._parts.partition.flats.items()
-        return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
-
     def any_here(self) -> bool:
         """Whether this rank has a sparse gradient."""
-        return bool(self._here())
-
-    def refusal(self) -> UnsupportedParam | None:
-        """The error if a parameter that is cut anywhere has a sparse gradient here."""
-        found = () if self._parts.partition.whole else self._here()
-        for index in found:
-            label = self._parts.partition.flats[index].label
-            return UnsupportedParam(f"{label} has a sparse gradient, which this optimizer class does not take")
-        return None
+        return bool(_sparse_grads(self._parts.partition))
 
     def reduce(self) -> int:
         """Reduce all sparse gradients; bit per parameter that has one on any rank. Collective.
@@ -46,7 +51,7 @@ class SparseGrads:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
         """
         self._reduced.clear()
-        mine = {index: grad.coalesce() for index, grad in self._here().items()}
+        mine = {index: grad.coalesce() for index, grad in _sparse_grads(self._parts.partition).items()}
         described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
         described_by = [json.loads(p) for p in self._group.all_gather_bytes(json.dumps(described).encode())]
         indices = sorted({int(key) for described in described_by for key in described})
