@@ -117,7 +117,9 @@ def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Calla
     held = set(model.parameters())
     for index, param in enumerate(params):
         if param not in held:
-            raise ConfigError(f"overlap_param_gather: {describe(index)} is not in the given model; pass the whole model")
+            raise ConfigError(
+                f"overlap_param_gather: {describe(index)} is not in the given model; pass the whole model"
+            )
 
 
 def build_gather(

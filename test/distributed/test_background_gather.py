@@ -124,7 +124,7 @@ def add_a_stranger(rank: int, world_size: int, who: tuple[int, ...]) -> list[Ten
     with torch.no_grad():
         for param, value in zip(model[1].parameters(), stranger, strict=True):
             param.copy_(value)
-    with pytest.raises(zero_opt.ConfigError, match="parameter 2 .* pass the whole model"):
+    with pytest.raises(zero_opt.ConfigError, match=r"parameter 2 .* pass the whole model"):
         opt.add_param_group({"params": stranger if rank in who else model[1].parameters(), "lr": 9.0})
     opt.add_param_group({"params": model[1].parameters()})
     assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
