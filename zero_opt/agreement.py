@@ -18,7 +18,7 @@ from . import errors
 from .collectives import Group, tensor_bytes
 from .errors import RankMismatch, StepDesync, ZeroOptError
 
-_HEADER = struct.Struct("<qqqq?")
+_HEADER = struct.Struct("<qqq?")
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Agreement:
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
         mask_bytes = (param_count + 7) // 8
-        payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, param_count, error is not None)
+        payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, error is not None)
         for mask in (mine.used, mine.trainable, mine.restarted):
             payload += mask.to_bytes(mask_bytes, "little")
         gathered = self.group.all_gather(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         reports, failed = [], False
         for tensor in gathered:
             raw = tensor_bytes(tensor)
-            step, epoch, rounds, _, has_error = _HEADER.unpack_from(raw)
+            step, epoch, rounds, has_error = _HEADER.unpack_from(raw)
             starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
             masks = [int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts]
             reports.append(StepReport(step, epoch, rounds, *(masks or (0, 0, 0))))

@@ -119,13 +119,11 @@ class Group:
 
     Attributes:
         rank: this rank within the group. world_size: number of ranks.
-        ranks: global rank of each member, in group order.
     """
 
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
-        self.ranks = dist.get_process_group_ranks(parent)
         self.backend = _backend_for(parent)
-        self.rank, self.world_size = dist.get_rank(parent), len(self.ranks)
+        self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 

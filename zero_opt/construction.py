@@ -13,6 +13,7 @@ from torch import Tensor
 from .agreement import value_digest
 from .errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
 from .flat_param import check_memory, is_dense
+from .placement import hypers_of
 
 _ELEMENTWISE_NAMES = [
     "Adadelta",
@@ -140,7 +141,7 @@ def contents(
     """
     index = sum(len(group["params"]) for group in groups[:first_group])
     for number, group in enumerate(groups[first_group:], first_group):
-        yield f"hyperparameters of group {number}", sorted(key for key in group if key not in ("params", "param_names"))
+        yield f"hyperparameters of group {number}", sorted(hypers_of(group))
         yield f"number of parameters in group {number}", len(group["params"])
         for param in group["params"]:
             label = describe(index)

@@ -15,12 +15,11 @@ from .collectives import check_rank, resolve_group
 from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
 from .errors import ConfigTypeError, OptimizerClosed
 from .grad_norm import check_max_norm, clip_factor
-from .placement import bare_step
+from .placement import bare_step, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
-from .reduction.overlapped import OverlappedReduction
 from .state_dict import StateDict, copied, match, pack_groups, require_keys
 from .wiring import OwnGroups, Recipe, Wiring
 
@@ -124,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             template = template_of(recipe.optimizer_class, entries, recipe.defaults)
             super().__init__(entries, template.defaults)
         for group, complete in zip(self.param_groups, template.param_groups, strict=False):
-            group.update({key: value for key, value in complete.items() if key not in ("params", "param_names")})
+            group.update(hypers_of(complete))
         recipe.check_params(self.param_groups, self._describe)
 
     def _describe(self, index: int) -> str:
@@ -228,9 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward keeps gradients local and full-size; they are reduced with the next backward outside."""
         self._require_open()
-        if self._sharded is not None and isinstance(self._sharded.reduction, OverlappedReduction):
-            return self._sharded.reduction.no_sync()
-        return nullcontext()
+        return nullcontext() if self._sharded is None else self._sharded.reduction.no_sync()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

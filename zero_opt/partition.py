@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +75,9 @@ class Partition:
         """Whether every parameter belongs to one rank."""
         return self._geometry.whole
 
-    def owned(self, buckets: Sequence[GradBucket] | None = None) -> list[ParamSlice]:
+    def owned(self) -> list[ParamSlice]:
         """This rank's slices, bucket by bucket."""
-        return [piece for bucket in self.buckets if buckets is None or bucket in buckets for piece in bucket.slices]
+        return [piece for bucket in self.buckets for piece in bucket.slices]
 
     def owner_of_start(self, index: int) -> int:
         """The rank that owns a parameter's first element, whose scalars count as the parameter's."""

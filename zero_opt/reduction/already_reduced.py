@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -66,6 +67,10 @@ class AlreadyReducedGrads:
                 flat.param.grad.detach().mul_(factor.to(flat.param.device))
         for copy in self._copies:
             copy.mul_(factor.to(copy.device))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :class:`GradReduction`; it never does."""
+        return nullcontext()
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -99,6 +100,10 @@ class AtStepReduction:
             for grad in shard.grads:
                 if grad is not None:
                     grad.mul_(factor.to(grad.device))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :class:`GradReduction`; it never does."""
+        return nullcontext()
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""

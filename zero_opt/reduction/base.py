@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -103,6 +104,9 @@ class GradReduction(Protocol):
         Args:
             error: what went wrong on this rank before the ranks could agree; raised on all of them.
         """
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward exchanges nothing."""
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by a 0-dim tensor, in place."""

@@ -79,7 +79,7 @@ class OverlappedReduction:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, gradients stay local and full-size; they are reduced with the next backward outside."""
+        """See :class:`GradReduction`; gradients stay local and full-size, and are reduced with the next backward."""
         before, self._sync = self._sync, False
         try:
             yield
