@@ -1,37 +1,43 @@
 """Ranks on one host exchange buckets through shared memory: each maps the others' staging and reads it there.
 
 [Note: two staging slots]
-Every rank runs the same sequence of exchanges: stage into its free slot, publish the exchange's ident, wait until every
-peer has published it, read. A rank that stages exchange n + 2, into the slot of n, has completed n + 1, for which every
-peer had to publish n + 1, which a peer does only after it has read n. So two slots need no further synchronisation. A
-rank that skips an exchange publishes a later one; the others see that and void theirs, so what they have read does not
-matter.
+Every rank goes through one sequence of exchanges, of which it may skip some: stage into its free slot, publish the
+exchange's ident, wait until every peer has published it or a later one, read. A rank that stages into the slot of
+exchange n again has since been through another, m, for which every peer had to publish m or a later one, and a peer
+does so only when it has read n. So two slots need no further synchronisation. Where a peer has published a later one,
+it has skipped this one; the exchange is void then, but only once the other peers too have published it or a later one.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import platform
 import secrets
 import select
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .cpu_adam import native_available
 from .errors import PeerLost, StepDesync
 from .exchange import Exchange, Gathering, Ident, OwnPart, chunks_of, mean_in_rank_order
 from .shared_memory import PAGE, Arena, page_aligned
 
-try:
+if native_available():
     from . import _native
-except ImportError:
+else:
     _native = None  # type: ignore[assignment]
 
 _log = logging.getLogger("zero_opt")
+# Differs between hosts, and between two starts of one.
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PASSED, _NOT_YET = 2, 3
 _NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
@@ -56,9 +62,10 @@ class _Peer:
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
-        self._pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
+        self._close = weakref.finalize(self, os.close, pidfd)
         self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
+        self._poll.register(pidfd, select.POLLIN)
 
     def dead(self) -> bool:
         """Whether the process has ended."""
@@ -66,7 +73,7 @@ class _Peer:
 
     def close(self) -> None:
         """Let go of the process and its memory."""
-        os.close(self._pidfd)
+        self._close()
         self.arena.close()
 
 
@@ -108,12 +115,14 @@ class HostExchange:
         number = _number(ident)
         _native.publish(self._own.address, self._slot, number)
         self._slot ^= 1
-        buckets: dict[int, Tensor] = {self._rank: bucket}
-        for rank, peer in self._peers.items():
-            slot = self._wait(peer, number)
-            if slot == _PASSED:
-                return None
-            buckets[rank] = self._staged(peer.arena, slot, bucket.numel(), bucket.dtype)
+        slots = {rank: self._wait(peer, number) for rank, peer in self._peers.items()}  # all: see the note
+        if _PASSED in slots.values():
+            return None
+        buckets = {
+            rank: self._staged(self._peers[rank].arena, slot, bucket.numel(), bucket.dtype)
+            for rank, slot in slots.items()
+        }
+        buckets[self._rank] = bucket
         return [buckets[rank] for rank in sorted(buckets)]
 
     def _wait(self, peer: _Peer, number: int) -> int:
@@ -228,8 +237,11 @@ def _nonce(arena: Arena) -> str:
 
 
 def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
 
 
 def _map_peers(rank: int, offers: Sequence[dict[str, Any]]) -> Iterable[_Peer]:
@@ -246,7 +258,11 @@ def _map_peers(rank: int, offers: Sequence[dict[str, Any]]) -> Iterable[_Peer]:
 
 
 def _explain(rank: int, offers: Sequence[dict[str, Any]], verdicts: Sequence[str]) -> None:
-    """Say once, on rank 0, why the ranks do not share memory; that they are on several hosts needs no saying."""
+    """Say on rank 0 why the ranks do not share memory; that they are on several hosts needs no saying."""
     if rank == 0 and len({offer["host"] for offer in offers}) == 1:
-        reason = next((verdict for verdict in verdicts if verdict), "unknown")
-        _log.warning("exchanging gradients through torch.distributed, not shared memory (%s)", reason)
+        _warn_once(next((verdict for verdict in verdicts if verdict), "unknown"))
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning("exchanging gradients through torch.distributed, not shared memory (%s)", reason)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
+import sys
+import weakref
 
 import torch
 from torch import Tensor
@@ -30,15 +31,28 @@ class Arena:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Arena:
-        """A new arena of at least ``nbytes``, all zero, sealed against changing its size."""
+        """A new arena of at least ``nbytes``, all zero, sealed against changing its size.
+
+        Raises:
+            OSError: there is no such memory to be had.
+        """
+        if sys.platform != "linux":
+            raise OSError(f"there is no memfd on {sys.platform}")
+        import fcntl  # not on every platform
+
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, page_aligned(nbytes))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        try:
+            os.ftruncate(fd, page_aligned(nbytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except OSError:
+            os.close(fd)
+            raise
         return cls(fd)
 
     @classmethod
@@ -61,6 +75,4 @@ class Arena:
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends when the last tensor over it is gone."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from zero_opt import host_exchange, shared_memory
 from zero_opt.collectives import PairwiseExchange
+from zero_opt.exchange import Ident
 from zero_opt.host_exchange import HostExchange
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -85,10 +90,15 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
         patch.setattr(host_exchange, "_native", None)
     elif how == "two hosts":
         patch.setattr(host_exchange, "_host", lambda: f"host {rank}")
-    opt, params = make(torch.float32, "auto")
-    fell_back = isinstance(exchange_of(opt), PairwiseExchange)
-    train(opt, params, rank, 2)
-    opt.close()
+    elif how == "not Linux":
+        patch.setattr(sys, "platform", "darwin")
+        patch.delattr(os, "memfd_create")
+        patch.setattr(host_exchange, "_BOOT_ID", "/proc/no such file")
+    for _ in range(2):
+        opt, params = make(torch.float32, "auto")
+        fell_back = isinstance(exchange_of(opt), PairwiseExchange)
+        train(opt, params, rank, 2)
+        opt.close()
     return fell_back, records
 
 
@@ -96,7 +106,7 @@ def refuse(*_: object, **__: object) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-@pytest.mark.parametrize("how", ["no memfd", "no mapping", "no pidfd", "no extension"])
+@pytest.mark.parametrize("how", ["no memfd", "no mapping", "no pidfd", "no extension", "not Linux"])
 def test_falls_back_on_every_rank_and_says_so_once(how: str) -> None:
     results = run_processes(2, fall_back, how)
     assert [fell_back for fell_back, _ in results] == [True, True]
@@ -106,6 +116,11 @@ def test_falls_back_on_every_rank_and_says_so_once(how: str) -> None:
 
 def test_ranks_on_two_hosts_fall_back_without_a_word() -> None:
     assert run_processes(2, fall_back, "two hosts") == [(True, []), (True, [])]
+
+
+def test_importing_needs_nothing_that_only_linux_has() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; import zero_opt"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def add_larger_group(rank: int, world_size: int) -> list[Tensor]:
@@ -184,3 +199,69 @@ def test_a_backward_left_early_is_void_and_leaves_no_trace(world_size: int) -> N
     clean = run_processes(world_size, without_failures)
     for ours, theirs in zip(failed, clean, strict=True):
         assert_bitwise(ours, theirs)
+
+
+def held(what: str) -> int:
+    """How many descriptors of this process are of that kind."""
+    links = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return sum(what in link for link in links)
+
+
+def drop(rank: int, world_size: int, how: str) -> list[int]:
+    counts = []
+    for _ in range(2):
+        opt, params = make(torch.float32, "auto")
+        train(opt, params, rank, 2)
+        if how == "close":
+            opt.close()
+        counts += [held("zero_opt exchange") > 0]
+        del opt
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "zero_opt exchange":
+                thread.join()
+        counts += [held("zero_opt exchange"), held("pidfd")]
+    return counts
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_nothing_is_held_when_the_optimizer_is_gone(how: str) -> None:
+    for counts in run_processes(2, drop, how):
+        assert counts == [True, 0, 0] * 2
+
+
+class Alone:
+    """Stands for the group of three ranks of which this process is rank 1."""
+
+    rank, world_size, timeout_s = 1, 3, 60.0
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        raise AssertionError("no handshake here")
+
+
+class Ended(host_exchange._Peer):
+    """A peer that will publish nothing more."""
+
+    def dead(self) -> bool:
+        return True
+
+
+def test_a_peer_that_went_on_does_not_let_this_rank_run_ahead_of_another() -> None:
+    """Else it could stage over what the other, slower, is still reading."""
+    arenas = [host_exchange._new_arena(4096) for _ in range(3)]
+    peers = [Ended(rank, os.getpid(), arenas[rank]) for rank in (0, 2)]
+    fallback: Any = None
+    exchange = HostExchange(Alone(), arenas[1], peers, fallback)
+    this, later = (host_exchange._number(Ident(0, 0, sequence)) for sequence in (4, 5))
+    host_exchange._native.publish(arenas[0].address, 0, later)
+    staged = exchange.staging(6, torch.float32, torch.device("cpu"))
+    with pytest.raises(zero_opt.PeerLost, match="rank 2"):
+        exchange.reduce_scatter(Ident(0, 0, 4), staged, range(0, 8, 2), torch.empty(2), torch.empty(0))
+    host_exchange._native.publish(arenas[2].address, 0, this)
+    assert not exchange.reduce_scatter(Ident(0, 0, 4), staged, range(0, 8, 2), torch.empty(2), torch.empty(0))
+    exchange.close()
