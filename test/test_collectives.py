@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
-from test.distributed.harness import run_threads
+from test.distributed.harness import run_processes, run_threads
 from zero_opt.collectives import Group, broadcast_params, resolve_group, tensor_bytes
 from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
 
@@ -120,6 +121,23 @@ def test_what_a_group_of_ours_does() -> None:
         assert moved == (None if rank == 0 else [11.0] * 4)
 
 
+def _timeouts(rank: int, world_size: int) -> list[float]:
+    assert dist.group.WORLD is not None
+    found = []
+    for parent in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=55))):
+        for timeout in (None, 7.5):
+            group = Group(parent, timeout)
+            found.append(group.timeout_s)
+            group.close()
+    return found
+
+
+def test_the_timeout_is_the_groups_own_unless_one_is_given() -> None:
+    assert run_processes(2, _timeouts, group_timeout=77) == [[77.0, 7.5, 55.0, 7.5]] * 2
+    [found, _] = run_threads(2, _timeouts)  # its groups have none
+    assert found[1] == 7.5 and found[0] == found[2] > 60
+
+
 # -- broadcast_params -------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +155,25 @@ def _broadcast(rank: int, world_size: int) -> list[torch.Tensor]:
 def test_params_and_buffers_become_the_sources() -> None:
     for tensors in run_threads(3, _broadcast):
         assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
+DTYPES = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex64, torch.int64]
+
+
+def _broadcast_dtypes(rank: int, world_size: int) -> list[object]:
+    model = torch.nn.Module()
+    for index, dtype in enumerate(DTYPES):
+        model.register_buffer(f"buffer{index}", torch.full((3, 2), float(rank)).to(dtype))
+    model.register_buffer("scalar", torch.tensor(rank, dtype=torch.int16))
+    model.register_buffer("empty", torch.zeros(0, dtype=torch.uint32))
+    model.register_buffer("lazy", torch.full((2,), complex(rank, rank)).conj())
+    broadcast_params(model, src=1)
+    return [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
+
+
+def test_buffers_of_every_dtype() -> None:
+    for buffers in run_processes(2, _broadcast_dtypes):
+        assert buffers == [*[[[1, 1]] * 3] * len(DTYPES), 1, [], [1 - 1j] * 2]
 
 
 def _bad_source(rank: int, world_size: int) -> None:

@@ -29,7 +29,6 @@ from .relay_exchange import RelayExchange
 _c10d: Any = dist.distributed_c10d
 
 HEADER_NUMEL = 4
-_DEFAULT_TIMEOUT_S = default_pg_timeout.total_seconds()
 _TAG_MODULUS = 1 << 30
 
 
@@ -78,6 +77,22 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
     return "cpu:gloo,cuda:nccl" if "nccl" in config else "gloo"
 
 
+def _timeout_of(parent: dist.ProcessGroup) -> float:
+    """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
+            options: Any = parent._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+    return default_pg_timeout.total_seconds()
+
+
+def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
+    """Start overwriting ``tensor`` with that of group rank ``src``."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = src, 0
+    return pg.broadcast([tensor], options)
+
+
 def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> Any:
     """A group of the parent's ranks, in its order, made by them alone.
 
@@ -124,7 +139,7 @@ class Group:
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
-        self.timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout
+        self.timeout_s = _timeout_of(parent) if timeout is None else timeout
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
@@ -149,9 +164,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        self.pg.broadcast([tensor], options).wait()
+        _broadcast(self.pg, tensor, src).wait()
 
     def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> dist.Work | None:
         """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
@@ -363,12 +376,7 @@ class NcclExchange(_GroupExchange):
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
             return Gathering([gather(bucket, chunks[self._gather.rank].clone())], chunks)
-        works = []
-        for owner, chunk in enumerate(chunks):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = owner, 0
-            works.append(pg.broadcast([chunk], options))
-        return Gathering(works, chunks)
+        return Gathering([_broadcast(pg, chunk, owner) for owner, chunk in enumerate(chunks)], chunks)
 
 
 def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
@@ -419,10 +427,8 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     check_rank(src, world_size, "src")
     if pg is None or world_size == 1:
         return
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = src, 0
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            staging = tensor.detach().contiguous()
-            pg.broadcast([staging], options).wait()
+            staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            _broadcast(pg, staging.view(-1).view(torch.uint8), src).wait()  # backends do not know every dtype
             tensor.copy_(staging)
