@@ -193,9 +193,9 @@ def test_every_difference_shows(changed: Any, name: str) -> None:
     assert before[f"parameter 0 {name}"] != after[f"parameter 0 {name}"]
 
 
-def test_hyperparameters_are_compared_by_name_alone() -> None:
-    """Ranks may schedule them as they like; which there are must agree."""
-    assert listed(torch.ones(1), lr=2.0) == listed(torch.ones(1))
+def test_hyperparameters_are_compared_by_name_and_value() -> None:
+    """A slice is stepped by one rank, with what that rank has."""
+    assert listed(torch.ones(1), lr=2.0) != listed(torch.ones(1))
     assert listed(torch.ones(1), momentum=0.9) != listed(torch.ones(1))
 
 
@@ -215,3 +215,29 @@ def test_an_added_group_is_listed_with_global_indices() -> None:
     assert "number of parameters in group 1" in names
     assert "parameter 2 shape" in names
     assert not any("group 0" in name or "parameter 0" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 1 / 10),
+        (torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)),
+        ((0.9, torch.tensor(0.5)), (0.9, torch.tensor(0.5))),
+        (float("nan"), float("nan")),
+        (object(), object()),
+        ([torch.ones(2)], [torch.zeros(2)]),
+    ],
+)
+def test_values_that_say_the_same_or_nothing_count_as_equal(one: object, other: object) -> None:
+    found = [list(contents([{"params": [], "key": value}], 0, str, values=False)) for value in (one, other)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.1, 0.2), (1, True), (None, False), ((0.9, 0.99), (0.9, 0.999)), (torch.tensor(0.5), torch.tensor(0.25))],
+)
+def test_values_that_differ(one: object, other: object) -> None:
+    found = [dict(contents([{"params": [], "key": value}], 0, str, values=False)) for value in (one, other)]
+    assert found[0] != found[1]
+    assert json.loads(json.dumps(found[0])) == found[0]

@@ -131,6 +131,15 @@ def checked_groups(groups: Sequence[Mapping[str, Any]], describe: Callable[[int]
         check_memory(param, describe(index))
 
 
+def _comparable(value: Any) -> Any:
+    """``value`` as plain Python as far as that can be compared between ranks, of anything else its type."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_comparable(item) for item in value)
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
+
+
 def contents(
     groups: Sequence[Mapping[str, Any]], first_group: int, describe: Callable[[int], str], *, values: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -142,6 +151,8 @@ def contents(
     index = sum(len(group["params"]) for group in groups[:first_group])
     for number, group in enumerate(groups[first_group:], first_group):
         yield f"hyperparameters of group {number}", sorted(hypers_of(group))
+        for key, value in sorted(hypers_of(group).items()):
+            yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
         yield f"number of parameters in group {number}", len(group["params"])
         for param in group["params"]:
             label = describe(index)

@@ -81,6 +81,11 @@ DIFFERENCES: dict[str, tuple[Change, list[str]]] = {
     "number of params": (_drop_last, ["number of parameters in group 0", "4", "3"]),
     "groups": (_regroup((2, 2)), ["number of parameters in group 0", "4", "2"]),
     "hyperparameter keys": (_extra_key, ["hyperparameters of group 0", "lr_scale"]),
+    "lr": (_set(lr=0.5), ["hyperparameter lr of group 0", "0.001", "0.5"]),
+    "lr as a tensor": (_set(lr=torch.tensor(0.5), foreach=False), ["hyperparameter"]),
+    "betas": (_set(betas=(0.9, 0.99)), ["hyperparameter betas of group 0", "(0.9, 0.999)", "(0.9, 0.99)"]),
+    "amsgrad": (_set(amsgrad=True), ["hyperparameter amsgrad of group 0", "False", "True"]),
+    "foreach": (_set(foreach=True), ["hyperparameter foreach of group 0", "None", "True"]),
     "class": (_set(cls=torch.optim.Adamax), ["optimizer class", "Adam", "Adamax"]),
     "reduction": (_set(reduction=zero_opt.AtStep()), ["reduction", "Overlapped", "AtStep"]),
     "bucket_mb": (_set(reduction=zero_opt.Overlapped(1)), ["reduction", "bucket_mb=25", "bucket_mb=1"]),
@@ -192,6 +197,7 @@ def _add_differing_groups(rank: int, world_size: int) -> list[str]:
         {"params": [nn.Parameter(torch.ones(1).expand(5) if rank else torch.ones(5))]},
         {"params": "weights" if rank else [nn.Parameter(torch.ones(5))]},
         {"params": [nn.Parameter(torch.ones(5))], "capturable": bool(rank)},
+        {"params": [nn.Parameter(torch.ones(5))], "lr": 0.1 * (1 + rank)},
         {"params": [nn.Parameter(torch.ones(5))], "differentiable": True},
     ]
     for group in wrong:
