@@ -30,6 +30,8 @@ _c10d: Any = dist.distributed_c10d
 
 HEADER_NUMEL = 4
 _TAG_MODULUS = 1 << 30
+# Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
+_inherited: list[dist.ProcessGroup] = []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class Group:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
+        self._pid = os.getpid()
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
@@ -181,7 +184,10 @@ class Group:
         return None
 
     def close(self) -> None:
-        """Destroy the group; harmless when the user has destroyed everything already."""
+        """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
+        if os.getpid() != self._pid:
+            _inherited.append(self.pg)
+            return
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
                 self.pg.shutdown()
