@@ -5,6 +5,10 @@
 // Every operation is an IEEE float operation in a fixed order; the only contraction is the fma written
 // out below. So the bits depend neither on the vector width nor on where an array is cut.
 
+#pragma once
+
+#include "compact.inl"
+#include "float_formats.inl"
 #include "kernels.hpp"
 
 #if defined(__FAST_MATH__)
@@ -17,9 +21,13 @@
 namespace zero_opt {
 namespace {
 
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__aarch64__)
+#define ZERO_OPT_HAS_FMA
+#endif
+
 // a * b + c, rounded once.
 inline float fma32(float a, float b, float c) {
-#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__aarch64__)
+#if defined(ZERO_OPT_HAS_FMA)
   return __builtin_fmaf(a, b, c);
 #else
   // Without the instruction: the product of two floats is exact in double; TwoSum (Knuth) gives the
@@ -54,28 +62,65 @@ void fma_loop(const FmaRun& run) {
   for (std::int64_t i = 0; i < run.numel; ++i) out[i] = fma32(a[i], b[i], c[i]);
 }
 
+// a / divisor, rounded once, given reciprocal = 1 / divisor rounded once. The divisor must be in [2^-64, 1] and a
+// no smaller than 2^-75 unless it is zero: then nothing here is subnormal.
+inline float divide(float a, float divisor, float reciprocal) {
+#if defined(ZERO_OPT_HAS_FMA)
+  // Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor", theorem 8.3: the
+  // remainder of the approximate quotient is exact, and correcting by it rounds correctly. An infinite a has no
+  // remainder. Three multiplications leave the divider to the one division and the root that cannot do without.
+  const float quotient = a * reciprocal;
+  const float remainder = __builtin_fmaf(-quotient, divisor, a);
+  const float corrected = __builtin_fmaf(remainder, reciprocal, quotient);
+  return remainder == remainder ? corrected : quotient;
+#else
+  (void)reciprocal;
+  return a / divisor;
+#endif
+}
+
+// Where the values of up to kStaged elements are: in the caller's arrays, or in the staging of one_pass.inl.
+struct Lanes {
+  std::int64_t numel;
+  float* param;
+  const float* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  std::uint16_t* half_exp_avg;  // in place of the two above: bf16 moments
+  std::uint16_t* half_exp_avg_sq;
+  float* max_exp_avg_sq;
+};
+
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
 // algorithm 2, line 12), L2 decay, and the maximum of Reddi et al. 2018 (algorithm 2), in the order of
-// operations of torch's fused CPU kernel.
+// operations of torch's fused CPU kernel. Returns how many gradients are not finite.
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
-// gradient. The three choices are template parameters so that no loop carries a test.
-template <bool kL2, bool kAmsgrad, bool kTurned>
-void adam_loop(const AdamRun& run) {
-  const AdamScalars s = run.scalars;
-  const std::int64_t numel = run.numel;
-  float* param = run.param;
-  const float* grad = run.grad;
-  float* exp_avg = run.exp_avg;
-  float* exp_avg_sq = run.exp_avg_sq;
-  float* max_exp_avg_sq = run.max_exp_avg_sq;
-  for (std::int64_t i = 0; i < numel; ++i) {
-    float g = s.sign * grad[i];
+// gradient. The choices are template parameters so that no loop carries a test. bf16 moments are rounded in this loop
+// because the divider leaves the rest of the processor idle in it.
+template <bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
+std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
+  const AdamScalars s = scalars;
+  const std::int64_t numel = lanes.numel;
+  float* param = lanes.param;
+  const float* grad = lanes.grad;
+  float* exp_avg = lanes.exp_avg;
+  float* exp_avg_sq = lanes.exp_avg_sq;
+  std::uint16_t* half_exp_avg = lanes.half_exp_avg;
+  std::uint16_t* half_exp_avg_sq = lanes.half_exp_avg_sq;
+  float* max_exp_avg_sq = lanes.max_exp_avg_sq;
+  const float reciprocal = 1.0f / s.bias_correction2_sqrt;
+  std::int32_t nonfinite = 0;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
+    float g = s.grad_factor * grad[i];
+    nonfinite += static_cast<std::int32_t>(bits_of(g) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
     if constexpr (kL2) g = fma32(param[i], s.l2, g);
     const float p = param[i] * s.decay;
-    const float m_old = exp_avg[i];
+    const float m_old = kHalf ? bf16_to_float(half_exp_avg[i]) : exp_avg[i];
+    const float v_old = kHalf ? bf16_to_float(half_exp_avg_sq[i]) : exp_avg_sq[i];
     const float m = kTurned ? fma32(s.weight1 - 1.0f, g - m_old, g) : fma32(s.weight1, g - m_old, m_old);
-    const float v = fma32(s.weight2 * g, g, exp_avg_sq[i] * s.beta2);
+    const float v = fma32(s.weight2 * g, g, v_old * s.beta2);
     float root_of = v;
     if constexpr (kAmsgrad) {
       // As torch's maximum: NaN on either side stays NaN.
@@ -83,29 +128,41 @@ void adam_loop(const AdamRun& run) {
       root_of = ((v > v_max) | (v != v)) ? v : v_max;
       max_exp_avg_sq[i] = root_of;
     }
-    const float denominator = __builtin_sqrtf(root_of) / s.bias_correction2_sqrt + s.eps;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
+    const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, reciprocal) + s.eps;
+    if constexpr (kHalf) {
+      const std::uint32_t drawn = chance(bits_of(m), bits_of(v), s.dither);
+      half_exp_avg[i] = upper_half(m, drawn >> 16);
+      half_exp_avg_sq[i] = upper_half(v, drawn & 0xffffu);
+    } else {
+      exp_avg[i] = m;
+      exp_avg_sq[i] = v;
+    }
     param[i] = p - s.step_size * m / denominator;
   }
+  return nonfinite;
 }
 
-template <bool kL2, bool kAmsgrad>
-void adam_pick_lerp(const AdamRun& run) {
-  if (run.scalars.weight1 < 0.5f) {
-    adam_loop<kL2, kAmsgrad, false>(run);
-  } else {
-    adam_loop<kL2, kAmsgrad, true>(run);
-  }
+template <bool kHalf, bool kL2, bool kAmsgrad>
+std::int32_t adam_pick_lerp(const AdamScalars& scalars, const Lanes& lanes) {
+  return scalars.weight1 < 0.5f ? adam_loop<kHalf, kL2, kAmsgrad, false>(scalars, lanes)
+                                : adam_loop<kHalf, kL2, kAmsgrad, true>(scalars, lanes);
 }
 
-void adam(const AdamRun& run) {
-  const bool l2 = run.scalars.l2 != 0.0f;
-  if (run.max_exp_avg_sq != nullptr) {
-    l2 ? adam_pick_lerp<true, true>(run) : adam_pick_lerp<false, true>(run);
-  } else {
-    l2 ? adam_pick_lerp<true, false>(run) : adam_pick_lerp<false, false>(run);
-  }
+template <bool kHalf, bool kL2>
+std::int32_t adam_pick_root(const AdamScalars& scalars, const Lanes& lanes) {
+  return lanes.max_exp_avg_sq != nullptr ? adam_pick_lerp<kHalf, kL2, true>(scalars, lanes)
+                                         : adam_pick_lerp<kHalf, kL2, false>(scalars, lanes);
+}
+
+template <bool kHalf>
+std::int32_t adam_pick_decay(const AdamScalars& scalars, const Lanes& lanes) {
+  return scalars.l2 != 0.0f ? adam_pick_root<kHalf, true>(scalars, lanes)
+                            : adam_pick_root<kHalf, false>(scalars, lanes);
+}
+
+std::int32_t adam_pick(const AdamScalars& scalars, const Lanes& lanes) {
+  return lanes.half_exp_avg != nullptr ? adam_pick_decay<true>(scalars, lanes)
+                                       : adam_pick_decay<false>(scalars, lanes);
 }
 
 }  // namespace

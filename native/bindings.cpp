@@ -4,47 +4,179 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch.hpp"
 #include "peer_words.hpp"
+#include "step.hpp"
+#include "thread_pool.hpp"
 
 namespace py = pybind11;
+using zero_opt::AdamBatch;
 using zero_opt::AdamHypers;
 using zero_opt::AdamRun;
-using zero_opt::AdamScalars;
+using zero_opt::CountedRun;
+using zero_opt::Format;
+using zero_opt::GradArray;
 using zero_opt::Kernels;
+using zero_opt::MomentRun;
 
 namespace {
 
 float* floats(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
+void* memory(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 const Kernels& table(const std::string& isa) {
   return isa.empty() ? zero_opt::chosen_kernels() : zero_opt::kernels_named(isa);
 }
 
-AdamScalars make_scalars(double lr, double beta1, double beta2, double eps, double weight_decay, double step,
-                         bool decoupled, bool maximize) {
-  if (!(step >= 1.0)) throw std::invalid_argument("step counts from 1, got " + std::to_string(step));
-  return zero_opt::adam_scalars({lr, beta1, beta2, eps, weight_decay, step, decoupled, maximize});
+// By torch's name of the dtype; uint8 stands for the 8-bit format of moments.
+Format format_named(const std::string& dtype) {
+  if (dtype == "float32") return Format::kFloat32;
+  if (dtype == "bfloat16") return Format::kBfloat16;
+  if (dtype == "float16") return Format::kFloat16;
+  if (dtype == "uint8") return Format::kBlock8;
+  throw std::invalid_argument("no kernel for dtype '" + dtype + "'");
 }
 
-AdamRun make_run(const AdamScalars& scalars, std::int64_t numel, std::uintptr_t param, std::uintptr_t grad,
-                 std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t max_exp_avg_sq) {
+Format float_named(const std::string& dtype) {
+  const Format format = format_named(dtype);
+  if (format == Format::kBlock8) throw std::invalid_argument("no float dtype: '" + dtype + "'");
+  return format;
+}
+
+AdamHypers make_hypers(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
+                       bool maximize, double grad_scale) {
+  return {lr, beta1, beta2, eps, weight_decay, grad_scale, decoupled, maximize};
+}
+
+using Addresses = std::map<std::string, std::uintptr_t>;
+
+void check_addresses(std::int64_t numel, const Addresses& addresses, Format moments) {
+  static const std::set<std::string> known = {"param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out",
+                                              "remainder", "exp_avg_base", "exp_avg_sq_base", "step"};
   if (numel < 0) throw std::invalid_argument("numel must not be negative, got " + std::to_string(numel));
-  if (numel > 0 && (param == 0 || grad == 0 || exp_avg == 0 || exp_avg_sq == 0)) {
-    throw std::invalid_argument("a run of elements needs the addresses of param, grad, exp_avg and exp_avg_sq");
+  for (const auto& [role, address] : addresses) {
+    if (known.count(role) == 0) throw std::invalid_argument("no array of a run is called '" + role + "'");
   }
-  return {scalars, numel,           floats(param),      floats(grad),
-          floats(exp_avg), floats(exp_avg_sq), floats(max_exp_avg_sq)};
+  std::vector<std::string> needed = {"param", "exp_avg", "exp_avg_sq"};
+  if (moments == Format::kBlock8) needed.insert(needed.end(), {"exp_avg_base", "exp_avg_sq_base"});
+  for (const std::string& role : needed) {
+    const auto found = addresses.find(role);
+    if (numel > 0 && (found == addresses.end() || found->second == 0)) {
+      throw std::invalid_argument("a run of elements needs the address of " + role);
+    }
+  }
 }
 
-void adam_step(const std::vector<AdamRun>& runs, const std::string& isa) {
+CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::string& grad_dtype,
+                    const std::string& moment_dtype, const std::string& out_dtype, double step) {
+  const Format moments = format_named(moment_dtype);
+  check_addresses(numel, addresses, moments);
+  if (moments == Format::kFloat16) throw std::invalid_argument("exp_avg_sq does not fit the range of float16");
+  const auto at = [&](const char* role) {
+    const auto found = addresses.find(role);
+    return found == addresses.end() ? nullptr : memory(found->second);
+  };
+  if (at("step") == nullptr && !(step >= 1.0)) {
+    throw std::invalid_argument("step counts from 1, got " + std::to_string(step));
+  }
+  AdamRun run = {};
+  run.numel = numel;
+  run.param = at("param");
+  run.remainder = static_cast<std::int16_t*>(at("remainder"));
+  run.exp_avg = at("exp_avg");
+  run.exp_avg_sq = at("exp_avg_sq");
+  run.exp_avg_base = static_cast<std::uint16_t*>(at("exp_avg_base"));
+  run.exp_avg_sq_base = static_cast<std::uint16_t*>(at("exp_avg_sq_base"));
+  run.max_exp_avg_sq = static_cast<float*>(at("max_exp_avg_sq"));
+  run.out = at("out");
+  run.grad_format = float_named(grad_dtype);
+  run.moment_format = moments;
+  run.out_format = float_named(out_dtype);
+  return {run, step, static_cast<float*>(at("step"))};
+}
+
+using Batch = std::tuple<AdamHypers, std::vector<CountedRun>, std::vector<std::uintptr_t>>;
+
+std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flush_denormals,
+                       const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  std::vector<AdamBatch> work;
+  for (const auto& [hypers, runs, grads] : batches) {
+    if (runs.size() != grads.size()) throw std::invalid_argument("every run needs the address of its gradient");
+    work.push_back({hypers, runs});
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      AdamRun& run = work.back().runs[i].run;
+      run.grad = memory(grads[i]);
+      if (run.grad == nullptr && run.numel > 0) throw std::invalid_argument("a gradient without an address");
+    }
+  }
+  const py::gil_scoped_release unlocked;
+  return zero_opt::adam_step(kernels, work, {threads, flush_denormals});
+}
+
+std::pair<double, std::int64_t> grad_sum(
+    const std::vector<std::tuple<std::uintptr_t, std::string, std::int64_t>>& grads, int threads,
+    bool flush_denormals, const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  std::vector<GradArray> arrays;
+  for (const auto& [address, dtype, numel] : grads) {
+    if (numel < 0) throw std::invalid_argument("numel must not be negative, got " + std::to_string(numel));
+    arrays.push_back({memory(address), float_named(dtype), numel});
+  }
+  const py::gil_scoped_release unlocked;
+  const zero_opt::GradSum sum = zero_opt::grad_sum(kernels, arrays, {threads, flush_denormals});
+  return {sum.squares, sum.nonfinite};
+}
+
+void convert(std::int64_t numel, const std::pair<std::uintptr_t, std::string>& from,
+             const std::pair<std::uintptr_t, std::string>& to, const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  const Format from_format = float_named(from.second), to_format = float_named(to.second);
+  if (from_format != Format::kFloat32 && to_format != Format::kFloat32) {
+    throw std::invalid_argument("one of the two arrays must be float32");
+  }
+  const py::gil_scoped_release unlocked;
+  kernels.convert({numel, memory(from.first), memory(to.first), from_format, to_format});
+}
+
+MomentRun make_moments(std::int64_t numel, const std::string& dtype,
+                       const std::map<std::string, std::uintptr_t>& addresses, double step) {
+  const Format format = format_named(dtype);
+  if (format != Format::kBfloat16 && format != Format::kBlock8) {
+    throw std::invalid_argument("no compact format of moments: '" + dtype + "'");
+  }
+  const auto bases = [&](const char* role) {
+    return format == Format::kBlock8 ? static_cast<std::uint16_t*>(memory(addresses.at(role))) : nullptr;
+  };
+  return {numel,
+          format,
+          zero_opt::dither_of(step),
+          memory(addresses.at("exp_avg")),
+          memory(addresses.at("exp_avg_sq")),
+          bases("exp_avg_base"),
+          bases("exp_avg_sq_base"),
+          floats(addresses.at("plain_exp_avg")),
+          floats(addresses.at("plain_exp_avg_sq"))};
+}
+
+void pack_moments(const MomentRun& run, const std::string& isa) {
   const Kernels& kernels = table(isa);
   const py::gil_scoped_release unlocked;
-  for (const AdamRun& run : runs) kernels.adam(run);
+  kernels.pack_moments(run);
+}
+
+void unpack_moments(const MomentRun& run, const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  const py::gil_scoped_release unlocked;
+  kernels.unpack_moments(run);
 }
 
 void fma_array(std::int64_t numel, std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::uintptr_t out,
@@ -89,14 +221,26 @@ std::vector<std::string> isas() {
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native kernels of zero_opt. Addresses and sizes go in unchecked: call zero_opt.cpu_adam instead.";
-  py::class_<AdamScalars>(m, "AdamScalars")
-      .def(py::init(&make_scalars), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"),
-           py::arg("maximize"));
-  py::class_<AdamRun>(m, "AdamRun")
-      .def(py::init(&make_run), py::arg("scalars"), py::arg("numel"), py::arg("param"), py::arg("grad"),
-           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq") = 0);
-  m.def("adam_step", &adam_step, py::arg("runs"), py::arg("isa") = "");
+  py::class_<AdamHypers>(m, "AdamHypers")
+      .def(py::init(&make_hypers), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"),
+           py::arg("grad_scale") = 1.0);
+  py::class_<CountedRun>(m, "AdamRun")
+      .def(py::init(&make_run), py::arg("numel"), py::arg("addresses"), py::kw_only(),
+           py::arg("grad_dtype") = "float32", py::arg("moment_dtype") = "float32",
+           py::arg("out_dtype") = "float32", py::arg("step") = 1.0);
+  py::class_<MomentRun>(m, "MomentRun")
+      .def(py::init(&make_moments), py::arg("numel"), py::arg("dtype"), py::arg("addresses"), py::kw_only(),
+           py::arg("step") = 1.0);
+  m.def("adam_step", &adam_step, py::arg("batches"), py::kw_only(), py::arg("threads") = 1,
+        py::arg("flush_denormals") = false, py::arg("isa") = "");
+  m.def("grad_sum", &grad_sum, py::arg("grads"), py::kw_only(), py::arg("threads") = 1,
+        py::arg("flush_denormals") = false, py::arg("isa") = "");
+  m.def("convert", &convert, py::arg("numel"), py::arg("from_"), py::arg("to"), py::arg("isa") = "");
+  m.def("pack_moments", &pack_moments, py::arg("run"), py::arg("isa") = "");
+  m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");
+  m.def("usable_threads", &zero_opt::usable_threads, py::arg("requested"));
+  m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");
   m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("isa") = "");

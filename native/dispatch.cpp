@@ -58,9 +58,17 @@ const MeanKernels& mean_kernels([[maybe_unused]] const Kernels& table) {
   return kMeanKernelsBaseline;
 }
 
-AdamScalars adam_scalars(const AdamHypers& hypers) {
-  const double bias_correction1 = 1.0 - std::pow(hypers.beta1, hypers.step);
-  const double bias_correction2 = 1.0 - std::pow(hypers.beta2, hypers.step);
+std::uint32_t dither_of(double step) {
+  // One round of splitmix64 (Steele, Lea and Flood 2014).
+  std::uint64_t mixed = static_cast<std::uint64_t>(step) * 0x9e3779b97f4a7c15ull;
+  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ull;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebull;
+  return static_cast<std::uint32_t>(mixed >> 32);
+}
+
+AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
+  const double bias_correction1 = 1.0 - std::pow(hypers.beta1, step);
+  const double bias_correction2 = 1.0 - std::pow(hypers.beta2, step);
   AdamScalars scalars;
   scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
   scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
@@ -70,7 +78,8 @@ AdamScalars adam_scalars(const AdamHypers& hypers) {
   scalars.weight2 = static_cast<float>(1.0 - hypers.beta2);
   scalars.beta2 = static_cast<float>(hypers.beta2);
   scalars.eps = static_cast<float>(hypers.eps);
-  scalars.sign = hypers.maximize ? -1.0f : 1.0f;
+  scalars.grad_factor = static_cast<float>(hypers.maximize ? -hypers.grad_scale : hypers.grad_scale);
+  scalars.dither = dither_of(step);
   return scalars;
 }
 

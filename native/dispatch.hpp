@@ -1,6 +1,7 @@
 // Which kernels to run: a table chosen once, at run time.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -24,10 +25,14 @@ const MeanKernels& mean_kernels(const Kernels& table);
 // The hyperparameters of one group at one step, as the user wrote them.
 struct AdamHypers {
   double lr, beta1, beta2, eps, weight_decay;
-  double step;  // t, counted from 1
+  double grad_scale;  // what gradients are multiplied by first
   bool decoupled, maximize;
 };
 
-AdamScalars adam_scalars(const AdamHypers& hypers);
+// The scalars of step t, counted from 1.
+AdamScalars adam_scalars(const AdamHypers& hypers, double step);
+
+// A number that is another one for every step.
+std::uint32_t dither_of(double step);
 
 }  // namespace zero_opt

@@ -6,6 +6,12 @@
 
 namespace zero_opt {
 
+// How the elements of an array are stored. kBlock8 is the 8-bit format of compact.inl.
+enum class Format : std::int32_t { kFloat32, kBfloat16, kFloat16, kBlock8 };
+
+// Every cut inside an array of elements is at a multiple of this, which is also the block of kBlock8.
+constexpr std::int64_t kCutNumel = 64;
+
 // One step's scalars. They are computed once, in double, and rounded to float once.
 struct AdamScalars {
   float step_size;              // lr / (1 - beta1^t)
@@ -16,18 +22,31 @@ struct AdamScalars {
   float weight2;                // 1 - beta2
   float beta2;
   float eps;
-  float sign;  // -1 to maximize, else 1
+  float grad_factor;     // unscale and clip factor; negative to maximize
+  std::uint32_t dither;  // a number of the step, for formats that round by chance
 };
 
-// A contiguous run of elements that share one step's scalars. max_exp_avg_sq is null without amsgrad.
+// A contiguous run of elements that share one step's scalars.
 struct AdamRun {
-  AdamScalars scalars;
   std::int64_t numel;
-  float* param;
-  const float* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;
+  void* param;              // the fp32 master; bf16 if there is a remainder
+  std::int16_t* remainder;  // null, or the other half of a split master
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  std::uint16_t* exp_avg_base;     // kBlock8 only: a number per block
+  std::uint16_t* exp_avg_sq_base;  // likewise
+  float* max_exp_avg_sq;           // null without amsgrad
+  void* out;                       // null, or where the new param goes in the model's format
+  Format grad_format;
+  Format moment_format;
+  Format out_format;
+};
+
+// What a pass over gradients finds.
+struct GradSum {
+  double squares;          // infinite or NaN if any element is
+  std::int64_t nonfinite;  // how many elements are infinite or NaN
 };
 
 // Three arrays of factors and an addend, for the fused multiply-add on its own.
@@ -39,11 +58,39 @@ struct FmaRun {
   float* out;
 };
 
+// An array and the same one in another format; one of the two is fp32.
+struct ConvertRun {
+  std::int64_t numel;
+  const void* from;
+  void* to;
+  Format from_format;
+  Format to_format;
+};
+
+// Both moments in a compact format, and the same in fp32. The bases are for kBlock8 only.
+struct MomentRun {
+  std::int64_t numel;
+  Format format;
+  std::uint32_t dither;
+  void* exp_avg;
+  void* exp_avg_sq;
+  std::uint16_t* exp_avg_base;
+  std::uint16_t* exp_avg_sq_base;
+  float* plain_exp_avg;
+  float* plain_exp_avg_sq;
+};
+
 // The kernels of one instruction set. Every table computes the same bits.
 struct Kernels {
   const char* name;
-  void (*adam)(const AdamRun& run);
+  // Steps the elements from begin, a multiple of kCutNumel, to end; returns how many of their gradients, after
+  // the factor, are not finite.
+  std::int64_t (*adam)(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end);
+  GradSum (*grad_sum)(const void* grad, Format format, std::int64_t numel);
   void (*fma)(const FmaRun& run);
+  void (*convert)(const ConvertRun& run);
+  void (*pack_moments)(const MomentRun& run);
+  void (*unpack_moments)(const MomentRun& run);
 };
 
 }  // namespace zero_opt

@@ -1,4 +1,7 @@
 // The mean of several ranks' chunks, summed in rank order: included once by each isa_*.cpp, like adam.inl.
+#pragma once
+
+#include "float_formats.inl"
 #include "mean.hpp"
 
 namespace zero_opt {
@@ -6,18 +9,6 @@ namespace {
 
 // Elements summed at a time, so that partial sums stay in the nearest cache.
 constexpr std::int64_t kMeanBlock = 2048;
-
-inline float bf16_to_float(std::uint16_t bits) {
-  return __builtin_bit_cast(float, static_cast<std::uint32_t>(bits) << 16);
-}
-
-// Round to nearest even; NaN stays NaN.
-inline std::uint16_t float_to_bf16(float value) {
-  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded);
-}
 
 inline float load(const float* source, std::int64_t i) { return source[i]; }
 inline float load(const std::uint16_t* source, std::int64_t i) { return bf16_to_float(source[i]); }

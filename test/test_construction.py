@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt import register_elementwise
+from zero_opt import AdamState, CPUAdamW, register_elementwise
 from zero_opt.construction import (
     adopt_errors,
     check_wrapped_class,
@@ -120,6 +120,13 @@ def test_the_template_knows_all_defaults_and_weighs_nothing() -> None:
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
         assert all(p.device.type == "meta" for p in ours["params"])
     assert template.defaults == plain.defaults
+
+
+def test_the_native_class_is_a_template_too_but_for_compact_state() -> None:
+    params = [Parameter(torch.ones(64))]
+    assert template_of(CPUAdamW, params, {"threads": 1, "state": AdamState()}).defaults["fused"] is True
+    with pytest.raises(UnsupportedOptimizer, match=r"moments='block8'.* cannot be sharded over several ranks"):
+        template_of(CPUAdamW, params, {"state": AdamState("block8")})
 
 
 def test_the_template_takes_names() -> None:

@@ -23,11 +23,12 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped
+from .policies import AdamState, AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamState",
     "AlreadyReduced",
     "AtStep",
     "CPUAdam",

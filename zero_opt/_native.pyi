@@ -1,11 +1,11 @@
 """The compiled kernels. Addresses and sizes are trusted: go through zero_opt.cpu_adam, which checks them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-class AdamScalars:
-    """The scalars of one Adam step of one group, computed in double and rounded to float once.
+class AdamHypers:
+    """The hyperparameters of a group. ``decoupled`` is AdamW's decay, else weight_decay is L2.
 
-    ``step`` counts from 1 (ValueError below). ``decoupled`` is AdamW's decay, else weight_decay is L2.
+    ``grad_scale`` is what gradients are multiplied by first.
     """
 
     def __init__(
@@ -16,33 +16,74 @@ class AdamScalars:
         beta2: float,
         eps: float,
         weight_decay: float,
-        step: float,
         decoupled: bool,
         maximize: bool,
+        grad_scale: float = 1.0,
     ) -> None: ...
 
 class AdamRun:
-    """``numel`` contiguous fp32 elements at each address; ``max_exp_avg_sq`` is 0 without amsgrad.
+    """``numel`` contiguous elements at each address, without the gradient's.
 
-    Raises ValueError for a negative numel, or a missing address with numel > 0.
+    Roles of addresses: param, exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; remainder (int16) beside a bf16 param;
+    out, for another copy of the new param; exp_avg_base and exp_avg_sq_base (int16, one per 64 elements) for 8-bit
+    moments, whose dtype is "uint8"; step, an fp32 count of steps done, which is used and raised in place of ``step``,
+    the number of this step.
+
+    Raises ValueError for a negative numel, an unknown role or dtype, or a missing address with numel > 0.
     """
 
     def __init__(
         self,
-        scalars: AdamScalars,
         numel: int,
-        param: int,
-        grad: int,
-        exp_avg: int,
-        exp_avg_sq: int,
-        max_exp_avg_sq: int = 0,
+        addresses: Mapping[str, int],
+        *,
+        grad_dtype: str = "float32",
+        moment_dtype: str = "float32",
+        out_dtype: str = "float32",
+        step: float = 1.0,
     ) -> None: ...
 
-def adam_step(runs: Sequence[AdamRun], isa: str = "") -> None:
-    """Steps every run in place, with the GIL released. ``isa`` overrides the chosen instruction set.
+class MomentRun:
+    """Both moments in a compact form ("bfloat16" or "uint8") and, at plain_exp_avg and plain_exp_avg_sq, in fp32.
 
-    Raises RuntimeError for an instruction set that this processor lacks, before anything is written.
+    Rounding is by chance, which depends on ``step``.
     """
+
+    def __init__(self, numel: int, dtype: str, addresses: Mapping[str, int], *, step: float = 1.0) -> None: ...
+
+def adam_step(
+    batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+    *,
+    threads: int = 1,
+    flush_denormals: bool = False,
+    isa: str = "",
+) -> int:
+    """Steps every run of every batch in place, given the addresses of their gradients; GIL released.
+
+    Returns how many gradient elements, after scaling, were not finite. ``isa`` overrides the chosen instruction set.
+    Raises ValueError for a run without a gradient, RuntimeError for an instruction set that this processor lacks,
+    before anything is written.
+    """
+
+def grad_sum(
+    grads: Sequence[tuple[int, str, int]], *, threads: int = 1, flush_denormals: bool = False, isa: str = ""
+) -> tuple[float, int]:
+    """Sum of squares and number of non-finite elements of arrays given as (address, dtype, numel); GIL released."""
+
+def convert(numel: int, from_: tuple[int, str], to: tuple[int, str], isa: str = "") -> None:
+    """Array to array, each an (address, dtype), one of them fp32, rounded to nearest even: for tests."""
+
+def pack_moments(run: MomentRun, isa: str = "") -> None:
+    """From fp32 to the compact form."""
+
+def unpack_moments(run: MomentRun, isa: str = "") -> None:
+    """From the compact form to fp32."""
+
+def usable_threads(requested: int) -> int:
+    """How many threads a request gets: clamped to this thread's CPUs and the cgroup's quota, at least 1."""
+
+def cgroup_cpus(listing: str, root: str) -> float:
+    """CPUs' worth of time that the cgroups in a file like /proc/self/cgroup grant, mounted at ``root``: for tests."""
 
 def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""

@@ -14,6 +14,7 @@ from .agreement import value_digest
 from .errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
 from .flat_param import check_memory, is_dense
 from .placement import hypers_of
+from .policies import AdamState
 
 _ELEMENTWISE_NAMES = [
     "Adadelta",
@@ -104,6 +105,8 @@ def template_of(
             f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
             "over several ranks; use it at world size 1"
         )
+    if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
+        raise UnsupportedOptimizer(f"state={form!r} cannot be sharded over several ranks; leave it AdamState()")
     template = cls([_stand_in(entry) for entry in groups], **defaults)
     for group in template.param_groups:
         for option in ("differentiable", "capturable"):

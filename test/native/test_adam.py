@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from test.native.kernels import HYPERS, adam, arrays, same_bits
+from test.native.kernels import HYPERS, adam, arrays, run_of, same_bits
 from zero_opt import _native
 
 ISAS = _native.isas()
@@ -92,10 +92,23 @@ def test_unknown_isa_is_an_error_that_names_the_known() -> None:
 
 
 def test_arguments_are_checked() -> None:
+    param, *_ = arrays(64)
+    written = {"param": param, "exp_avg": param, "exp_avg_sq": param}
     with pytest.raises(ValueError, match="step counts from 1"):
-        _native.AdamScalars(**{**HYPERS, "step": 0.0})
-    scalars = _native.AdamScalars(**HYPERS)
+        run_of(written, param, 0.0)
     with pytest.raises(ValueError, match="negative"):
-        _native.AdamRun(scalars, -1, 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="addresses"):
-        _native.AdamRun(scalars, 1, 0, 0, 0, 0)
+        _native.AdamRun(-1, {})
+    with pytest.raises(ValueError, match="needs the address of param"):
+        _native.AdamRun(1, {})
+    with pytest.raises(ValueError, match="needs the address of exp_avg_base"):
+        _native.AdamRun(64, {role: t.data_ptr() for role, t in written.items()}, moment_dtype="uint8")
+    with pytest.raises(ValueError, match="no array of a run is called 'master'"):
+        _native.AdamRun(1, {"master": 8})
+    with pytest.raises(ValueError, match="no kernel for dtype 'float64'"):
+        _native.AdamRun(0, {}, grad_dtype="float64")
+    with pytest.raises(ValueError, match="does not fit the range of float16"):
+        _native.AdamRun(0, {}, moment_dtype="float16")
+    hypers, run = _native.AdamHypers(**HYPERS), run_of(written, param, 1.0)
+    for grads in ([], [0]):
+        with pytest.raises(ValueError, match="gradient"):
+            _native.adam_step([(hypers, [run], grads)])

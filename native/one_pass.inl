@@ -1,0 +1,252 @@
+// The whole step in one read and one write of memory: included once by each isa_*.cpp, after adam.inl.
+//
+// The maths exists for fp32 arrays, and bf16 moments, only. Arrays in another format pass, kStaged elements at a time,
+// through copies small enough to stay in the nearest cache, so that memory sees each byte once and the number of loops
+// is the sum of the formats and not their product.
+#pragma once
+
+#include "adam.inl"
+#include "compact.inl"
+#include "float_formats.inl"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace zero_opt {
+namespace {
+
+constexpr std::int64_t kStaged = 256;
+static_assert(kStaged % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
+
+struct alignas(64) Staging {
+  float param[kStaged];
+  float grad[kStaged];
+  float out[kStaged];
+  std::uint16_t exp_avg[kStaged];
+  std::uint16_t exp_avg_sq[kStaged];
+};
+
+inline void widen_fp16(const std::uint16_t* __restrict__ from, std::int64_t n, float* __restrict__ to) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = fp16_to_float(from[i]);  // vectorise
+}
+
+inline void narrow_bf16(const float* __restrict__ from, std::int64_t n, std::uint16_t* __restrict__ to) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(from[i]);  // vectorise
+}
+
+inline void narrow_fp16(const float* __restrict__ from, std::int64_t n, std::uint16_t* __restrict__ to) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = float_to_fp16(from[i]);  // vectorise
+}
+
+inline void copy_floats(const float* __restrict__ from, std::int64_t n, float* __restrict__ to) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
+// n fp32 values from element start of an array: the array itself, or ``staged`` filled from it.
+const float* read_floats(const void* array, Format format, std::int64_t start, std::int64_t n, float* staged) {
+  if (format == Format::kFloat32) return static_cast<const float*>(array) + start;
+  const std::uint16_t* narrow = static_cast<const std::uint16_t*>(array) + start;
+  format == Format::kBfloat16 ? unpack_bf16(narrow, n, staged) : widen_fp16(narrow, n, staged);
+  return staged;
+}
+
+void write_floats(void* array, Format format, std::int64_t start, std::int64_t n, const float* values) {
+  std::uint16_t* narrow = static_cast<std::uint16_t*>(array) + start;
+  if (format == Format::kFloat32) {
+    copy_floats(values, n, static_cast<float*>(array) + start);
+  } else if (format == Format::kBfloat16) {
+    narrow_bf16(values, n, narrow);
+  } else {
+    narrow_fp16(values, n, narrow);
+  }
+}
+
+// An array that is written but not read need not be fetched first: past the caches, whole lines at a time. A run
+// shorter than this is better left in them, for whoever reads it next.
+constexpr std::int64_t kStreamNumel = 1 << 20, kLine = 64;
+
+inline void stream_line(const char* from, char* to) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(from));
+#elif defined(__AVX__)
+  for (int i = 0; i < 2; ++i) {
+    const __m256i half = _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + i);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + i, half);
+  }
+#elif defined(__SSE2__)
+  for (int i = 0; i < 4; ++i) {
+    const __m128i quarter = _mm_load_si128(reinterpret_cast<const __m128i*>(from) + i);
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, quarter);
+  }
+#else
+  __builtin_memcpy(to, from, kLine);
+#endif
+}
+
+// Streamed stores are seen by other threads only after this.
+inline void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
+  const std::int64_t width = run.out_format == Format::kFloat32 ? 4 : 2;
+  char* to = static_cast<char*>(run.out) + start * width;
+  const bool whole_lines = reinterpret_cast<std::uintptr_t>(to) % kLine == 0 && n * width % kLine == 0;
+  if (run.numel < kStreamNumel || !whole_lines) {
+    write_floats(run.out, run.out_format, start, n, values);
+    return;
+  }
+  write_floats(staging.out, run.out_format, 0, n, values);
+  const char* from = reinterpret_cast<const char*>(staging.out);
+  for (std::int64_t at = 0; at < n * width; at += kLine) stream_line(from + at, to + at);
+}
+
+inline MomentRun blocks_of(const AdamRun& run, std::uint32_t dither) {
+  return {run.numel,       run.moment_format,   dither,  run.exp_avg, run.exp_avg_sq,
+          run.exp_avg_base, run.exp_avg_sq_base, nullptr, nullptr};
+}
+
+// Shows the loop the moments from element start on, a multiple of kCutNumel.
+void read_moments(const AdamRun& run, std::int64_t start, Staging& staging, Lanes& lanes) {
+  if (run.moment_format == Format::kFloat32) {
+    lanes.exp_avg = static_cast<float*>(run.exp_avg) + start;
+    lanes.exp_avg_sq = static_cast<float*>(run.exp_avg_sq) + start;
+  } else if (run.moment_format == Format::kBfloat16) {
+    lanes.half_exp_avg = static_cast<std::uint16_t*>(run.exp_avg) + start;
+    lanes.half_exp_avg_sq = static_cast<std::uint16_t*>(run.exp_avg_sq) + start;
+  } else {
+    lanes.half_exp_avg = staging.exp_avg;
+    lanes.half_exp_avg_sq = staging.exp_avg_sq;
+    const MomentRun blocks = blocks_of(run, 0);
+    for_blocks(lanes.numel, [&](std::int64_t at, std::int64_t n) {
+      decode_block(blocks, start + at, n, staging.exp_avg + at, staging.exp_avg_sq + at);
+    });
+  }
+}
+
+void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither, const Lanes& lanes) {
+  if (run.moment_format != Format::kBlock8) return;
+  encode_blocks<kStaged / kCutNumel>(blocks_of(run, dither), start, lanes.numel, lanes.half_exp_avg,
+                                     lanes.half_exp_avg_sq);
+}
+
+// Asks for the memory that the loops come to next but three. They are too short for the processor to see by itself
+// where they are going.
+constexpr std::int64_t kAhead = 4 * kStaged;
+
+inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) {
+  if (array == nullptr) return;
+  const char* first = static_cast<const char*>(array) + (start + kAhead) * bytes;
+  for (std::int64_t at = 0; at < kStaged * bytes; at += 64) __builtin_prefetch(first + at, 1);
+}
+
+inline std::int64_t bytes_of(Format format) {
+  return format == Format::kFloat32 ? 4 : (format == Format::kBlock8 ? 1 : 2);
+}
+
+void prefetch_run(const AdamRun& run, std::int64_t start) {
+  prefetch(run.param, run.remainder == nullptr ? 4 : 2, start);
+  prefetch(run.remainder, 2, start);
+  prefetch(run.grad, bytes_of(run.grad_format), start);
+  prefetch(run.exp_avg, bytes_of(run.moment_format), start);
+  prefetch(run.exp_avg_sq, bytes_of(run.moment_format), start);
+  prefetch(run.max_exp_avg_sq, 4, start);
+  if (run.numel < kStreamNumel) prefetch(run.out, bytes_of(run.out_format), start);
+}
+
+std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+                         Staging& staging) {
+  Lanes lanes = {};
+  lanes.numel = n;
+  lanes.grad = read_floats(run.grad, run.grad_format, start, n, staging.grad);
+  std::uint16_t* param = static_cast<std::uint16_t*>(run.param) + start;
+  lanes.param = run.remainder == nullptr ? static_cast<float*>(run.param) + start : staging.param;
+  if (run.remainder != nullptr) join_master(param, run.remainder + start, n, staging.param);
+  read_moments(run, start, staging, lanes);
+  if (run.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = run.max_exp_avg_sq + start;
+  const std::int32_t nonfinite = adam_pick(scalars, lanes);
+  write_moments(run, start, scalars.dither, lanes);
+  if (run.remainder != nullptr) split_master(lanes.param, n, param, run.remainder + start);
+  if (run.out != nullptr) write_out(run, start, n, lanes.param, staging);
+  return nonfinite;
+}
+
+std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
+  Staging staging;
+  std::int64_t nonfinite = 0;
+  for (std::int64_t start = begin; start < end; start += kStaged) {
+    const std::int64_t n = end - start < kStaged ? end - start : kStaged;
+    if (start + kAhead + kStaged <= end) prefetch_run(run, start);
+    nonfinite += adam_staged(scalars, run, start, n, staging);
+  }
+  if (run.out != nullptr) end_streams();
+  return nonfinite;
+}
+
+// Squares of floats are exact in double, so a contraction could change nothing. The sums run in kSumLanes lanes,
+// element i in lane i % kSumLanes, whatever the width of the registers; the compiler would not keep an array of
+// lanes in registers, so here the vectors are spelled out.
+constexpr std::int64_t kSumLanes = 32, kVectorLanes = 8;
+typedef float Floats __attribute__((vector_size(kVectorLanes * sizeof(float))));
+typedef double Doubles __attribute__((vector_size(kVectorLanes * sizeof(double))));
+
+// n is a multiple of kSumLanes.
+inline void add_squares(const float* grad, std::int64_t n, double* lanes) {
+  Doubles sums[kSumLanes / kVectorLanes];
+  __builtin_memcpy(sums, lanes, sizeof(sums));
+  for (std::int64_t start = 0; start < n; start += kSumLanes) {
+    for (std::int64_t part = 0; part < kSumLanes / kVectorLanes; ++part) {
+      Floats values;
+      __builtin_memcpy(&values, grad + start + part * kVectorLanes, sizeof(values));
+      const Doubles wide = __builtin_convertvector(values, Doubles);
+      sums[part] += wide * wide;
+    }
+  }
+  __builtin_memcpy(lanes, sums, sizeof(sums));
+}
+
+inline std::int32_t count_nonfinite(const float* grad, std::int64_t n) {
+  std::int32_t count = 0;
+  for (std::int64_t i = 0; i < n; ++i) {  // vectorise
+    count += static_cast<std::int32_t>(bits_of(grad[i]) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
+  }
+  return count;
+}
+
+GradSum grad_sum(const void* grad, Format format, std::int64_t numel) {
+  alignas(64) float staged[kStaged];
+  alignas(64) double lanes[kSumLanes] = {};
+  GradSum found = {0.0, 0};
+  for (std::int64_t start = 0; start < numel; start += kStaged) {
+    const std::int64_t n = numel - start < kStaged ? numel - start : kStaged;
+    const float* values = read_floats(grad, format, start, n, staged);
+    found.nonfinite += count_nonfinite(values, n);
+    const std::int64_t whole = n - n % kSumLanes;
+    add_squares(values, whole, lanes);
+    for (std::int64_t i = whole; i < n; ++i) {
+      const double value = values[i];
+      lanes[i - whole] += value * value;
+    }
+  }
+  for (std::int64_t width = kSumLanes / 2; width > 0; width /= 2) {
+    for (std::int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  found.squares = lanes[0];
+  return found;
+}
+
+void convert(const ConvertRun& run) {
+  if (run.to_format == Format::kFloat32) {
+    float* to = static_cast<float*>(run.to);
+    const float* from = read_floats(run.from, run.from_format, 0, run.numel, to);
+    if (from != to) copy_floats(from, run.numel, to);
+  } else {
+    write_floats(run.to, run.to_format, 0, run.numel, static_cast<const float*>(run.from));
+  }
+}
+
+}  // namespace
+}  // namespace zero_opt

@@ -1,0 +1,168 @@
+#include "step.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+#include "flush_denormals.hpp"
+#include "thread_pool.hpp"
+
+namespace zero_opt {
+namespace {
+
+// What a thread takes at a time: long enough for the memory's prefetching, short enough to even out the threads.
+constexpr std::int64_t kBlockNumel = 32768;
+static_assert(kBlockNumel % kCutNumel == 0 && kBlockNumel % kSumNumel == 0, "cuts must not change bits");
+// Waking the pool takes about as long as this many elements.
+constexpr std::int64_t kAloneNumel = 65536;
+
+// The blocks of several arrays, numbered through.
+class Blocks {
+ public:
+  void add(std::int64_t numel) {
+    numel_.push_back(numel);
+    first_.push_back(count_);
+    count_ += (numel + kBlockNumel - 1) / kBlockNumel;
+    total_numel_ += numel;
+  }
+  std::int64_t count() const { return count_; }
+  std::int64_t total_numel() const { return total_numel_; }
+
+  // Calls work(array, begin, end) for the blocks from ``first`` on, before ``last``.
+  template <typename Work>
+  void visit(std::int64_t first, std::int64_t last, const Work& work) const {
+    // Arrays of no elements share their number with the next one, which upper_bound finds.
+    std::size_t array = std::upper_bound(first_.begin(), first_.end(), first) - first_.begin() - 1;
+    for (std::int64_t block = first; block < last; ++block) {
+      while (block - first_[array] >= (numel_[array] + kBlockNumel - 1) / kBlockNumel) ++array;
+      const std::int64_t begin = (block - first_[array]) * kBlockNumel;
+      work(array, begin, std::min(begin + kBlockNumel, numel_[array]));
+    }
+  }
+
+ private:
+  std::vector<std::int64_t> numel_, first_;
+  std::int64_t count_ = 0, total_numel_ = 0;
+};
+
+// Which blocks are whose: every thread has a range of neighbours, the same in every step, so that it keeps to the
+// memory it touched before; who is done with their own takes from the others.
+class Shares {
+ public:
+  Shares(std::int64_t blocks, int threads) : shares_(new Share[threads]), threads_(threads) {
+    for (int i = 0; i < threads; ++i) {
+      shares_[i].next.store(blocks * i / threads, std::memory_order_relaxed);
+      shares_[i].end = blocks * (i + 1) / threads;
+    }
+  }
+
+  // Calls take(block) for blocks until none is left.
+  template <typename Take>
+  void work(int thread, const Take& take) {
+    for (int i = 0; i < threads_; ++i) {
+      Share& share = shares_[(thread + i) % threads_];
+      for (;;) {
+        const std::int64_t block = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (block >= share.end) break;
+        take(block);
+      }
+    }
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<std::int64_t> next;
+    std::int64_t end;
+  };
+  std::unique_ptr<Share[]> shares_;
+  int threads_;
+};
+
+// Calls work(array, begin, end) for all blocks, on as many threads as are wanted, useful and to be had.
+template <typename Work>
+void for_all_blocks(const Blocks& blocks, const Parallel& parallel, const Work& work) {
+  const bool alone = parallel.threads <= 1 || blocks.total_numel() <= kAloneNumel;
+  const int wanted = alone ? 1 : usable_threads(parallel.threads);
+  const int threads = static_cast<int>(std::min<std::int64_t>(wanted, std::max<std::int64_t>(blocks.count(), 1)));
+  if (threads == 1) {
+    const FlushDenormals mode(parallel.flush_denormals);
+    if (blocks.count() > 0) blocks.visit(0, blocks.count(), work);
+    return;
+  }
+  Shares shares(blocks.count(), threads);
+  run_parallel(threads, [&](int thread) {
+    const FlushDenormals mode(parallel.flush_denormals);
+    shares.work(thread, [&](std::int64_t block) { blocks.visit(block, block + 1, work); });
+  });
+}
+
+double step_of(const CountedRun& counted) {
+  return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step) + 1.0;
+}
+
+// The sum of values[0, count) by halves: their order is fixed and the rounding grows with the logarithm only.
+double pairwise_sum(const double* values, std::size_t count) {
+  if (count == 0) return 0.0;
+  if (count == 1) return values[0];
+  const std::size_t half = (count + 1) / 2;
+  return pairwise_sum(values, half) + pairwise_sum(values + half, count - half);
+}
+
+}  // namespace
+
+std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel) {
+  Blocks blocks;
+  std::vector<const AdamRun*> runs;
+  std::vector<std::size_t> scalars_of;
+  std::vector<AdamScalars> scalars;
+  for (const AdamBatch& batch : batches) {
+    double step = 0.0;  // of the last scalars; counts from 1
+    for (const CountedRun& counted : batch.runs) {
+      if (const double next = step_of(counted); step == 0.0 || next != step) {
+        step = next;
+        scalars.push_back(adam_scalars(batch.hypers, step));
+      }
+      blocks.add(counted.run.numel);
+      runs.push_back(&counted.run);
+      scalars_of.push_back(scalars.size() - 1);
+    }
+  }
+  std::atomic<std::int64_t> nonfinite{0};
+  for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const std::int64_t found = kernels.adam(scalars[scalars_of[i]], *runs[i], begin, end);
+    if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
+  });
+  for (const AdamBatch& batch : batches) {
+    for (const CountedRun& counted : batch.runs) {
+      if (counted.kept_step != nullptr) *counted.kept_step = static_cast<float>(step_of(counted));
+    }
+  }
+  return nonfinite.load();
+}
+
+GradSum grad_sum(const Kernels& kernels, const std::vector<GradArray>& grads, const Parallel& parallel) {
+  Blocks blocks;
+  std::vector<std::size_t> first_sum;
+  std::size_t sums = 0;
+  for (const GradArray& grad : grads) {
+    blocks.add(grad.numel);
+    first_sum.push_back(sums);
+    sums += static_cast<std::size_t>((grad.numel + kSumNumel - 1) / kSumNumel);
+  }
+  std::vector<double> squares(sums);
+  std::atomic<std::int64_t> nonfinite{0};
+  for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const std::int64_t width = grads[i].format == Format::kFloat32 ? 4 : 2;
+    for (std::int64_t start = begin; start < end; start += kSumNumel) {
+      const void* data = static_cast<const char*>(grads[i].data) + start * width;
+      const GradSum found = kernels.grad_sum(data, grads[i].format, std::min(kSumNumel, end - start));
+      squares[first_sum[i] + static_cast<std::size_t>(start / kSumNumel)] = found.squares;
+      if (found.nonfinite != 0) nonfinite.fetch_add(found.nonfinite, std::memory_order_relaxed);
+    }
+  });
+  return {pairwise_sum(squares.data(), squares.size()), nonfinite.load()};
+}
+
+}  // namespace zero_opt

@@ -1,0 +1,50 @@
+// One call for everything that a step has to do, cut into blocks over the threads of the pool.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+
+namespace zero_opt {
+
+struct Parallel {
+  int threads;           // wanted; at most usable_threads() are had
+  bool flush_denormals;  // on the threads that work, while they work
+};
+
+// A run and its step number t, counted from 1. A step that is kept in memory (as fp32) is the number of steps
+// done: t is one more, and it is stored when the step is over.
+struct CountedRun {
+  AdamRun run;
+  double step;
+  float* kept_step;  // null if ``step`` is it
+};
+
+// Runs that share hyperparameters.
+struct AdamBatch {
+  AdamHypers hypers;
+  std::vector<CountedRun> runs;
+};
+
+// Steps every run; returns how many gradient elements, after the factor, were not finite. The bits do not depend
+// on the threads.
+std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel);
+
+constexpr std::int64_t kSumNumel = 4096;
+
+// An array of gradient elements.
+struct GradArray {
+  const void* data;
+  Format format;
+  std::int64_t numel;
+};
+
+// Sum of the squares of all elements, and how many are not finite. Every kSumNumel elements of an array, counted
+// from its start, are summed in lanes, and those sums pairwise in order; so the result does not depend on threads
+// or instruction set, and on cutting arrays elsewhere only by rounding: all terms are non-negative and none goes
+// through more than kSumNumel / 32 + 5 + ceil(log2(number of sums)) additions of relative error 2^-53.
+GradSum grad_sum(const Kernels& kernels, const std::vector<GradArray>& grads, const Parallel& parallel);
+
+}  // namespace zero_opt

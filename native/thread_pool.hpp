@@ -1,0 +1,26 @@
+// A fork-join pool of our own, so that no second OpenMP runtime comes into the process.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace zero_opt {
+
+// How many threads a request gets: no more than the CPUs this thread may run on or than the cgroups' CPU quota
+// (rounded up), and at least 1.
+int usable_threads(int requested);
+
+// CPUs' worth of time that the cgroups grant, the least among those in ``listing`` (as /proc/self/cgroup) and all
+// above them, mounted at ``root``; infinite without a limit.
+double cgroup_cpus(const std::string& listing, const std::string& root);
+
+// Calls task(index) for every index in [0, count), each on its own thread of the pool, and returns when all are
+// done. With count 1, where threads cannot be had, or while another thread has the pool, the caller makes all the
+// calls itself, one after the other: tasks must not wait for each other, nor throw.
+//
+// Threads start at first use, sleep in between, and are started afresh in a forked child. They are pinned, one per
+// CPU, when there is one for each CPU that the process may use; fewer are not, since another process on the host
+// would choose the same CPUs.
+void run_parallel(int count, const std::function<void(int)>& task);
+
+}  // namespace zero_opt

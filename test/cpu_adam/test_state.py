@@ -1,0 +1,240 @@
+"""AdamState: bf16 and fp16 params with masters, compact moments, and state dicts that fit all of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import zero_opt
+from zero_opt import AdamState, CPUAdam, CPUAdamW
+from zero_opt.errors import ConfigError, ConfigTypeError
+
+FORMS = [
+    AdamState(moments, master)
+    for moments, master in itertools.product(("float32", "bfloat16", "block8"), ("float32", "split"))
+]
+forms = pytest.mark.parametrize("form", FORMS, ids=str)
+SHAPES = [(13, 11), (64,), (), (3, 0), (200, 7)]
+
+
+def gradients(params: list[Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def params(dtype: torch.dtype = torch.bfloat16) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def masters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state_dict()["state"].values():
+        yield state["master"]
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
+def test_the_master_is_the_param_of_an_fp32_run(master: str, moments: str) -> None:
+    narrow, wide = params(), [Parameter(p.detach().float()) for p in params()]
+    a = CPUAdamW(narrow, lr=1e-2, state=AdamState(moments, master))
+    b = CPUAdamW(wide, lr=1e-2, state=AdamState(moments))
+    for seed in range(5):
+        gradients(narrow, seed)
+        for p, q in zip(narrow, wide):
+            q.grad = p.grad.float() if p.grad is not None else None
+        a.step()
+        b.step()
+        assert all(torch.equal(master, q) for master, q in zip(masters(a), wide))
+    if master == "float32":
+        assert all(torch.equal(p, q.bfloat16()) for p, q in zip(narrow, wide))
+    else:
+        assert all(torch.equal(p, rounded_away(q.detach())) for p, q in zip(narrow, wide))
+
+
+def rounded_away(values: Tensor) -> Tensor:
+    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def test_fp16_params_with_a_master() -> None:
+    narrow, wide = params(torch.float16), [Parameter(p.detach().float()) for p in params(torch.float16)]
+    a, b = CPUAdam(narrow, state=AdamState(master="float32")), CPUAdam(wide)
+    for seed in range(3):
+        gradients(narrow, seed)
+        for p, q in zip(narrow, wide):
+            q.grad = p.grad.float() / 8 if p.grad is not None else None
+        a.step(grad_scale=0.125)
+        b.step()
+    assert all(torch.equal(p, q.half()) for p, q in zip(narrow, wide))
+
+
+def test_params_of_several_dtypes_in_one_optimizer() -> None:
+    mixed = [Parameter(torch.ones(64, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    optimizer = CPUAdam(mixed, state=AdamState(master="float32"))
+    gradients(mixed, 0)
+    optimizer.step()
+    assert ["master" in optimizer.state[p] for p in mixed] == [False, True, True]
+
+
+@forms
+def test_state_dict_is_torchs_with_a_master(form: AdamState) -> None:
+    ours = params()
+    optimizer = CPUAdamW(ours, state=form, amsgrad=True)
+    gradients(ours, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    stock = torch.optim.AdamW([Parameter(p.detach().float()) for p in ours], amsgrad=True, fused=True)
+    for param in stock.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    stock.step()
+    assert saved["param_groups"] == stock.state_dict()["param_groups"]
+    for index, state in stock.state_dict()["state"].items():
+        assert list(saved["state"][index]) == [*state, "master"]
+        for key, value in state.items():
+            assert (saved["state"][index][key].dtype, saved["state"][index][key].shape) == (value.dtype, value.shape)
+    stock.load_state_dict(saved)
+
+
+@forms
+def test_loads_what_it_saved_and_goes_on_to_the_bit(form: AdamState) -> None:
+    ours = params()
+    a = CPUAdamW(ours, state=form)
+    for seed in range(3):
+        gradients(ours, seed)
+        a.step()
+    others = [Parameter(torch.zeros_like(p)) for p in ours]
+    b = CPUAdamW(others, state=form)
+    saved = copy.deepcopy(a.state_dict())
+    before = copy.deepcopy(saved)
+    b.load_state_dict(saved)
+    if form.master != "split":
+        for p, q in zip(ours, others):
+            q.data.copy_(p)
+    for seed in range(3, 6):
+        assert all(torch.equal(p, q) for p, q in zip(ours, others))
+        for some in (ours, others):
+            gradients(some, seed)
+        a.step()
+        b.step()
+    for one, two in zip(a.state_dict()["state"].values(), b.state_dict()["state"].values()):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    for one, two in zip(saved["state"].values(), before["state"].values()):
+        assert all(torch.equal(one[key], two[key]) for key in one), "the dict that was loaded has changed"
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
+@pytest.mark.parametrize("layout", ["channels_last", "strided"])
+def test_any_layout(moments: str, layout: str) -> None:
+    def made() -> Parameter:
+        values = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
+        if layout == "channels_last":
+            return Parameter(values.to(memory_format=torch.channels_last))
+        return Parameter(values.repeat_interleave(2, 3)[..., ::2])
+
+    param = made()
+    address, strides = param.data_ptr(), param.stride()
+    flat = Parameter(torch.empty_like(param).copy_(param.detach()).permute(0, 2, 3, 1).flatten())
+    if layout == "strided":
+        flat = Parameter(param.detach().flatten().clone())
+    a, b = CPUAdam([param], state=AdamState(moments)), CPUAdam([flat], state=AdamState(moments))
+    for seed in range(3):
+        gradients([param], seed)
+        grad = param.grad.permute(0, 2, 3, 1) if layout == "channels_last" else param.grad
+        flat.grad = grad.flatten().clone()
+        a.step()
+        b.step()
+        now = param.detach().permute(0, 2, 3, 1) if layout == "channels_last" else param.detach()
+        assert torch.equal(now.flatten(), flat)
+    assert (param.data_ptr(), param.stride()) == (address, strides)
+    saved = a.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(
+        (saved.permute(0, 2, 3, 1) if layout == "channels_last" else saved).flatten(),
+        b.state_dict()["state"][0]["exp_avg"],
+    )
+
+
+def test_without_a_saved_master_the_param_is_it() -> None:
+    ours = params()
+    stock = torch.optim.AdamW(ours, fused=False, foreach=False)
+    gradients(ours, 0)
+    stock.step()
+    optimizer = CPUAdamW(ours, state=AdamState(master="split"))
+    with pytest.warns(UserWarning, match="no master saved for 5 params: their own values are taken"):
+        optimizer.load_state_dict(stock.state_dict())
+    assert all(torch.equal(master, p.float()) for master, p in zip(masters(optimizer), ours))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_copies_keep_the_form(clone: Callable[[Any], Any]) -> None:
+    ours = params()
+    a = CPUAdamW(ours, state=AdamState("block8", "split"), threads=1, flush_denormals=True)
+    gradients(ours, 0)
+    a.step()
+    b = clone(a)
+    others = b.param_groups[0]["params"]
+    for some, optimizer in ((ours, a), (others, b)):
+        gradients(some, 1)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, others))
+    assert b.state[others[0]]["exp_avg"].dtype is torch.uint8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_params_need_a_master(dtype: torch.dtype) -> None:
+    param = Parameter(torch.ones(4, dtype=dtype))
+    with pytest.raises(TypeError, match=r"must be torch.float32, got .*; state=zero_opt.AdamState\(master='float32'\)"):
+        CPUAdam([param])
+    if dtype is torch.float16:
+        with pytest.raises(TypeError, match=r"must be torch.float32 or torch.bfloat16, got torch.float16"):
+            CPUAdam([param], state=AdamState(master="split"))
+
+
+def test_forms_are_checked() -> None:
+    with pytest.raises(ConfigError, match="moments must be one of"):
+        AdamState(moments="int4")
+    with pytest.raises(ConfigError, match="master must be one of"):
+        AdamState(master="half")
+    with pytest.raises(ConfigTypeError, match=r"state must be a zero_opt.AdamState, got 'block8'"):
+        CPUAdam([torch.ones(4)], state="block8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="threads must be a positive integer or None, got 0"):
+        CPUAdam([torch.ones(4)], threads=0)
+
+
+def test_8_bit_moments_must_lie_as_the_param_does() -> None:
+    param = Parameter(torch.ones(8, 8))
+    optimizer = CPUAdam([param], state=AdamState("block8"))
+    param.grad = torch.ones(8, 8)
+    optimizer.step()
+    state = optimizer.state[param]
+    state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    with pytest.raises(ValueError, match="8-bit moments of CPUAdam param 0 of group 0 must lie in memory as the param"):
+        optimizer.step()
+
+
+def test_subnormal_moments_are_flushed_only_if_asked_for() -> None:
+    for flush, expected in ((False, True), (True, False)):
+        param = Parameter(torch.ones(64))
+        optimizer = CPUAdam([param], lr=1e-3, flush_denormals=flush)
+        param.grad = torch.full((64,), 2.0**-126)
+        optimizer.step()
+        assert bool(optimizer.state[param]["exp_avg"].any()) is expected
+
+
+def test_how_many_gradients_were_not_finite() -> None:
+    ours = [Parameter(torch.ones(70)), Parameter(torch.ones(3))]
+    optimizer = zero_opt.CPUAdam(ours)
+    gradients(ours, 0)
+    optimizer.step()
+    assert optimizer.nonfinite_grads == 0
+    for p in ours:
+        p.grad[1:3] = torch.tensor([torch.inf, torch.nan])
+    optimizer.step()
+    assert optimizer.nonfinite_grads == 4

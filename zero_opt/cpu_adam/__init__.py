@@ -1,0 +1,23 @@
+"""The one typed door to the native Adam kernel, and ``CPUAdam`` / ``CPUAdamW`` on top of it.
+
+``optimizers`` holds the classes, ``update`` the functions, ``runs`` turns tensors into what the kernel takes, ``state``
+converts between live and plain state, ``checks`` decides what an address may be taken of.
+"""
+
+from __future__ import annotations
+
+from .checks import native_available, require_native
+from .optimizers import CPUAdam, CPUAdamW
+from .update import AdamHypers, AdamUpdate, GradSquares, adam_update_, grad_squares
+
+__all__ = [
+    "AdamHypers",
+    "AdamUpdate",
+    "CPUAdam",
+    "CPUAdamW",
+    "GradSquares",
+    "adam_update_",
+    "grad_squares",
+    "native_available",
+    "require_native",
+]

@@ -1,0 +1,102 @@
+"""What a tensor must be before its address is taken.
+
+Tensors reach the kernel as bare addresses, so everything that could make an address mean something else (device,
+dtype, layout, overlap, a missing storage) is checked here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import NativeUnavailable
+from ..flat_param import is_dense, overlaps
+
+FLOAT32 = (torch.float32,)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint8: "uint8",
+}
+
+
+def require_native() -> None:
+    """Raises NativeUnavailable if the extension was not built or cannot be loaded here."""
+    try:
+        from .. import _native
+
+        _native.isa()
+    except (ImportError, RuntimeError) as error:
+        raise NativeUnavailable(
+            f"the native extension zero_opt._native is not usable here ({error}); it is compiled when zero_opt is "
+            "installed from source with a C++17 compiler, or use torch.optim.Adam/AdamW(fused=True)"
+        ) from error
+
+
+def native_available() -> bool:
+    """Whether the native extension can be used here."""
+    try:
+        require_native()
+    except NativeUnavailable:
+        return False
+    return True
+
+
+def check_tensor(
+    what: str, tensor: Any, shape: torch.Size | None = None, dtypes: tuple[torch.dtype, ...] = FLOAT32
+) -> None:
+    """Raises TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
+
+    Args:
+        what: the tensor's name in the message.
+        tensor: should be a strided CPU tensor whose elements do not overlap.
+        shape: the shape that it must have, if any.
+        dtypes: the dtypes that it may have.
+    """
+    if (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.dtype in dtypes
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and (shape is None or tensor.shape == shape)
+        and (tensor.data_ptr() or not tensor.numel())
+    ):
+        return  # the usual case, at a third of the price
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{what} must be on the CPU, got device {tensor.device}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.numel() and not tensor.data_ptr():
+        raise TypeError(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
+    if tensor.numel() and overlaps(tensor.shape, tensor.stride()):
+        raise ValueError(
+            f"{what} has elements that may share memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
+            "pass a clone"
+        )
+
+
+def storage_order(tensor: Tensor) -> tuple[int, ...]:
+    """The strides in which a run covers this tensor: its own if they are dense, else those of a clone."""
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def has_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether the tensor's bytes are its elements in the order of these strides."""
+    if tensor.is_neg():
+        return False  # a lazy negation: the bytes are not the values
+    own = tensor.stride()
+    return own == strides or all(a == b for a, b, size in zip(own, strides, tensor.shape) if size > 1)

@@ -1,0 +1,362 @@
+"""``CPUAdam`` and ``CPUAdamW``: torch's own optimizer classes with the native kernel for a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import ConfigTypeError
+from ..policies import AdamState
+from .checks import GRAD_DTYPES, check_tensor, require_native
+from .runs import BoundRun, check_arrays, finish
+from .state import HALVES, arrays_of, init_state, live_state, param_dtypes, plain_state
+from .update import hypers_of
+
+ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+PLAIN = AdamState()
+
+
+class NativeOptions(TypedDict, total=False):
+    """Keyword arguments that CPUAdam and CPUAdamW take beside torch's hyperparameters.
+
+    ``state``: in what form moments and masters are kept. ``threads``: at most so many; None is
+    ``torch.get_num_threads()``. ``flush_denormals``: take subnormal numbers as zero inside the step, which keeps rows
+    that have long had no gradient from slowing it down. The others are torch's switches between implementations.
+    """
+
+    state: AdamState
+    threads: int | None
+    flush_denormals: bool
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's implementation switches, with ``fused`` on: what state_dict() shows and other optimizers load."""
+    if options.get("fused") is False:
+        raise ValueError(f"{name} is a fused kernel; for fused=False use torch.optim")
+    if options.get("foreach"):
+        raise ValueError(f"{name} is a fused kernel; for foreach=True use torch.optim")
+    if options.get("differentiable"):
+        raise ValueError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
+    return {**options, "fused": True}
+
+
+class _Slot:
+    """A param whose run is made, and what it was made from: while that is the same, so are the addresses."""
+
+    __slots__ = ("bound", "grad", "grad_dtype", "keys", "pointers", "run", "shape", "tensors")
+
+    def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
+        arrays = arrays_of(state, param)
+        if not amsgrad:
+            arrays.pop("max_exp_avg_sq", None)
+        elif "max_exp_avg_sq" not in arrays:
+            raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
+        check_arrays(name, arrays)
+        self.grad_dtype, self.shape = grad.dtype, param.shape
+        self.bound = BoundRun(arrays, grad.dtype, kept_step=_kept_step(name, state))
+        self.run = self.bound.run
+        self.grad: Tensor | None = None
+        kept = [key for key in state if amsgrad or key != "max_exp_avg_sq"]
+        self.keys: tuple[str, ...] = tuple(kept)
+        self.tensors: tuple[Tensor, ...] = tuple(state[key] for key in kept)
+        self.pointers = tuple(tensor.data_ptr() for tensor in (*self.tensors, param))
+
+    def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
+        """Whether nothing has changed but values."""
+        if not (
+            self.bound.direct
+            and grad.dtype is self.grad_dtype
+            and grad.shape == self.shape
+            and param.shape == self.shape
+            and param.data_ptr() == self.pointers[-1]
+            and ("max_exp_avg_sq" in self.keys) == amsgrad
+        ):
+            return False
+        for key, tensor, pointer in zip(self.keys, self.tensors, self.pointers):  # the last pointer is the param's
+            if state.get(key) is not tensor or tensor.data_ptr() != pointer:
+                return False
+        return True
+
+
+def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
+    """The step count as the kernel reads and writes it."""
+    step = state["step"]
+    if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu and step.numel() == 1):
+        state["step"] = step = torch.tensor(float(step), dtype=torch.float32)
+    check_tensor(f"step of {name}", step)
+    return step
+
+
+class _NativeStep(torch.optim.Adam):
+    """What CPUAdam and CPUAdamW share: torch's construction and state, our checks and our step.
+
+    Attributes:
+        nonfinite_grads: how many gradient elements of the last step were infinite or NaN.
+    """
+
+    # GradScaler unscales before step(), as the kernel does not.
+    _step_supports_amp_scaling = False
+
+    nonfinite_grads: int = 0
+
+    def _take(self, options: NativeOptions) -> dict[str, Any]:
+        """Keeps what is ours of the options, and returns what is torch's."""
+        require_native()
+        rest: dict[str, Any] = dict(options)
+        self._form: AdamState = rest.pop("state", PLAIN)
+        if not isinstance(self._form, AdamState):
+            raise ConfigTypeError(f"state must be a zero_opt.AdamState, got {self._form!r}")
+        self._threads: int | None = rest.pop("threads", None)
+        if self._threads is not None and (type(self._threads) is not int or self._threads < 1):
+            raise ValueError(f"threads must be a positive integer or None, got {self._threads!r}")
+        self._flush = bool(rest.pop("flush_denormals", False))
+        self._slots: dict[int, _Slot] = {}
+        return _fused_options(type(self).__name__, rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._slots = {}
+        # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+
+    # -- params -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; also raises TypeError or ValueError for a param that the kernel cannot update."""
+        super().add_param_group(param_group)
+        try:
+            self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
+            for position, param in enumerate(self.param_groups[-1]["params"]):
+                if not param.is_meta:  # a stand-in: it can be asked about, not stepped
+                    self._check_param(self._name(len(self.param_groups) - 1, position), param)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_param(self, name: str, param: Tensor) -> None:
+        try:
+            check_tensor(name, param, None, param_dtypes(self._form))
+        except TypeError as error:
+            if param.dtype in HALVES and self._form.master is None:
+                raise TypeError(
+                    f"{error}; state=zero_opt.AdamState(master='float32') or 'split' keeps an fp32 master for it"
+                ) from None
+            raise
+
+    def _name(self, index: int, position: int) -> str:
+        """What error messages call a param."""
+        names = self.param_groups[index].get("param_names")
+        called = f" ({names[position]!r})" if names else ""
+        return f"{type(self).__name__} param {position} of group {index}{called}"
+
+    # -- state dicts --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, whatever the form of the state: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
+
+        It loads into any other form and into torch.optim; loaded into the same form it goes on to the bit.
+        """
+        packed: dict[str, Any] = super().state_dict()
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
+        param_of = dict(zip(ids, params))
+        packed["state"] = {
+            key: plain_state(state, param_of[key]) if key in param_of and self._is_compact(param_of[key]) else state
+            for key, state in packed["state"].items()
+        }
+        return packed
+
+    def _is_compact(self, param: Tensor) -> bool:
+        return self._form.moments != "float32" or param.dtype in HALVES
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's; takes what any torch Adam or any form of this one has saved.
+
+        A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
+        master, and a warning says so.
+        """
+        seen: list[Mapping[str, Any]] = []
+        with self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(loaded)):  # after all other hooks
+            super().load_state_dict(dict(state_dict))
+        saved_ids = chain.from_iterable(group["params"] for group in seen[-1]["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        without_master = 0
+        for key, param in zip(saved_ids, params):
+            saved = seen[-1]["state"].get(key)
+            if saved and self._is_compact(param):
+                without_master += param.dtype in HALVES and "master" not in saved
+                with torch.no_grad():
+                    self.state[param] = live_state(saved, param, self._form)
+        if without_master:
+            warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
+        """Makes the slots of these params, and state that is missing, after checking all of them."""
+        for index, position, param, grad in stale:
+            if not self.state.get(param):  # else the slot finds a bad one before anything is written
+                name = self._name(index, position)
+                self._check_param(name, param)
+                check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
+        for index, position, param, grad in stale:
+            name, state, amsgrad = self._name(index, position), self.state[param], self.param_groups[index]["amsgrad"]
+            if not state:
+                init_state(state, param, self._form, amsgrad=amsgrad)
+            check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
+            slot = self._slots[id(param)] = _Slot(name, state, param, grad, amsgrad=amsgrad)
+            slot.grad = slot.bound.readable(grad)
+
+    def _stale(self) -> Iterator[tuple[int, int, Parameter, Tensor]]:
+        """The params with a gradient for which no slot holds any more."""
+        slots, states = self._slots, self.state
+        for index, group in enumerate(self.param_groups):
+            amsgrad = group["amsgrad"]
+            for position, param in enumerate(group["params"]):
+                grad = param.grad
+                if grad is None:
+                    continue
+                slot = slots.get(id(param))
+                if (
+                    slot is not None
+                    and type(grad) is Tensor
+                    and grad.is_cpu
+                    and grad.layout is torch.strided
+                    and grad.is_contiguous()
+                    and param.is_contiguous()
+                    and not grad.is_neg()
+                    and slot.holds(states[param], param, grad, amsgrad)
+                ):
+                    slot.grad = grad
+                else:
+                    yield index, position, param, grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """Steps every param that has a gradient, in place.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, which is handed back.
+            grad_scale: what gradients are multiplied by first, in the same pass over memory.
+
+        Raises:
+            TypeError, ValueError: a param, gradient or state that the kernel cannot work on, by name; no param and no
+                state has been changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._bind(list(self._stale()))
+        self._run(grad_scale)
+        return loss
+
+    def _run(self, grad_scale: float) -> None:
+        from .. import _native
+
+        batches, stepped = [], []
+        for group in self.param_groups:
+            slots = [self._slots[id(param)] for param in group["params"] if param.grad is not None]
+            if slots:
+                addresses = [slot.grad.data_ptr() for slot in slots if slot.grad is not None]
+                batches.append((hypers_of(group).native(grad_scale), [slot.run for slot in slots], addresses))
+                stepped += slots
+        threads = torch.get_num_threads() if self._threads is None else self._threads
+        self.nonfinite_grads = _native.adam_step(batches, threads=threads, flush_denormals=self._flush)
+        finish(slot.bound for slot in stepped)
+        for slot in stepped:
+            slot.grad = None
+
+
+class CPUAdam(_NativeStep):
+    """``torch.optim.Adam(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
+
+    Kingma and Ba 2015, algorithm 1, with L2 weight decay; ``amsgrad`` is Reddi et al. 2018, algorithm 2. State and
+    ``state_dict()`` are torch's: ``step`` (fp32, 0-dim), ``exp_avg``, ``exp_avg_sq`` and, with amsgrad,
+    ``max_exp_avg_sq`` (fp32, the param's shape and strides). Params of any strides are updated in place.
+
+    Args:
+        params: tensors, (name, tensor) pairs or group dicts; dense, on the CPU, fp32, or bf16 or fp16 with a master.
+        lr: learning rate; a 1-element tensor may be used too.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 factor, added to the gradient.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        **options: ``state=AdamState(...)``, ``threads``, ``flush_denormals`` (see :class:`NativeOptions`), and torch's
+            other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
+
+    Raises:
+        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        NativeUnavailable: the extension was not built.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False
+
+
+class CPUAdamW(_NativeStep, torch.optim.AdamW):
+    """``torch.optim.AdamW(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
+
+    As CPUAdam, with the decoupled weight decay of Loshchilov and Hutter 2019, algorithm 2: every step first scales
+    the params by 1 - lr * weight_decay.
+
+    Args:
+        params: tensors, (name, tensor) pairs or group dicts; dense, on the CPU, fp32, or bf16 or fp16 with a master.
+        lr: learning rate; a 1-element tensor may be used too.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay per unit of lr.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        **options: ``state=AdamState(...)``, ``threads``, ``flush_denormals`` (see :class:`NativeOptions`), and torch's
+            other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
+
+    Raises:
+        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        NativeUnavailable: the extension was not built.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False

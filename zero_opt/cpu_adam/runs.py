@@ -1,0 +1,135 @@
+"""One tensor's step as the kernel takes it: checked, in one stretch of memory each, by address.
+
+In "param" order means: element i of every array is the same element. Blocks of 8-bit moments are counted in it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_tensor, has_order, storage_order
+
+if TYPE_CHECKING:
+    from .. import _native
+
+BLOCK_NUMEL = 64
+SPLIT_PARAM = (torch.bfloat16,)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+BASES = ("exp_avg_base", "exp_avg_sq_base")
+INT16 = (torch.int16,)
+# What has the param's shape; the bases have one number per block.
+SHAPED: Mapping[str, tuple[torch.dtype, ...]] = {
+    "exp_avg": MOMENT_DTYPES,
+    "exp_avg_sq": MOMENT_DTYPES,
+    "max_exp_avg_sq": FLOAT32,
+    "remainder": INT16,
+    "out": GRAD_DTYPES,
+}
+
+
+def blocks_of(numel: int) -> int:
+    """How many blocks of 8-bit moments so many elements have."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
+    """Raises TypeError or ValueError unless these tensors, by role, make up one param's step.
+
+    Args:
+        name: what error messages call the param.
+        arrays: "param", "exp_avg", "exp_avg_sq" and whichever of the other roles there are.
+    """
+    param = arrays["param"]
+    check_tensor(f"param of {name}", param, None, SPLIT_PARAM if "remainder" in arrays else FLOAT32)
+    for role, dtypes in SHAPED.items():
+        if role in arrays:
+            check_tensor(f"{role} of {name}", arrays[role], param.shape, dtypes)
+    first, second = arrays["exp_avg"].dtype, arrays["exp_avg_sq"].dtype
+    if first is not second:
+        raise TypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
+    if first is torch.uint8:
+        for role in BASES:
+            base = arrays.get(role)
+            check_tensor(f"{role} of {name}", base, torch.Size([blocks_of(param.numel())]), INT16)
+            if not has_order(arrays[role.removesuffix("_base")], storage_order(param)):
+                raise ValueError(f"8-bit moments of {name} must lie in memory as the param does")
+
+
+class BoundRun:
+    """A native run and what must be kept, copied back and told to autograd for it.
+
+    Attributes:
+        run: holds the addresses; the gradient's goes along with each step.
+        direct: no array is a copy, so the run may be used again while all addresses stay.
+        order: the strides that a gradient must have to be read where it is.
+    """
+
+    __slots__ = ("_staged", "_written", "direct", "grad_dtype", "order", "run")
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Tensor],
+        grad_dtype: torch.dtype,
+        *,
+        step: float = 1.0,
+        kept_step: Tensor | None = None,
+    ) -> None:
+        from .. import _native
+
+        self.order = storage_order(arrays["param"])
+        self.grad_dtype = grad_dtype
+        self._staged: list[tuple[Tensor, Tensor]] = []
+        addresses = {}
+        for role, tensor in arrays.items():
+            lies_right = role in BASES or has_order(tensor, self.order)
+            addresses[role] = (tensor if lies_right else self._staged_copy(tensor)).data_ptr()
+        self._written = [tensor for tensor in arrays.values() if not tensor.is_inference()]
+        if kept_step is not None:
+            addresses["step"] = kept_step.data_ptr()
+            self._written.append(kept_step)
+        self.direct = not self._staged
+        out = arrays.get("out")
+        self.run: _native.AdamRun = _native.AdamRun(
+            arrays["param"].numel(),
+            addresses,
+            grad_dtype=DTYPE_NAMES[grad_dtype],
+            moment_dtype=DTYPE_NAMES[arrays["exp_avg"].dtype],
+            out_dtype=DTYPE_NAMES[torch.float32 if out is None else out.dtype],
+            step=step,
+        )
+
+    def _staged_copy(self, tensor: Tensor) -> Tensor:
+        run = torch.empty_strided(tensor.shape, self.order, dtype=tensor.dtype).copy_(tensor)
+        self._staged.append((tensor, run))
+        return run
+
+    def readable(self, grad: Tensor) -> Tensor:
+        """The gradient, or a copy of it that lies in memory as the run's arrays do."""
+        if has_order(grad, self.order):
+            return grad
+        return torch.empty_strided(grad.shape, self.order, dtype=grad.dtype).copy_(grad)
+
+    def copy_home(self) -> None:
+        """Brings results that were made in copies to where they belong."""
+        for tensor, run in self._staged:
+            tensor.copy_(run)
+
+    @property
+    def written(self) -> list[Tensor]:
+        """Whose version autograd has to know."""
+        return self._written
+
+
+def finish(runs: Iterable[BoundRun]) -> None:
+    """After the native call: copies home what was staged, and tells autograd what changed behind its back."""
+    written: list[Tensor] = []
+    for run in runs:
+        if not run.direct:
+            run.copy_home()
+        written += run.written
+    if written:
+        torch.autograd.graph.increment_version(written)

@@ -1,0 +1,123 @@
+"""A param's live state in the form that AdamState asks for, and the same in torch's own form.
+
+The plain form is what torch.optim.Adam's state dict has: step, exp_avg, exp_avg_sq and max_exp_avg_sq, fp32 and of the
+param's shape; for a bf16 or fp16 param also ``master``. Every number that a live state can hold is exact in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..policies import AdamState
+from .checks import DTYPE_NAMES
+from .runs import blocks_of
+
+HALVES = (torch.bfloat16, torch.float16)
+MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
+    """The dtypes of params that a state of this form can be for."""
+    if form.master is None:
+        return (torch.float32,)
+    return (torch.float32, torch.bfloat16) if form.master == "split" else (torch.float32, *HALVES)
+
+
+def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _add_bases(state: dict[str, Any], param: Tensor) -> None:
+    for moment in MOMENTS:
+        state[f"{moment}_base"] = torch.zeros(blocks_of(param.numel()), dtype=torch.int16)
+
+
+def init_state(state: dict[str, Any], param: Tensor, form: AdamState, *, amsgrad: bool) -> None:
+    """Fills an empty state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides."""
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    for moment in MOMENTS:
+        state[moment] = _like(param, MOMENT_DTYPE[form.moments])
+    if amsgrad:
+        state["max_exp_avg_sq"] = _like(param, torch.float32)
+    if form.moments == "block8":
+        _add_bases(state, param)
+    if param.dtype in HALVES:
+        _add_master(state, param, param.detach().float(), form)
+
+
+def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: AdamState) -> None:
+    if form.master == "split":
+        bits = master.contiguous().view(torch.int32)
+        state["remainder"] = _like(param, torch.int16).copy_(bits)
+        rounded = torch.where(master.isnan(), 0x7FC00000, bits + 0x8000) >> 16
+        param.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+    else:
+        state["master"] = _like(param, torch.float32).copy_(master)
+
+
+def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
+    """The tensors that a step writes, by the kernel's names for their roles."""
+    arrays = {key: value for key, value in state.items() if key not in ("step", "master")}
+    master = state.get("master")
+    return {"param": param, **arrays} if master is None else {"param": master, "out": param, **arrays}
+
+
+def plain_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A live state in torch's form. What is in that form already is not copied."""
+    plain = {key: value for key, value in state.items() if key not in ("remainder", "exp_avg_base", "exp_avg_sq_base")}
+    if "exp_avg_base" in state:
+        plain.update(zip(MOMENTS, _unpacked(state, param)))
+    else:
+        plain.update({moment: state[moment].float() for moment in MOMENTS if moment in state})
+    if "remainder" in state:
+        high = param.detach().contiguous().view(torch.int16).int() << 16
+        plain["master"] = (high + state["remainder"].int()).view(torch.float32)
+    return plain
+
+
+def _moment_run(state: Mapping[str, Any], plain: list[Tensor], step: float) -> Any:
+    from .. import _native
+
+    roles = {"plain_exp_avg": plain[0], "plain_exp_avg_sq": plain[1]}
+    roles |= {key: state[key] for moment in MOMENTS for key in (moment, f"{moment}_base") if key in state}
+    addresses = {role: tensor.data_ptr() for role, tensor in roles.items()}
+    dtype = DTYPE_NAMES[state["exp_avg"].dtype]
+    return _native.MomentRun(state["exp_avg"].numel(), dtype, addresses, step=step)
+
+
+def _unpacked(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
+    from .. import _native
+
+    plain = [_like(param, torch.float32) for _ in MOMENTS]
+    _native.unpack_moments(_moment_run(state, plain, 1.0))
+    return plain
+
+
+def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
+    """A state in torch's form, in the form that is asked for; a split master is written to the param too.
+
+    A moment that the form can hold is kept as it is; others are rounded.
+    """
+    from .. import _native
+
+    state = dict(plain)
+    state["step"] = torch.as_tensor(float(plain["step"]), dtype=torch.float32)
+    if "max_exp_avg_sq" in plain:
+        state["max_exp_avg_sq"] = _like(param, torch.float32).copy_(plain["max_exp_avg_sq"])
+    fp32 = [_like(param, torch.float32).copy_(plain[moment]) for moment in MOMENTS]
+    if form.moments == "float32":
+        state.update(zip(MOMENTS, fp32))
+    else:
+        state.update({moment: _like(param, MOMENT_DTYPE[form.moments]) for moment in MOMENTS})
+        if form.moments == "block8":
+            _add_bases(state, param)
+        _native.pack_moments(_moment_run(state, fp32, max(float(plain["step"]), 1.0)))
+    master = state.pop("master", None)
+    if param.dtype in HALVES:
+        _add_master(state, param, param.detach().float() if master is None else master.float(), form)
+    return state
