@@ -49,7 +49,10 @@ def extension() -> Extension:
 
     return Extension(
         "zero_opt._native",
-        sources=[f"native/{name}.cpp" for name in ("bindings", "dispatch", "peer_words", "step", "thread_pool")],
+        sources=[
+            f"native/{name}.cpp"
+            for name in ("bindings", "dispatch", "host_exchange", "peer_words", "step", "thread_pool")
+        ],
         include_dirs=[pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off", "-pthread"],

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "dispatch.hpp"
-#include "peer_words.hpp"
+#include "host_exchange.hpp"
 #include "step.hpp"
 #include "thread_pool.hpp"
 
@@ -24,6 +24,8 @@ using zero_opt::AdamRun;
 using zero_opt::CountedRun;
 using zero_opt::Format;
 using zero_opt::GradArray;
+using zero_opt::HostBucket;
+using zero_opt::HostRanks;
 using zero_opt::Kernels;
 using zero_opt::MomentRun;
 
@@ -186,29 +188,36 @@ void fma_array(std::int64_t numel, std::uintptr_t a, std::uintptr_t b, std::uint
   kernels.fma({numel, floats(a), floats(b), floats(c), floats(out)});
 }
 
-void mean(std::int64_t numel, const std::string& dtype, const std::vector<std::uintptr_t>& sources,
-          std::uintptr_t out, const std::string& isa) {
-  if (sources.size() < 2) throw std::invalid_argument("a mean needs the chunks of two ranks or more");
-  std::vector<const void*> chunks;
-  for (const std::uintptr_t source : sources) chunks.push_back(reinterpret_cast<const void*>(source));
-  const zero_opt::MeanRun run = {numel, static_cast<std::int32_t>(chunks.size()), chunks.data(),
-                                 reinterpret_cast<void*>(out)};
-  const zero_opt::MeanKernels& kernels = zero_opt::mean_kernels(table(isa));
-  if (dtype != "float32" && dtype != "bfloat16") throw std::invalid_argument("no mean kernel for " + dtype);
-  const py::gil_scoped_release unlocked;
-  (dtype == "float32" ? kernels.float32 : kernels.bfloat16)(run);
+using Run = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, bool>;
+
+HostBucket make_bucket(const std::vector<Run>& runs, const std::vector<std::int64_t>& bounds, const std::string& dtype) {
+  HostBucket bucket = {{}, bounds, dtype == "float64" ? Format::kFloat64 : format_named(dtype)};
+  for (const auto& [start, numel, data, add] : runs) {
+    bucket.runs.push_back({start, numel, reinterpret_cast<char*>(data), add});
+  }
+  return bucket;
 }
 
-zero_opt::PeerWords& words(std::uintptr_t address) { return *reinterpret_cast<zero_opt::PeerWords*>(address); }
-
-void publish(std::uintptr_t address, int slot, std::uint64_t ident) {
-  if (slot != 0 && slot != 1) throw std::invalid_argument("there are two slots, got " + std::to_string(slot));
-  zero_opt::publish(words(address), slot, ident);
+HostRanks make_ranks(int rank, const std::vector<std::uintptr_t>& arenas, std::int64_t data_at, std::int64_t slot_bytes) {
+  std::vector<char*> addresses;
+  for (const std::uintptr_t arena : arenas) addresses.push_back(reinterpret_cast<char*>(arena));
+  return HostRanks(rank, addresses, data_at, slot_bytes);
 }
 
-int wait_staged(std::uintptr_t address, std::uint64_t ident, double timeout_s) {
+using Came = std::tuple<int, std::int32_t, std::int64_t>;
+
+Came host_reduce(HostRanks& ranks, std::uint64_t ident, const HostBucket& bucket, std::uintptr_t shard,
+                 std::int64_t published, double patience_s) {
   const py::gil_scoped_release unlocked;
-  return static_cast<int>(zero_opt::wait_staged(words(address), ident, timeout_s));
+  const auto found = ranks.reduce(ident, bucket, reinterpret_cast<char*>(shard), published, patience_s);
+  return {static_cast<int>(found.state), found.peer, found.published};
+}
+
+Came host_gather(HostRanks& ranks, std::uint64_t ident, const HostBucket& bucket, std::int64_t published,
+                 double patience_s) {
+  const py::gil_scoped_release unlocked;
+  const auto found = ranks.gather(ident, bucket, published, patience_s);
+  return {static_cast<int>(found.state), found.peer, found.published};
 }
 
 std::vector<std::string> isas() {
@@ -243,9 +252,13 @@ PYBIND11_MODULE(_native, m) {
   m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");
-  m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("isa") = "");
-  m.def("publish", &publish, py::arg("words"), py::arg("slot"), py::arg("ident"));
-  m.def("wait_staged", &wait_staged, py::arg("words"), py::arg("ident"), py::arg("timeout_s"));
+  py::class_<HostBucket>(m, "HostBucket")
+      .def(py::init(&make_bucket), py::arg("runs"), py::arg("bounds"), py::arg("dtype"));
+  py::class_<HostRanks>(m, "HostRanks")
+      .def(py::init(&make_ranks), py::arg("rank"), py::arg("arenas"), py::arg("data_at"), py::arg("slot_bytes"))
+      .def("reduce", &host_reduce, py::arg("ident"), py::arg("bucket"), py::arg("shard"), py::arg("published"),
+           py::arg("patience_s"))
+      .def("gather", &host_gather, py::arg("ident"), py::arg("bucket"), py::arg("published"), py::arg("patience_s"));
   m.def("isas", &isas);
   m.def("isa", []() { return std::string(zero_opt::chosen_kernels().name); });
 }

@@ -7,12 +7,9 @@
 namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
-extern const MeanKernels kMeanKernelsBaseline;
 #if defined(ZERO_OPT_X86_ISAS)
 extern const Kernels kKernelsV3;
 extern const Kernels kKernelsV4;
-extern const MeanKernels kMeanKernelsV3;
-extern const MeanKernels kMeanKernelsV4;
 #endif
 
 std::vector<const Kernels*> available_kernels() {
@@ -48,14 +45,6 @@ const Kernels& chosen_kernels() {
     return *available_kernels().back();
   }();
   return chosen;
-}
-
-const MeanKernels& mean_kernels([[maybe_unused]] const Kernels& table) {
-#if defined(ZERO_OPT_X86_ISAS)
-  if (&table == &kKernelsV3) return kMeanKernelsV3;
-  if (&table == &kKernelsV4) return kMeanKernelsV4;
-#endif
-  return kMeanKernelsBaseline;
 }
 
 std::uint32_t dither_of(double step) {

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "kernels.hpp"
-#include "mean.hpp"
 
 namespace zero_opt {
 
@@ -18,9 +17,6 @@ const Kernels& kernels_named(const std::string& name);
 
 // The table of ZERO_OPT_ISA if that is set and not empty, else the fastest one. Chosen at the first call.
 const Kernels& chosen_kernels();
-
-// The mean kernels of the same instruction set as a table of kernels.
-const MeanKernels& mean_kernels(const Kernels& table);
 
 // The hyperparameters of one group at one step, as the user wrote them.
 struct AdamHypers {

@@ -6,9 +6,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
 const Kernels kKernelsBaseline = {
-    "baseline", adam, grad_sum, fma_loop, convert, pack_moments, unpack_moments};
-
-extern const MeanKernels kMeanKernelsBaseline;
-const MeanKernels kMeanKernelsBaseline = {mean_loop<float>, mean_loop<std::uint16_t>};
+    "baseline", adam, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -6,9 +6,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsV3;
 const Kernels kKernelsV3 = {
-    "v3", adam, grad_sum, fma_loop, convert, pack_moments, unpack_moments};
-
-extern const MeanKernels kMeanKernelsV3;
-const MeanKernels kMeanKernelsV3 = {mean_loop<float>, mean_loop<std::uint16_t>};
+    "v3", adam, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -6,9 +6,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsV4;
 const Kernels kKernelsV4 = {
-    "v4", adam, grad_sum, fma_loop, convert, pack_moments, unpack_moments};
-
-extern const MeanKernels kMeanKernelsV4;
-const MeanKernels kMeanKernelsV4 = {mean_loop<float>, mean_loop<std::uint16_t>};
+    "v4", adam, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

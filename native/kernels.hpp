@@ -6,8 +6,8 @@
 
 namespace zero_opt {
 
-// How the elements of an array are stored. kBlock8 is the 8-bit format of compact.inl.
-enum class Format : std::int32_t { kFloat32, kBfloat16, kFloat16, kBlock8 };
+// How the elements of an array are stored. kBlock8 is the 8-bit format of compact.inl; kFloat64 is for means only.
+enum class Format : std::int32_t { kFloat32, kBfloat16, kFloat16, kBlock8, kFloat64 };
 
 // Every cut inside an array of elements is at a multiple of this, which is also the block of kBlock8.
 constexpr std::int64_t kCutNumel = 64;
@@ -80,6 +80,16 @@ struct MomentRun {
   float* plain_exp_avg_sq;
 };
 
+// count >= 2 chunks of numel elements, one per rank, and where their mean goes, or is added to.
+struct MeanRun {
+  std::int64_t numel;
+  std::int32_t count;
+  Format format;
+  bool add;
+  const void* const* sources;
+  void* out;
+};
+
 // The kernels of one instruction set. Every table computes the same bits.
 struct Kernels {
   const char* name;
@@ -89,6 +99,7 @@ struct Kernels {
   GradSum (*grad_sum)(const void* grad, Format format, std::int64_t numel);
   void (*fma)(const FmaRun& run);
   void (*convert)(const ConvertRun& run);
+  void (*mean)(const MeanRun& run);
   void (*pack_moments)(const MomentRun& run);
   void (*unpack_moments)(const MomentRun& run);
 };

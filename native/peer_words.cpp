@@ -37,30 +37,36 @@ void sleep_on(const std::atomic<std::uint32_t>&, std::uint32_t, std::chrono::nan
 }
 #endif
 
-Staged look(const PeerWords& words, std::uint64_t ident) {
-  const std::uint64_t first = words.staged[0].load(std::memory_order_acquire);
-  const std::uint64_t second = words.staged[1].load(std::memory_order_acquire);
-  if (first == ident) return Staged::kSlot0;
-  if (second == ident) return Staged::kSlot1;
-  return first > ident || second > ident ? Staged::kPassed : Staged::kNotYet;
+Staged look(const PeerWords& words, std::uint64_t ident, std::uint64_t piece) {
+  bool passed = false;
+  for (int slot = 0; slot < 2; ++slot) {
+    const std::uint64_t found = words.slots[slot].ident.load(std::memory_order_acquire);
+    if (found == ident && words.slots[slot].piece.load(std::memory_order_acquire) == piece) {
+      return static_cast<Staged>(slot);
+    }
+    passed |= found > ident;
+  }
+  return passed ? Staged::kPassed : Staged::kNotYet;
 }
 
 }  // namespace
 
-void publish(PeerWords& words, int slot, std::uint64_t ident) {
-  words.staged[slot].store(ident, std::memory_order_release);
+void publish(PeerWords& words, int slot, std::uint64_t ident, std::uint64_t piece) {
+  words.slots[slot].piece.store(piece, std::memory_order_release);
+  words.slots[slot].ident.store(ident, std::memory_order_release);
   words.bell.fetch_add(1, std::memory_order_acq_rel);
   wake_all(words.bell);
 }
 
-Staged wait_staged(const PeerWords& words, std::uint64_t ident, double timeout_s) {
+Staged wait_staged(const PeerWords& words, std::uint64_t ident, std::uint64_t piece, double timeout_s) {
   const auto start = Clock::now();
   const auto deadline = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   for (;;) {
     const std::uint32_t seen = words.bell.load(std::memory_order_acquire);
-    const Staged found = look(words, ident);
+    const Staged found = look(words, ident, piece);
+    if (found != Staged::kNotYet) return found;
     const auto now = Clock::now();
-    if (found != Staged::kNotYet || now >= deadline) return found;
+    if (now >= deadline) return found;
     if (now - start > kSpin) sleep_on(words.bell, seen, deadline - now);
   }
 }

@@ -31,6 +31,9 @@ class TwinExchange:
         self.seen: list[tuple[Ident, Tensor]] = []
         self.out: Tensor | None = None
 
+    def direct(self, dtype: torch.dtype) -> None:
+        return None
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         return self.pool.staging(turn, numel, dtype, device)
 

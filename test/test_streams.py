@@ -105,6 +105,9 @@ class FakeExchange:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
+    def direct(self, dtype: torch.dtype) -> None:
+        return None
+
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 

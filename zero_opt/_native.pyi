@@ -88,17 +88,15 @@ def cgroup_cpus(listing: str, root: str) -> float:
 def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""
 
-def mean(numel: int, dtype: str, sources: Sequence[int], out: int, isa: str = "") -> None:
-    """Mean of the chunks at ``sources``, added in order, to ``out``, which overlaps none of them; GIL released.
+class HostBucket:
+    def __init__(self, runs: Sequence[tuple[int, int, int, bool]], bounds: Sequence[int], dtype: str) -> None: ...
 
-    ``dtype`` is "float32" or "bfloat16" (summed in fp32, rounded once), of all of them.
-    """
-
-def publish(words: int, slot: int, ident: int) -> None:
-    """Announce in the peer words at that address that staging slot 0 or 1 holds exchange ``ident``."""
-
-def wait_staged(words: int, ident: int, timeout_s: float) -> int:
-    """The slot where a peer holds exchange ``ident``; 2 if it went on without it, 3 after the timeout. GIL released."""
+class HostRanks:
+    def __init__(self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int) -> None: ...
+    def reduce(
+        self, ident: int, bucket: HostBucket, shard: int, published: int, patience_s: float
+    ) -> tuple[int, int, int]: ...
+    def gather(self, ident: int, bucket: HostBucket, published: int, patience_s: float) -> tuple[int, int, int]: ...
 
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""

@@ -46,7 +46,7 @@ class BackgroundGather(ParamGather):
 
     def _gather_one(self, step: int, turn: int, bucket: GradBucket) -> None:
         with torch.no_grad():
-            self._deliver(bucket, self._start(step, turn, bucket))
+            self._gather(step, turn, bucket)()
 
     def watch(self) -> None:
         """See :class:`ParamGather`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Ident, InPlaceExchange, OwnPart, StagingPool
+from .exchange import Exchange, Ident, Run, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
 from .streams import Producers, Streams, build_streams
@@ -132,34 +132,20 @@ class GradBucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _stage_for_peers(self, grads: list[Tensor | None], staging: Tensor) -> list[OwnPart]:
-        """As :meth:`_stage`, but leave out what only this rank reads, and say where that is instead."""
-        own, targets, sources = [], [], []
-        rest: list[Tensor | None] = list(grads)
-        views = self._staging_views(staging)
-        for position, piece in self._own:
-            run = self._run_of(grads[position], position)
-            if run is None:
-                own.append(OwnPart(piece.in_shard, staging[slice(*piece.in_bucket)]))
-                continue
-            own.append(OwnPart(piece.in_shard, run[slice(*piece.in_param)]))
-            offset, numel = self.layout.offsets[position], self.layout.numels[position]
-            for low, high in ((0, piece.in_param.start), (piece.in_param.stop, numel)):
-                if low < high:
-                    targets.append(staging[offset + low : offset + high])
-                    sources.append(run[low:high])
-            rest[position] = None
-        staged = {position for position, grad in enumerate(rest) if grad is not None or grads[position] is None}
-        for position in staged:
-            grad = rest[position]
-            if grad is None:
-                views[position].zero_()
-            else:
-                targets.append(views[position])
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return own
+    def _runs(self, grads: Sequence[Tensor | None], accumulate: Sequence[bool], pool: StagingPool) -> list[Run]:
+        """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
+        add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
+        runs = []
+        for position, (grad, start, numel) in enumerate(
+            zip(grads, self.layout.offsets, self.layout.numels, strict=True)
+        ):
+            values = None if grad is None else self._run_of(grad, position)
+            if grad is not None and values is None:
+                staging = pool.staging(0, self.layout.numel, self.dtype, self.device)
+                self._staging_views(staging)[position].copy_(grad)
+                values = staging[start : start + numel]
+            runs.append(Run(start, numel, values, add.get(position, False)))
+        return runs
 
     def _run_of(self, grad: Tensor | None, position: int) -> Tensor | None:
         """A gradient as a 1-D run in storage order, if it lies in memory like that."""
@@ -183,24 +169,27 @@ class GradBucket:
         Returns:
             ``False``, and an undefined shard, when another rank skipped this exchange.
         """
-        grads, fill.grads = fill.grads, []  # from here on, staging holds the values: let the gradients go
+        grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
+            direct = exchange.direct(self.dtype)
+            if direct is not None:
+                return direct.reduce_runs(ident, self._runs(grads, accumulate, pool), self.layout.bounds, self.shard)
             staging = exchange.staging(self.layout.numel, self.dtype, self.device)
+            self._stage(grads, staging)
+            grads.clear()
             adding = any(accumulate)
             needed = exchange.scratch_shards * self.shard_numel
             work = pool.take(1, needed + adding * self.shard_numel, self.dtype, self.device)
             mean = work[needed:] if adding else self.shard
-            if isinstance(exchange, InPlaceExchange) and exchange.in_place(staging):
-                own = self._stage_for_peers(grads, staging)
-                grads.clear()
-                complete = exchange.reduce_scatter_in_place(ident, staging, self.layout.bounds, mean, own)
-            else:
-                self._stage(grads, staging)
-                grads.clear()
-                complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed])
+            complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed])
             if complete and adding:
                 self._add(mean, accumulate)
             return complete
+
+    def param_runs(self) -> list[Run]:
+        """The parameters as they lie in memory."""
+        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+        return [Run(start, numel, flat.flat) for flat, start, numel in places]
 
     def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
         for piece, add in zip(self.slices, accumulate, strict=True):

@@ -407,7 +407,7 @@ def build_exchange(
         return NcclExchange(reduce_group, gather_group, pool)
     host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
     if host_bytes:
-        host = build_host_exchange(control, host, host_bytes)
+        host = build_host_exchange(control, host, pool, host_bytes)
     return host if device_type == "cpu" else RelayExchange(host, pool)
 
 

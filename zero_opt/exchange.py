@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from .layout import Span
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -103,11 +101,32 @@ class Gathering:
         return self._chunks
 
 
-class OwnPart(NamedTuple):
-    """A run of elements of this rank's own gradient, and where it lies in this rank's shard."""
+class Run(NamedTuple):
+    """Elements of a bucket that lie together in memory, as a 1-D tensor; ``None`` where all are zero.
 
-    in_shard: Span
-    values: Tensor
+    Attributes:
+        start: index in the bucket of the first one.
+        add: whether their mean is added to what the shard holds, or overwrites it.
+    """
+
+    start: int
+    numel: int
+    values: Tensor | None
+    add: bool = False
+
+
+class DirectExchange(Protocol):
+    """An exchange that reads gradients and writes parameters where they are, so that nothing has to be staged."""
+
+    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
+        """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone."""
+
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> None:
+        """Bring every other rank's shard into this rank's runs, none of which is ``None``.
+
+        Raises:
+            StepDesync: another rank skipped this exchange.
+        """
 
 
 class Exchange(Protocol):
@@ -143,6 +162,9 @@ class Exchange(Protocol):
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
         """Start bringing every rank's shard here; this rank's is in place in ``bucket``, from :meth:`staging`."""
 
+    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
+        """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
+
     def close(self) -> None:
         """Release what is held."""
 
@@ -159,21 +181,9 @@ class PooledExchange:
         """See :class:`Exchange`."""
         return self._pool.staging(turn, numel, dtype, device)
 
+    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        return None
+
     def close(self) -> None:
         """Nothing is held."""
-
-
-@runtime_checkable
-class InPlaceExchange(Exchange, Protocol):
-    """An exchange that can read this rank's part of its own gradient where it is, so that it need not be staged."""
-
-    def in_place(self, bucket: Tensor) -> bool:
-        """Whether :meth:`reduce_scatter_in_place` takes this bucket."""
-
-    def reduce_scatter_in_place(
-        self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, own: Sequence[OwnPart]
-    ) -> bool:
-        """As :meth:`Exchange.reduce_scatter`, with this rank's contribution to its own shard in ``own``.
-
-        Only the elements of ``out`` that ``own`` covers are written.
-        """

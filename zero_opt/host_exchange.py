@@ -1,11 +1,7 @@
 """Ranks on one host exchange buckets through shared memory: each maps the others' staging and reads it there.
 
-[Note: two staging slots]
-Every rank goes through one sequence of exchanges, of which it may skip some: stage into its free slot, publish the
-exchange's ident, wait until every peer has published it or a later one, read. A rank that stages into the slot of
-exchange n again has since been through another, m, for which every peer had to publish m or a later one, and a peer
-does so only when it has read n. So two slots need no further synchronisation. Where a peer has published a later one,
-it has skipped this one; the exchange is void then, but only once the other peers too have published it or a later one.
+Gradients go from where autograd left them through two small slots of staging, and parameters to where they are; see
+native/host_exchange.hpp for how, and for why two slots are enough.
 """
 
 from __future__ import annotations
@@ -19,7 +15,8 @@ import secrets
 import select
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +24,7 @@ from torch import Tensor
 
 from .cpu_adam import native_available
 from .errors import PeerLost, StepDesync
-from .exchange import Exchange, Gathering, Ident, OwnPart, chunks_of, mean_in_rank_order
+from .exchange import DirectExchange, Exchange, Gathering, Ident, PooledExchange, Run, StagingPool, chunks_of
 from .shared_memory import PAGE, Arena, page_aligned
 
 if native_available():
@@ -39,7 +36,15 @@ _log = logging.getLogger("zero_opt")
 # Differs between hosts, and between two starts of one.
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PASSED, _NOT_YET = 2, 3
-_NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_NATIVE_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+# What one rank stages should be in a cache still when its peers read it, and waiting be rare.
+_SLOT_BYTES = 1 << 19
+_LINE_BYTES = 64
 # The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
 _NONCE_AT, _NONCE_BYTES = 256, 16
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
@@ -82,104 +87,70 @@ def _number(ident: Ident) -> int:
     return (ident.step + 1) << 40 | ident.epoch << 20 | ident.sequence
 
 
-class HostExchange:
-    """See the module. Buckets larger than a slot go through ``fallback``, alike on every rank."""
+class HostExchange(PooledExchange):
+    """See the module. What the kernels cannot add up (complex numbers) goes through ``fallback``, on every rank."""
 
-    scratch_shards, gathers_ahead = 0, 0
-
-    def __init__(self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange) -> None:
-        self._rank, self._timeout_s = group.rank, group.timeout_s
+    def __init__(
+        self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange, pool: StagingPool
+    ) -> None:
+        super().__init__(pool)
+        self._timeout_s = group.timeout_s
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
-        self._slot_bytes = (own.bytes.numel() - PAGE) // 2
-        self._slot = 0
+        self.nbytes = own.bytes.numel()
+        arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
+        slot_bytes = (own.bytes.numel() - PAGE) // 2
+        self._ranks = _native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
 
-    @property
-    def nbytes(self) -> int:
-        """See :class:`Exchange`; the arena, of which only the part that buckets fill is ever touched."""
-        return self._own.bytes.numel()
+    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
+        """See :class:`Exchange`."""
+        return self if dtype in _NATIVE_DTYPES else None
 
-    def _fits(self, bucket: Tensor) -> bool:
-        return bucket.numel() * bucket.element_size() <= self._slot_bytes
+    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
+        """See :class:`DirectExchange`."""
+        bucket = _bucket(runs, bounds, out.dtype)
+        return self._complete(partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
 
-    def _staged(self, arena: Arena, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return arena.view(PAGE + slot * self._slot_bytes, numel, dtype)
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> None:
+        """See :class:`DirectExchange`."""
+        dtype = next(run.values.dtype for run in runs if run.values is not None)
+        if not self._complete(partial(self._ranks.gather, _number(ident), _bucket(runs, bounds, dtype))):
+            raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
 
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`; the slot that the last exchange did not use."""
-        if numel * dtype.itemsize > self._slot_bytes:
-            return self._fallback.staging(numel, dtype, device, turn)
-        return self._staged(self._own, self._slot, numel, dtype)
-
-    def _exchange(self, ident: Ident, bucket: Tensor) -> list[Tensor] | None:
-        """Every rank's staged bucket, in rank order; ``None`` if a peer went on without this exchange."""
-        number = _number(ident)
-        _native.publish(self._own.address, self._slot, number)
-        self._slot ^= 1
-        slots = {rank: self._wait(peer, number) for rank, peer in self._peers.items()}  # all: see the note
-        if _PASSED in slots.values():
-            return None
-        buckets = {
-            rank: self._staged(self._peers[rank].arena, slot, bucket.numel(), bucket.dtype)
-            for rank, slot in slots.items()
-        }
-        buckets[self._rank] = bucket
-        return [buckets[rank] for rank in sorted(buckets)]
-
-    def _wait(self, peer: _Peer, number: int) -> int:
-        deadline = time.monotonic() + self._timeout_s
-        while (found := _native.wait_staged(peer.arena.address, number, _LOOK_S)) == _NOT_YET:
+    def _complete(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
+        """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
+        deadline, published = time.monotonic() + self._timeout_s, 0
+        while True:
+            state, rank, came = advance(published, _LOOK_S)
+            if state != _NOT_YET:
+                return state != _PASSED
+            if came > published:
+                deadline, published = time.monotonic() + self._timeout_s, came
+            peer = self._peers[rank]
             if peer.dead():
                 # It may have published just before it ended.
-                found = _native.wait_staged(peer.arena.address, number, 0)
-                if found == _NOT_YET:
-                    raise PeerLost(f"rank {peer.rank} (pid {peer.pid}) has died; restart from the last checkpoint")
-                break
-            if time.monotonic() > deadline:
+                state, still, published = advance(published, 0.0)
+                if state == _NOT_YET and still == rank:
+                    raise PeerLost(f"rank {rank} (pid {peer.pid}) has died; restart from the last checkpoint")
+            elif time.monotonic() > deadline:
                 raise PeerLost(
-                    f"rank {peer.rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
+                    f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
                 )
-        return found
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
         """See :class:`Exchange`."""
-        if not self._fits(bucket):
+        if self.direct(bucket.dtype) is None:
             scratch = out.new_empty(self._fallback.scratch_shards * out.numel())
             return self._fallback.reduce_scatter(ident, bucket, bounds, out, scratch)
-        buckets = self._exchange(ident, bucket)
-        if buckets is None:
-            return False
-        start, stop = bounds[self._rank], bounds[self._rank + 1]
-        _mean([staged[start:stop] for staged in buckets], out)
-        return True
-
-    def in_place(self, bucket: Tensor) -> bool:
-        """See :class:`InPlaceExchange`."""
-        return self._fits(bucket)
-
-    def reduce_scatter_in_place(
-        self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, own: Sequence[OwnPart]
-    ) -> bool:
-        """See :class:`InPlaceExchange`."""
-        buckets = self._exchange(ident, bucket)
-        if buckets is None:
-            return False
-        start = bounds[self._rank]
-        for (low, high), values in own:
-            parts = [staged[start + low : start + high] for staged in buckets]
-            parts[self._rank] = values
-            _mean(parts, out[low:high])
-        return True
+        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`; the chunks are the peers' own memory, to be read before the next exchange."""
-        if not self._fits(bucket):
+        """See :class:`Exchange`; complete on return."""
+        if self.direct(bucket.dtype) is None:
             gathering = self._fallback.all_gather(ident, bucket, bounds)
             gathering.wait()
             return gathering
-        buckets = self._exchange(ident, bucket)
-        if buckets is None:
-            raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
-        return Gathering((), [chunks_of(staged, bounds)[rank] for rank, staged in enumerate(buckets)])
+        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
+        return Gathering((), chunks_of(bucket, bounds))
 
     def close(self) -> None:
         """See :class:`Exchange`."""
@@ -188,16 +159,17 @@ class HostExchange:
         self._own.close()
 
 
-def _mean(parts: Sequence[Tensor], out: Tensor) -> None:
-    dtype = _NATIVE_DTYPES.get(out.dtype)
-    if dtype is None:
-        mean_in_rank_order(iter(parts), len(parts), out)
-    elif out.numel():
-        _native.mean(out.numel(), dtype, [part.data_ptr() for part in parts], out.data_ptr())
+def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype) -> Any:
+    """What the native exchange takes; the caller keeps the tensors alive."""
+    listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
+    return _native.HostBucket(listed, list(bounds), _NATIVE_DTYPES[dtype])
 
 
-def build_host_exchange(group: ControlGroup, fallback: Exchange, slot_bytes: int) -> Exchange:
+def build_host_exchange(
+    group: ControlGroup, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int
+) -> Exchange:
     """A shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
+    slot_bytes = max(min(_SLOT_BYTES, largest_bucket_bytes), _LINE_BYTES * group.world_size)
     own, error = None, "the native extension is not built"
     if _native is not None:
         try:
@@ -216,7 +188,7 @@ def build_host_exchange(group: ControlGroup, fallback: Exchange, slot_bytes: int
             error = f"mapping a peer's memory: {found}"
     verdicts = [p.decode() for p in group.all_gather_bytes(error.encode())]
     if own is not None and len(peers) == group.world_size - 1 and not any(verdicts):
-        return HostExchange(group, own, peers, fallback)
+        return HostExchange(group, own, peers, fallback, pool)
     for peer in peers:
         peer.close()
     if own is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,18 +68,23 @@ class ParamGather:
         Args:
             step: the step whose result they hold.
         """
-        under_way: deque[tuple[GradBucket, Gathering]] = deque()
+        under_way: deque[Callable[[], None]] = deque()
         for turn, bucket in enumerate(buckets):
-            under_way.append((bucket, self._start(step, turn, bucket)))
+            under_way.append(self._gather(step, turn, bucket))
             if len(under_way) > self._exchanges[bucket.device.type].gathers_ahead:
-                self._deliver(*under_way.popleft())
-        for bucket, gathering in under_way:
-            self._deliver(bucket, gathering)
+                under_way.popleft()()
+        for finish in under_way:
+            finish()
 
-    def _start(self, step: int, turn: int, bucket: GradBucket) -> Gathering:
-        exchange = self._exchanges[bucket.device.type]
+    def _gather(self, step: int, turn: int, bucket: GradBucket) -> Callable[[], None]:
+        """Start to gather a bucket; the result ends it."""
+        exchange, ident = self._exchanges[bucket.device.type], Ident(step, _GATHER_EPOCH, turn)
+        direct = exchange.direct(bucket.params[0].param.dtype)
+        if direct is not None:
+            direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
+            return partial(_store, bucket)
         staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
-        return exchange.all_gather(Ident(step, _GATHER_EPOCH, turn), staging, bucket.layout.bounds)
+        return partial(self._deliver, bucket, exchange.all_gather(ident, staging, bucket.layout.bounds))
 
     def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:
         rank, layout = self._partition.rank, bucket.layout
@@ -101,5 +107,10 @@ class ParamGather:
                 if rank != self._partition.rank:
                     copies.add(bucket, rank, chunk)
         copies.to_params()
-        for flat in bucket.params:
-            flat.store()
+        _store(bucket)
+
+
+def _store(bucket: GradBucket) -> None:
+    """Let parameters that are mirrored follow their mirrors."""
+    for flat in bucket.params:
+        flat.store()

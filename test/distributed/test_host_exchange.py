@@ -134,7 +134,7 @@ def add_larger_group(rank: int, world_size: int) -> list[Tensor]:
     return [p.detach().clone() for p in [*params, added]]
 
 
-def test_a_bucket_larger_than_a_slot_takes_the_backend() -> None:
+def test_a_bucket_larger_than_those_at_construction() -> None:
     results = run_processes(2, add_larger_group)
     assert_bitwise(results[0], results[1])
 
