@@ -188,10 +188,23 @@ void fma_array(std::int64_t numel, std::uintptr_t a, std::uintptr_t b, std::uint
   kernels.fma({numel, floats(a), floats(b), floats(c), floats(out)});
 }
 
+Format mean_format(const std::string& dtype) { return dtype == "float64" ? Format::kFloat64 : float_named(dtype); }
+
+void mean(std::int64_t numel, const std::string& dtype, const std::vector<std::uintptr_t>& sources, std::uintptr_t out,
+          bool add) {
+  if (sources.size() < 2) throw std::invalid_argument("a mean needs the chunks of two ranks or more");
+  std::vector<const void*> chunks;
+  for (const std::uintptr_t source : sources) chunks.push_back(memory(source));
+  const zero_opt::MeanRun run = {numel, static_cast<std::int32_t>(chunks.size()), mean_format(dtype), add,
+                                 chunks.data(), memory(out)};
+  const py::gil_scoped_release unlocked;
+  zero_opt::chosen_kernels().mean(run);
+}
+
 using Run = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, bool>;
 
 HostBucket make_bucket(const std::vector<Run>& runs, const std::vector<std::int64_t>& bounds, const std::string& dtype) {
-  HostBucket bucket = {{}, bounds, dtype == "float64" ? Format::kFloat64 : format_named(dtype)};
+  HostBucket bucket = {{}, bounds, mean_format(dtype)};
   for (const auto& [start, numel, data, add] : runs) {
     bucket.runs.push_back({start, numel, reinterpret_cast<char*>(data), add});
   }
@@ -252,6 +265,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");
+  m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("add"));
   py::class_<HostBucket>(m, "HostBucket")
       .def(py::init(&make_bucket), py::arg("runs"), py::arg("bounds"), py::arg("dtype"));
   py::class_<HostRanks>(m, "HostRanks")

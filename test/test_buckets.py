@@ -25,8 +25,8 @@ class TwinExchange:
 
     gathers_ahead = 0
 
-    def __init__(self, pool: StagingPool, rank: int = 0, scratch_shards: int = 0) -> None:
-        self.pool, self.rank, self.scratch_shards = pool, rank, scratch_shards
+    def __init__(self, pool: StagingPool, rank: int = 0) -> None:
+        self.pool, self.rank = pool, rank
         self.peer: Tensor | None = None
         self.seen: list[tuple[Ident, Tensor]] = []
         self.out: Tensor | None = None
@@ -37,12 +37,10 @@ class TwinExchange:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         return self.pool.staging(turn, numel, dtype, device)
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         self.seen.append((ident, bucket.clone()))
         self.out = out
-        assert scratch.numel() == self.scratch_shards * out.numel()
-        assert scratch.dtype is out.dtype is bucket.dtype
-        scratch.fill_(torch.nan)
+        assert out.dtype is bucket.dtype
         if self.peer is None:
             out.fill_(torch.nan)
             return False
@@ -146,7 +144,7 @@ def test_a_bucket_with_nothing_trainable_is_complete_at_once() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_shard_is_the_mean_of_this_ranks_slices(rank: int, whole: bool) -> None:
     bucket = bucket_of(params(), rank, whole)
-    exchange = TwinExchange(StagingPool(), rank, scratch_shards=2)
+    exchange = TwinExchange(StagingPool(), rank)
     mine, theirs = grads_like(bucket, 1), grads_like(bucket, 2)
     exchange.peer = staged(bucket, theirs)
     assert bucket.reduce(launched(bucket, mine), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
@@ -180,7 +178,7 @@ def test_missing_gradients_are_zeros_whatever_staging_held() -> None:
 
 def test_rounds_are_added_per_slice() -> None:
     bucket = bucket_of(params())
-    exchange = TwinExchange(StagingPool(), scratch_shards=1)
+    exchange = TwinExchange(StagingPool())
     rounds = []
     for seed, add_first in ((1, False), (3, True)):
         mine, theirs = grads_like(bucket, seed), grads_like(bucket, seed + 1)

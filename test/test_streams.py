@@ -100,7 +100,7 @@ class FakeBucket(GradBucket):
 class FakeExchange:
     """World size 1 over the clock: the mean is the bucket."""
 
-    scratch_shards, gathers_ahead, nbytes = 0, 0, 0
+    gathers_ahead, nbytes = 0, 0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -111,7 +111,7 @@ class FakeExchange:
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         self._clock.enqueue(lambda: out.copy_(bucket))
         return True
 

@@ -88,10 +88,25 @@ def cgroup_cpus(listing: str, root: str) -> float:
 def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""
 
+def mean(numel: int, dtype: str, sources: Sequence[int], out: int, add: bool) -> None:
+    """Mean of the chunks at ``sources``, added in order, to ``out``, which overlaps none of them; GIL released.
+
+    ``dtype`` is "float32", "float64", "bfloat16" or "float16" (both summed in fp32, rounded once), of all of them. With
+    ``add``, the mean, rounded, is added to what is there.
+    """
+
 class HostBucket:
+    """A bucket as this rank has it: runs as (start in the bucket, elements, address or 0 for zeros, whether to add)."""
+
     def __init__(self, runs: Sequence[tuple[int, int, int, bool]], bounds: Sequence[int], dtype: str) -> None: ...
 
 class HostRanks:
+    """The ranks of a host, by the addresses at which their arenas are mapped here; see native/host_exchange.hpp.
+
+    Both methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that
+    peer, pieces published): after a 3 they are called again with what was published.
+    """
+
     def __init__(self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int) -> None: ...
     def reduce(
         self, ident: int, bucket: HostBucket, shard: int, published: int, patience_s: float

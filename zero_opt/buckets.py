@@ -141,7 +141,7 @@ class GradBucket:
         ):
             values = None if grad is None else self._run_of(grad, position)
             if grad is not None and values is None:
-                staging = pool.staging(0, self.layout.numel, self.dtype, self.device)
+                staging = pool.staging(2, self.layout.numel, self.dtype, self.device)
                 self._staging_views(staging)[position].copy_(grad)
                 values = staging[start : start + numel]
             runs.append(Run(start, numel, values, add.get(position, False)))
@@ -178,10 +178,8 @@ class GradBucket:
             self._stage(grads, staging)
             grads.clear()
             adding = any(accumulate)
-            needed = exchange.scratch_shards * self.shard_numel
-            work = pool.take(1, needed + adding * self.shard_numel, self.dtype, self.device)
-            mean = work[needed:] if adding else self.shard
-            complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean, work[:needed])
+            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if adding else self.shard
+            complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean)
             if complete and adding:
                 self._add(mean, accumulate)
             return complete

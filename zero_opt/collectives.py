@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import ConfigError, ConfigTypeError, ProcessGroupError, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
+from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
 
-HEADER_NUMEL = 4
-_TAG_MODULUS = 1 << 30
 # Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
 
@@ -178,10 +177,17 @@ class Group:
             if tensor is None or numel == 0 or src == dst:
                 return None
             if self.rank == src:
-                return self.pg.send([tensor], dst, 0)
-            return self.pg.recv([tensor], src, 0) if self.rank == dst else None
+                return self.pg.recv([tensor], src, 0) if self.rank == dst else None
         self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
         return None
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> dist.Work:
+        """Start sending a contiguous tensor to one rank."""
+        return self.pg.send([tensor], dst, tag)
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
+        """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
+        return self.pg.recv([tensor], src, tag)
 
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
@@ -205,126 +211,10 @@ class _GroupExchange(PooledExchange):
         self._reduce, self._gather = reduce_group, gather_group
 
 
-class _Inbox:
-    """Messages from one peer, in the order it sent them: a header, then the data."""
-
-    def __init__(self, pg: dist.ProcessGroup, peer: int) -> None:
-        self._pg, self._peer, self._count = pg, peer, 0
-        self._header: Tensor | None = None
-
-    def peek(self) -> tuple[Ident, int]:
-        """The next message's ident and size in bytes."""
-        if self._header is None:
-            header = torch.empty(HEADER_NUMEL, dtype=torch.int64)
-            self._pg.recv([header], self._peer, 2 * self._count).wait()
-            self._header = header
-        step, epoch, sequence, nbytes = self._header.tolist()
-        return Ident(step, epoch, sequence), nbytes
-
-    def take(self, into: Tensor) -> dist.Work:
-        """Start receiving the next message's data."""
-        tag, self._header = 2 * self._count + 1, None
-        self._count = (self._count + 1) % _TAG_MODULUS
-        return self._pg.recv([into], self._peer, tag)
-
-    def skip_before(self, ident: Ident) -> bool:
-        """Drop messages older than ``ident``; whether the next one is ``ident``."""
-        while True:
-            found, nbytes = self.peek()
-            if found >= ident:
-                return found == ident
-            self.take(torch.empty(nbytes, dtype=torch.uint8)).wait()
-
-
-class PairwiseExchange(_GroupExchange):
-    """gloo: each rank sends every peer just the part that peer owns, and adds up what it receives in rank order.
-
-    Half the bytes of gloo's reduce_scatter, which is an all_reduce. Every message is preceded by its ident, so a rank
-    that left a backward early (an exception) is noticed instead of having its next bucket added to this one.
-    """
-
-    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        super().__init__(reduce_group, gather_group, pool)
-        rank, world_size = reduce_group.rank, reduce_group.world_size
-        self._rank, self._world_size = rank, world_size
-        self._peers = [(rank + i) % world_size for i in range(1, world_size)]
-        self._inbox = {peer: _Inbox(reduce_group.pg, peer) for peer in self._peers}
-        self._sent = dict.fromkeys(self._peers, 0)
-        self._unread: list[Any] = []
-        self.scratch_shards = min(world_size - 1, 3)
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
-        """See :class:`Exchange`."""
-        chunks = chunks_of(bucket, bounds)
-        sends: list[Any] = []
-        for peer in self._peers:
-            sends += self._send(ident, peer, chunks[peer])
-        matches = [self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)]
-        if all(matches):
-            slots = list(scratch.view(self.scratch_shards, -1)) if out.numel() else [out] * self.scratch_shards
-            mean_in_rank_order(self._parts(chunks[self._rank], slots), self._world_size, out)
-        else:
-            for peer, match in zip(sorted(self._peers), matches, strict=True):
-                if match:
-                    self._inbox[peer].take(torch.empty_like(chunks[self._rank])).wait()
-            # A peer reads these only when it gets to a later exchange, for which it may need us to get there first.
-            self._unread += sends
-            return False
-        for send in [*self._unread, *sends]:
-            send.wait()
-        self._unread.clear()
-        return True
-
-    def _send(self, ident: Ident, peer: int, chunk: Tensor) -> list[Any]:
-        header = torch.tensor([*ident, chunk.numel() * chunk.element_size()], dtype=torch.int64)
-        count = self._sent[peer]
-        self._sent[peer] = (count + 1) % _TAG_MODULUS
-        pg = self._reduce.pg
-        return [pg.send([header], peer, 2 * count), pg.send([chunk], peer, 2 * count + 1)]
-
-    def _parts(self, own: Tensor, slots: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Every rank's chunk in rank order, receiving the next while the caller adds up this one."""
-        peers = sorted(self._peers)
-        works: dict[int, tuple[Any, Tensor]] = {}
-
-        def post(position: int) -> None:
-            if position < len(peers):
-                into = slots[position % len(slots)]
-                works[peers[position]] = (self._inbox[peers[position]].take(into), into)
-
-        post(0)
-        for rank in range(self._world_size):
-            if rank == self._rank:
-                yield own
-                continue
-            position = peers.index(rank)
-            work, received = works.pop(rank)
-            work.wait()
-            post(position + 1)
-            yield received
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
-        chunks = chunks_of(bucket, bounds)
-        pg = self._gather.pg
-        works = [pg.recv([chunks[peer]], peer, 0) for peer in reversed(self._peers) if chunks[peer].numel()]
-        own = chunks[self._rank]
-        if own.numel():
-            works += [pg.send([own], peer, 0) for peer in self._peers]
-        return Gathering(works, chunks)
-
-
 class ListExchange(_GroupExchange):
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
 
-    def reduce_scatter(
-        self,
-        ident: Ident,
-        bucket: Tensor,
-        bounds: Sequence[int],
-        out: Tensor,
-        scratch: Tensor,  # noqa: ARG002
-    ) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
         idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
         _require_same_ident(ident, idents)
@@ -353,14 +243,7 @@ def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
 class NcclExchange(_GroupExchange):
     """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
 
-    def reduce_scatter(
-        self,
-        ident: Ident,  # noqa: ARG002
-        bucket: Tensor,
-        bounds: Sequence[int],
-        out: Tensor,
-        scratch: Tensor,  # noqa: ARG002
-    ) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
         """See :class:`Exchange`; sums in NCCL's order."""
         pg, rank = self._reduce.pg, self._reduce.rank
         chunks = chunks_of(bucket, bounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,19 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+# Of which the native kernels compute means, and what they call them.
+NATIVE_DTYPES: dict[torch.dtype, str] = {}
+try:
+    from . import _native
+except ImportError:
+    pass
+else:
+    NATIVE_DTYPES = {
+        torch.float32: "float32",
+        torch.float64: "float64",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+    }
 
 
 class Ident(NamedTuple):
@@ -82,6 +95,19 @@ def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) ->
         out.copy_(total)
 
 
+def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
+    """Write the mean of one chunk per rank, as :func:`mean_in_rank_order` does, to ``out``, or add it to ``out``."""
+    if out.device.type == "cpu" and out.dtype in NATIVE_DTYPES:
+        addresses = [part.data_ptr() for part in parts]
+        _native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
+    elif add:
+        mean = torch.empty_like(out)
+        mean_in_rank_order(iter(parts), len(parts), mean)
+        out.add_(mean)
+    else:
+        mean_in_rank_order(iter(parts), len(parts), out)
+
+
 def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """Every rank's part of a bucket, in rank order."""
     return [bucket[start:stop] for start, stop in pairwise(bounds)]
@@ -121,8 +147,10 @@ class DirectExchange(Protocol):
     def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
         """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone."""
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> None:
-        """Bring every other rank's shard into this rank's runs, none of which is ``None``.
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
+        """Start bringing every other rank's shard into this rank's runs, none of which is ``None``.
+
+        The result ends it, and must be called.
 
         Raises:
             StepDesync: another rank skipped this exchange.
@@ -133,12 +161,10 @@ class Exchange(Protocol):
     """How the ranks of a group exchange buckets. One exchange at a time, except as :attr:`gathers_ahead` says.
 
     Attributes:
-        scratch_shards: scratch that :meth:`reduce_scatter` needs, in shards.
         gathers_ahead: how many all-gathers may be started before the oldest has been read.
         nbytes: memory of its own, beside the pool.
     """
 
-    scratch_shards: int
     gathers_ahead: int
 
     @property
@@ -151,12 +177,11 @@ class Exchange(Protocol):
         ``turn`` counts all-gathers under way at a time.
         """
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
-        """Write the mean over ranks of this rank's shard of ``bucket`` to ``out``.
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        """Write the mean over ranks of this rank's shard of ``bucket``, from :meth:`staging`, to ``out``.
 
-        ``bucket`` comes from :meth:`staging`; ``scratch`` has ``scratch_shards`` times as many elements as ``out``, and
-        its dtype. Called in the same order on every rank, except that a rank may skip exchanges that an exception kept
-        it from. Returns ``False``, with ``out`` undefined, when another rank skipped this one.
+        Called in the same order on every rank, except that a rank may skip exchanges that an exception kept it from.
+        Returns ``False``, with ``out`` undefined, when another rank skipped this one.
         """
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
@@ -172,7 +197,7 @@ class Exchange(Protocol):
 class PooledExchange:
     """What exchanges have in common whose staging is ordinary memory from a pool."""
 
-    scratch_shards, gathers_ahead, nbytes = 0, 0, 0
+    gathers_ahead, nbytes = 0, 0
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
+from .cpu_adam import grad_squares, native_available
 from .errors import ConfigError, ConfigTypeError
 from .flat_param import is_dense
 
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements widened to fp64 at a time: they stay in the cache.
-SCRATCH_NUMEL = 1 << 15
+_PIECE_NUMEL = 1 << 15
 
 
 def check_max_norm(max_norm: object, name: str) -> float:
@@ -44,42 +46,39 @@ def _run_of(values: Tensor) -> Tensor:
     return values.reshape(-1)
 
 
-def _squares(values: Tensor, scratch: Tensor) -> Iterator[float]:
+def _squares(values: Tensor) -> Iterator[float]:
     """Sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
     if values.device.type != "cpu":
         norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         yield norm * norm
         return
+    if values.dtype in _NATIVE_DTYPES and native_available():
+        yield grad_squares([values]).total
+        return
     run = _run_of(values)
-    for start in range(0, run.numel(), scratch.numel()):
-        piece = run[start : start + scratch.numel()]
-        widened = scratch[: piece.numel()].copy_(piece)
+    for start in range(0, run.numel(), _PIECE_NUMEL):
+        widened = run[start : start + _PIECE_NUMEL].double()
         yield float(torch.dot(widened, widened))
 
 
-def square_sum(grads: Iterable[Tensor | None], scratch: Tensor | None = None) -> float:
-    """Sum of squares of all elements, accumulated in fp64.
-
-    Args:
-        scratch: 1-D fp64 CPU tensor to work in; allocated if not given.
-    """
-    work = torch.empty(SCRATCH_NUMEL, dtype=torch.float64) if scratch is None else scratch
+def square_sum(grads: Iterable[Tensor | None]) -> float:
+    """Sum of squares of all elements, accumulated in fp64."""
     try:
-        return math.fsum(s for grad in grads if grad is not None for s in _squares(_values(grad.detach()), work))
+        return math.fsum(s for grad in grads if grad is not None for s in _squares(_values(grad.detach())))
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 
 
-def total_norm(grads: Sequence[Tensor | None], group: Group | None, scratch: Tensor | None = None) -> Tensor:
+def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
     """L2 norm of the gradients of all ranks, as a 0-dim fp32 tensor; the same bits on every rank.
 
     Accumulated in fp64 in rank order and rounded once, so it differs from ``torch.nn.utils.get_total_norm`` by at most
     the latter's own fp32 rounding. Collective if a group is given.
 
     Args:
-        grads: this rank's part of the gradient; no element is on two ranks. scratch: as for :func:`square_sum`.
+        grads: this rank's part of the gradient; no element is on two ranks.
     """
-    square = square_sum(grads, scratch)
+    square = square_sum(grads)
     if group is not None:
         square = sum(t.item() for t in group.all_gather(torch.tensor([square], dtype=torch.float64)))
     return torch.tensor(math.sqrt(square) if square >= 0 else math.nan, dtype=torch.float32)

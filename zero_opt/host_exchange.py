@@ -24,7 +24,17 @@ from torch import Tensor
 
 from .cpu_adam import native_available
 from .errors import PeerLost, StepDesync
-from .exchange import DirectExchange, Exchange, Gathering, Ident, PooledExchange, Run, StagingPool, chunks_of
+from .exchange import (
+    NATIVE_DTYPES,
+    DirectExchange,
+    Exchange,
+    Gathering,
+    Ident,
+    PooledExchange,
+    Run,
+    StagingPool,
+    chunks_of,
+)
 from .shared_memory import PAGE, Arena, page_aligned
 
 if native_available():
@@ -36,12 +46,6 @@ _log = logging.getLogger("zero_opt")
 # Differs between hosts, and between two starts of one.
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PASSED, _NOT_YET = 2, 3
-_NATIVE_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 # What one rank stages should be in a cache still when its peers read it, and waiting be rare.
 _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
@@ -103,18 +107,19 @@ class HostExchange(PooledExchange):
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
         """See :class:`Exchange`."""
-        return self if dtype in _NATIVE_DTYPES else None
+        return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
 
     def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`DirectExchange`."""
         bucket = _bucket(runs, bounds, out.dtype)
         return self._complete(partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> None:
-        """See :class:`DirectExchange`."""
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
+        """See :class:`DirectExchange`; complete on return."""
         dtype = next(run.values.dtype for run in runs if run.values is not None)
         if not self._complete(partial(self._ranks.gather, _number(ident), _bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
+        return _nothing_left
 
     def _complete(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
@@ -136,19 +141,16 @@ class HostExchange(PooledExchange):
                     f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
                 )
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor, scratch: Tensor) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""
-        if self.direct(bucket.dtype) is None:
-            scratch = out.new_empty(self._fallback.scratch_shards * out.numel())
-            return self._fallback.reduce_scatter(ident, bucket, bounds, out, scratch)
+        if bucket.dtype not in NATIVE_DTYPES:
+            return self._fallback.reduce_scatter(ident, bucket, bounds, out)
         return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
         """See :class:`Exchange`; complete on return."""
-        if self.direct(bucket.dtype) is None:
-            gathering = self._fallback.all_gather(ident, bucket, bounds)
-            gathering.wait()
-            return gathering
+        if bucket.dtype not in NATIVE_DTYPES:
+            return self._fallback.all_gather(ident, bucket, bounds)
         self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
         return Gathering((), chunks_of(bucket, bounds))
 
@@ -159,10 +161,14 @@ class HostExchange(PooledExchange):
         self._own.close()
 
 
+def _nothing_left() -> None:
+    """An exchange that is complete already."""
+
+
 def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype) -> Any:
     """What the native exchange takes; the caller keeps the tensors alive."""
     listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
-    return _native.HostBucket(listed, list(bounds), _NATIVE_DTYPES[dtype])
+    return _native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype])
 
 
 def build_host_exchange(

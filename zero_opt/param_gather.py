@@ -81,8 +81,8 @@ class ParamGather:
         exchange, ident = self._exchanges[bucket.device.type], Ident(step, _GATHER_EPOCH, turn)
         direct = exchange.direct(bucket.params[0].param.dtype)
         if direct is not None:
-            direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
-            return partial(_store, bucket)
+            arrive = direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
+            return partial(_arrived, bucket, arrive)
         staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
         return partial(self._deliver, bucket, exchange.all_gather(ident, staging, bucket.layout.bounds))
 
@@ -106,11 +106,11 @@ class ParamGather:
             for rank, chunk in enumerate(chunks):
                 if rank != self._partition.rank:
                     copies.add(bucket, rank, chunk)
-        copies.to_params()
-        _store(bucket)
+        _arrived(bucket, copies.to_params)
 
 
-def _store(bucket: GradBucket) -> None:
-    """Let parameters that are mirrored follow their mirrors."""
+def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
+    """Complete a gather, and let parameters that are mirrored follow their mirrors."""
+    arrive()
     for flat in bucket.params:
         flat.store()

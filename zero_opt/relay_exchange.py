@@ -22,22 +22,14 @@ class RelayExchange(PooledExchange):
         super().__init__(pool)
         self._host = host
 
-    def reduce_scatter(
-        self,
-        ident: Ident,
-        bucket: Tensor,
-        bounds: Sequence[int],
-        out: Tensor,
-        scratch: Tensor,  # noqa: ARG002
-    ) -> bool:
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""
         staged = self._host.staging(bucket.numel(), bucket.dtype, _CPU)
         staged.copy_(bucket)
-        needed = self._host.scratch_shards * out.numel()
-        work = self._pool.take(1, needed + out.numel(), out.dtype, _CPU)
-        if not self._host.reduce_scatter(ident, staged, bounds, work[needed:], work[:needed]):
+        mean = self._pool.take(1, out.numel(), out.dtype, _CPU)
+        if not self._host.reduce_scatter(ident, staged, bounds, mean):
             return False
-        out.copy_(work[needed:])
+        out.copy_(mean)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:

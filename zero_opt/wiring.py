@@ -20,7 +20,7 @@ from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
 from .errors import StateNotConsolidated, UnsupportedParam
 from .exchange import Exchange
-from .grad_norm import SCRATCH_NUMEL, total_norm
+from .grad_norm import total_norm
 from .partition import Geometry, Partition
 from .placement import build_placement, hypers_of
 from .policies import AlreadyReduced, MixedPrecision
@@ -176,16 +176,7 @@ class Wiring:
 
     def norm(self, grads: Sequence[GradShard]) -> Tensor:
         """Global L2 norm of the reduced gradients. Collective."""
-        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control, self._idle_staging())
-
-    def _idle_staging(self) -> Tensor | None:
-        """Some fp64 elements of host staging memory, to use between two exchanges."""
-        host = [bucket for bucket in self.partition.buckets if bucket.device.type == "cpu"]
-        if not host:
-            return None
-        largest = max(host, key=lambda bucket: bucket.staging_nbytes)
-        numel = min(SCRATCH_NUMEL * 8, largest.layout.numel * largest.dtype.itemsize) // largest.dtype.itemsize
-        return self._exchanges["cpu"].staging(numel, largest.dtype, largest.device).view(torch.float64)
+        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
 
     def stepped(self) -> None:
         """A step is done."""

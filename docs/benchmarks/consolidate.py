@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import command, load, machine, spread, today
+from support.machine import command, load, machine, spread, today
 
 import zero_opt
 

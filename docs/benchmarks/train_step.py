@@ -9,9 +9,9 @@ kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Pe
 is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by their number, so that a page which
 ranks share is counted once.
 
-DDP keeps its gradients in its buckets (``gradient_as_bucket_view=True``), and FSDP2 its parameters gathered between
-forward and backward (``reshard_after_forward=False``): both are faster that way. Every optimizer is AdamW with
-``fused=True``. "compute alone" is forward and backward of independent ranks.
+DDP has its default arguments; FSDP2 keeps its parameters gathered between forward and backward
+(``reshard_after_forward=False``), which is faster. Every optimizer is AdamW with ``fused=True``. "compute alone" is
+forward and backward of independent ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
-from bench_ranks import Run, execute
-from bench_report import Results, draw, same_loss, section
-from bench_systems import SYSTEMS, missing
-from machine import command, load, machine, today
+from support.machine import command, load, machine, today
+from support.model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
+from support.ranks import Run, execute
+from support.report import Results, draw, same_loss, section
+from support.systems import SYSTEMS, missing
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPT = "docs/benchmarks/train_step.py"

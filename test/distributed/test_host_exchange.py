@@ -18,7 +18,7 @@ from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
-from zero_opt import host_exchange, shared_memory
+from zero_opt import host_exchange, pairwise_exchange, shared_memory
 from zero_opt.collectives import PairwiseExchange
 from zero_opt.exchange import Ident
 from zero_opt.host_exchange import HostExchange
@@ -52,6 +52,8 @@ def exchange_of(opt: zero_opt.ShardedOptimizer) -> Any:
 
 
 def run_dtype(rank: int, world_size: int, dtype: torch.dtype, exchange: str) -> tuple[str, list[Tensor]]:
+    # So that small parameters are messages by themselves too.
+    pytest.MonkeyPatch().setattr(pairwise_exchange, "_LEAST_BYTES", 256)
     opt, params = make(dtype, exchange)
     kind = type(exchange_of(opt)).__name__
     train(opt, params, rank, 4)
@@ -162,9 +164,10 @@ def test_a_dead_peer_is_named() -> None:
     assert "died" in str(results[0])
 
 
-def skip_exchanges(rank: int, world_size: int) -> list[Tensor]:
+def skip_exchanges(rank: int, world_size: int, exchange: str) -> list[Tensor]:
     """Rank 0 leaves a backward early; every rank then gives that window up."""
-    opt, params = make(torch.float32, "auto", bucket_mb=0.001)
+    pytest.MonkeyPatch().setattr(pairwise_exchange, "_LEAST_BYTES", 256)
+    opt, params = make(torch.float32, exchange, bucket_mb=0.001)
     train(opt, params, rank, 1)
     for attempt in range(3):
         loss = torch.stack([(p * gradient(attempt, rank, p)).sum() for p in params]).sum()
@@ -193,9 +196,10 @@ def without_failures(rank: int, world_size: int) -> list[Tensor]:
     return [p.detach().clone() for p in params]
 
 
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_backward_left_early_is_void_and_leaves_no_trace(world_size: int) -> None:
-    failed = run_processes(world_size, skip_exchanges)
+def test_a_backward_left_early_is_void_and_leaves_no_trace(world_size: int, exchange: str) -> None:
+    failed = run_processes(world_size, skip_exchanges, exchange)
     clean = run_processes(world_size, without_failures)
     for ours, theirs in zip(failed, clean, strict=True):
         assert_bitwise(ours, theirs)

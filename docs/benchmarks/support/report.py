@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench_ranks import Outcome
-from bench_systems import DDP, DEEPSPEED, FLOOR, SYSTEMS, ZERO
-from machine import spread
+from support.machine import spread
+from support.ranks import Outcome
+from support.systems import DDP, DEEPSPEED, FLOOR, SYSTEMS, ZERO
 
 PARTS = ("forward", "backward", "step")
 

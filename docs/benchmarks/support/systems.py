@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_model import Batch, LanguageModel
+from support.model import Batch, LanguageModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,21 +48,20 @@ def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
     return Trainer(model, torch.Tensor.backward, model.zero_grad)
 
 
-def _ddp(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 def _ddp_adamw(model: LanguageModel, _: Batch) -> Trainer:
-    wrapped = _ddp(model)
+    wrapped = DistributedDataParallel(model)
     return _trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
-def _zero_redundancy(model: LanguageModel, _: Batch) -> Trainer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+def _zero_redundancy(*, views: bool) -> Callable[[LanguageModel, Batch], Trainer]:
+    def build(model: LanguageModel, _: Batch) -> Trainer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = _ddp(model)
-    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS)
-    return _trainer(wrapped, optimizer)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS)
+        return _trainer(wrapped, optimizer)
+
+    return build
 
 
 def _fsdp2(model: LanguageModel, _: Batch) -> Trainer:
@@ -94,7 +93,7 @@ def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
 
 def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batch], Trainer]:
     def build(model: LanguageModel, _: Batch) -> Trainer:
-        wrapped: nn.Module = _ddp(model) if ddp else model
+        wrapped: nn.Module = DistributedDataParallel(model) if ddp else model
         optimizer = zero_opt.ShardedOptimizer(wrapped.parameters(), torch.optim.AdamW, reduction=reduction, **HYPERS)
         return _trainer(wrapped, optimizer)
 
@@ -105,7 +104,8 @@ FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedunda
 SYSTEMS: dict[str, System] = {
     FLOOR: System(_compute_alone, trains=False),
     DDP: System(_ddp_adamw),
-    ZERO: System(_zero_redundancy),
+    ZERO: System(_zero_redundancy(views=False)),
+    "the same with gradient_as_bucket_view": System(_zero_redundancy(views=True)),
     "FSDP2 + AdamW": System(_fsdp2),
     DEEPSPEED: System(_deepspeed),
     "Overlapped()": System(_ours(zero_opt.Overlapped()), ours=True),

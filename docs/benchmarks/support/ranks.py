@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer would import it, on every rank: here it is shared, like torch itself
 import torch.distributed as dist
-from bench_model import Batch, make_data, make_model
-from bench_systems import SYSTEMS, Trainer
+from support.model import Batch, make_data, make_model
+from support.systems import SYSTEMS, Trainer
 
 # Of the kernel's struct tcp_info.
 _BYTES_ACKED_AT, _TCP_INFO_BYTES = 120, 256
