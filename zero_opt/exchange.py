@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .cpu_adam import native_available
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Of which the native kernels compute means, and what they call them.
 NATIVE_DTYPES: dict[torch.dtype, str] = {}
-try:
+if native_available():
     from . import _native
-except ImportError:
-    pass
-else:
+
     NATIVE_DTYPES = {
         torch.float32: "float32",
         torch.float64: "float64",

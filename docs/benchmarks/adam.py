@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from adam_contenders import fp32_contenders, pipeline_contenders, reading, reduced_contenders
-from machine import command, load, machine, today
+from support.contenders import fp32_contenders, pipeline_contenders, reading, reduced_contenders
+from support.machine import command, load, machine, today
 
 from zero_opt import _native
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from machine import command, machine, today
+from support.machine import command, machine, today
 
 import zero_opt
 

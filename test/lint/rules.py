@@ -18,7 +18,7 @@ FUNCTION_LINES = 50  # a function, with its docstring, stays under this
 PARAMETERS = 8  # a function has at most this many, plus self or cls and **kwargs
 
 COLLECTIVES_MODULE = "collectives"
-NATIVE_MODULES = {"cpu_adam", "host_exchange", "worker_process", "worker_main"}
+NATIVE_MODULES = {"cpu_adam", "exchange", "host_exchange", "worker_process", "worker_main"}
 
 # What torch.distributed calls its collectives, and what a process group calls them.
 COLLECTIVE = re.compile(
