@@ -177,7 +177,8 @@ class Group:
             if tensor is None or numel == 0 or src == dst:
                 return None
             if self.rank == src:
-                return self.pg.recv([tensor], src, 0) if self.rank == dst else None
+                return self.send_to(tensor, dst, 0)
+            return self.receive_from(tensor, src, 0) if self.rank == dst else None
         self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
         return None
 
