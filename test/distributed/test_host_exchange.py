@@ -20,7 +20,6 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from zero_opt import host_exchange, pairwise_exchange, shared_memory
 from zero_opt.collectives import PairwiseExchange
-from zero_opt.exchange import Ident
 from zero_opt.host_exchange import HostExchange
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -237,35 +236,3 @@ def drop(rank: int, world_size: int, how: str) -> list[int]:
 def test_nothing_is_held_when_the_optimizer_is_gone(how: str) -> None:
     for counts in run_processes(2, drop, how):
         assert counts == [True, 0, 0] * 2
-
-
-class Alone:
-    """Stands for the group of three ranks of which this process is rank 1."""
-
-    rank, world_size, timeout_s = 1, 3, 60.0
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        raise AssertionError("no handshake here")
-
-
-class Ended(host_exchange._Peer):
-    """A peer that will publish nothing more."""
-
-    def dead(self) -> bool:
-        return True
-
-
-def test_a_peer_that_went_on_does_not_let_this_rank_run_ahead_of_another() -> None:
-    """Else it could stage over what the other, slower, is still reading."""
-    arenas = [host_exchange._new_arena(4096) for _ in range(3)]
-    peers = [Ended(rank, os.getpid(), arenas[rank]) for rank in (0, 2)]
-    fallback: Any = None
-    exchange = HostExchange(Alone(), arenas[1], peers, fallback)
-    this, later = (host_exchange._number(Ident(0, 0, sequence)) for sequence in (4, 5))
-    host_exchange._native.publish(arenas[0].address, 0, later)
-    staged = exchange.staging(6, torch.float32, torch.device("cpu"))
-    with pytest.raises(zero_opt.PeerLost, match="rank 2"):
-        exchange.reduce_scatter(Ident(0, 0, 4), staged, range(0, 8, 2), torch.empty(2), torch.empty(0))
-    host_exchange._native.publish(arenas[2].address, 0, this)
-    assert not exchange.reduce_scatter(Ident(0, 0, 4), staged, range(0, 8, 2), torch.empty(2), torch.empty(0))
-    exchange.close()

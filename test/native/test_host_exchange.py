@@ -193,6 +193,23 @@ def test_what_a_rank_skips_is_void_for_all_others_and_the_next_is_not() -> None:
     ranks.close()
 
 
+def test_a_peer_that_went_on_does_not_let_a_rank_run_ahead_of_another() -> None:
+    """Else it could stage over what the other, slower, is still reading."""
+    plan = one_run(30, 3)
+    ranks = Ranks(3, plan.slot_bytes)
+    filled = [bucket(plan, run_tensors(plan, rank, 0), rank) for rank in range(3)]
+    shard = torch.zeros(10)
+
+    def reduce(rank: int, ident: int, published: int) -> Any:
+        return ranks.ranks[rank].reduce(ident, filled[rank], shard.data_ptr(), published, 0.0)
+
+    assert reduce(0, 6, 0)[0] == NOT_YET  # without 5
+    assert reduce(1, 5, 0) == (NOT_YET, 2, 1)
+    assert reduce(2, 5, 0)[0] == PASSED
+    assert reduce(1, 5, 1)[0] == PASSED
+    ranks.close()
+
+
 def test_says_who_has_not_come_and_goes_on_from_there() -> None:
     plan = one_run(600, 2)
     ranks = Ranks(2, plan.slot_bytes)
