@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 
-import torch
 from torch import Tensor
 
 import zero_opt
