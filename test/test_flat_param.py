@@ -139,19 +139,18 @@ def test_spec_is_what_the_planner_needs() -> None:
     )
 
 
-def test_moved_follows_data_that_was_repointed() -> None:
+def test_follow_remakes_the_views_of_data_that_was_repointed() -> None:
     param = Parameter(torch.zeros(2, 3))
     flat = FlatParam(param, "p")
     assert not flat.moved()
     with torch.no_grad():
         param.add_(1)  # written in place: nothing moved
     assert not flat.moved()
-    param.data = torch.full((3, 2), 5.0).t()
+    param.data = torch.full((2, 3), 5.0)
     assert flat.moved()
     assert flat.moved()  # until it is followed
     flat.follow()
     assert not flat.moved()
-    assert flat.strides == (1, 2)
     assert flat.flat.data_ptr() == param.data_ptr()
     flat.flat.zero_()
     assert not param.count_nonzero()
@@ -180,6 +179,36 @@ def test_moved_refuses_data_that_came_to_share_memory() -> None:
     param.data = torch.zeros(3).expand(6, 3)
     with pytest.raises(UnsupportedParam, match=r"encoder\.weight has elements that share memory"):
         flat.moved()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2).t()),
+        (torch.zeros(3, 2).t(), torch.zeros(2, 3)),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        (torch.zeros(2, 6)[:, ::2], torch.zeros(3, 2).t()),
+    ],
+    ids=["transposed", "contiguous", "channels_last", "from gaps"],
+)
+def test_moved_refuses_another_order_of_elements(before: Tensor, after: Tensor) -> None:
+    """Gradients and state on their way, and on other ranks, are in the order that the plan was made with."""
+    param = Parameter(before)
+    flat = FlatParam(param, "encoder.weight")
+    param.data = after
+    with pytest.raises(UnsupportedParam, match=r"encoder\.weight was .* and is .* now; .*before constructing"):
+        flat.moved()
+
+
+def test_strides_that_order_nothing_may_change() -> None:
+    pointwise, empty = Parameter(torch.zeros(4, 3, 1, 1)), Parameter(torch.zeros(0, 3))
+    flats = [FlatParam(pointwise, "p"), FlatParam(empty, "e")]
+    pointwise.data = torch.zeros(12).as_strided((4, 3, 1, 1), (3, 1, 7, 5))
+    empty.data = torch.zeros(3, 0).t()
+    for flat in flats:
+        assert flat.moved()
+        flat.follow()
+        assert torch.equal(flat.shaped(flat.flat), flat.param)
 
 
 def test_a_mirror_can_become_an_alias_and_back() -> None:

@@ -6,6 +6,8 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,13 @@ def check_memory(param: Tensor, label: str) -> None:
         )
 
 
+def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the storage order that elements are cut in, alike for layouts with the same order."""
+    dense = shape.numel() > 0 and is_dense(shape, strides)
+    order = strides if dense else contiguous_strides(shape)
+    return tuple(1 if size == 1 else stride for stride, size in zip(order, shape, strict=True))
+
+
 class FlatParam:
     """One parameter and its 1-D storage-order view.
 
@@ -68,13 +77,22 @@ class FlatParam:
     def __init__(self, param: Tensor, label: str) -> None:
         self.param, self.label = param, label
         check_memory(param, label)
-        self._identity = (param.shape, param.dtype, param.device)
+        self._planned = self._identity()
         self.follow()
 
-    def follow(self) -> None:
-        """Make the views over the parameter's data as it is now."""
+    def _identity(self) -> tuple[Any, ...]:
+        """What the plan, and gradients and state on their way, depend on."""
         param = self.param
-        self._where = (param.data_ptr(), param.stride())
+        return param.dtype, param.device, tuple(param.shape), element_order(param.shape, param.stride())
+
+    def _place(self) -> tuple[Any, ...]:
+        param = self.param
+        return param.data_ptr(), param.shape, param.stride(), param.dtype, param.device
+
+    def follow(self) -> None:
+        """Make the views of the parameter's data as it is now."""
+        param = self.param
+        self._where = self._place()
         self.mirrored = not is_dense(param.shape, param.stride())
         self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
         source = param.detach()
@@ -92,18 +110,21 @@ class FlatParam:
         """Whether ``param.data`` was re-pointed, so that :meth:`follow` is called for.
 
         Raises:
-            UnsupportedParam: shape, dtype or device changed: the plan no longer fits; or elements share memory now.
+            UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or
+                elements share memory now.
         """
-        param = self.param
-        identity = (param.shape, param.dtype, param.device)
-        if identity == self._identity and (param.data_ptr(), param.stride()) == self._where:
+        if self._place() == self._where:
             return False
-        if identity != self._identity:
-            raise UnsupportedParam(
-                f"{self.label} was {self._identity} when the optimizer was made and is {identity} now; "
-                "move or cast the model before constructing the optimizer"
+        if self._identity() != self._planned:
+            was, now = (
+                f"{dtype} on {device} of shape {shape} and strides {order}"
+                for dtype, device, shape, order in (self._planned, self._identity())
             )
-        check_memory(param, self.label)
+            raise UnsupportedParam(
+                f"{self.label} was {was} when the optimizer was made and is {now} now; move, cast or convert the model "
+                "(memory_format too) before constructing the optimizer"
+            )
+        check_memory(self.param, self.label)
         return True
 
     def load(self) -> None:
