@@ -48,6 +48,7 @@ def test_it_has_the_params_metadata_and_no_memory() -> None:
     assert not grad.requires_grad
     assert "parameter 7" in repr(grad)
     assert "(2, 3)" in str(grad)
+    assert f"{grad}" == str(grad)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,8 @@ READS: dict[str, Callable[[Parameter], Any]] = {
     "compare": lambda p: torch.equal(p.grad, p.grad),
     "is finite": lambda p: torch.isfinite(p.grad),
     "data_ptr": lambda p: p.grad.data_ptr(),
+    "format": lambda p: f"{p.grad:.3f}",
+    "dlpack": lambda p: torch.from_dlpack(p.grad),
     "storage": lambda p: p.grad.untyped_storage(),
     "norm of all": lambda p: torch.nn.utils.get_total_norm([p.grad]),
     "clip norm": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),

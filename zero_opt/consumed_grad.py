@@ -64,6 +64,9 @@ class ConsumedGrad(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGrad({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, format_spec: str) -> str:
+        return self._refuse() if format_spec else str(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model has no reduced gradient: the copy's ``grad`` is None."""
 
@@ -76,7 +79,9 @@ class ConsumedGrad(torch.Tensor):
         raise _refusal("reading it", (self,))
 
     # These reach no operator, so __torch_dispatch__ never sees them.
-    tolist = numpy = item = data_ptr = untyped_storage = __array__ = __float__ = __int__ = __bool__ = _refuse
+    tolist = numpy = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __float__ = __int__ = __bool__ = (
+        _refuse
+    )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
