@@ -106,7 +106,11 @@ class OverlappedReduction:
             value = consumed.take_pending()
         else:
             value = self._fresh(index, grad)
-            param.grad = consumed
+            try:
+                param.grad = consumed
+            except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
+                self._parts.partition.flats[index].moved()
+                raise
             self._shown.add(index)
         if value is None:
             return
