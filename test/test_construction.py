@@ -167,6 +167,13 @@ def test_params_that_cannot_be_sharded_are_named(param: Tensor, message: str) ->
         checked_groups(groups, describe)
 
 
+def test_a_complex_param_would_lose_its_imaginary_part_in_a_real_dtype() -> None:
+    groups = [{"params": [torch.ones(1), torch.ones(1, dtype=torch.complex64)]}]
+    checked_groups(groups, describe, None)
+    with pytest.raises(UnsupportedParam, match=r"parameter 1 is torch\.complex64.*reduce_dtype=torch\.float32"):
+        checked_groups(groups, describe, torch.float32)
+
+
 def test_odd_but_sound_params_pass() -> None:
     odd = [torch.ones(()), torch.ones(0), torch.ones(0).expand(2, 0), torch.ones(4, 6)[:, ::2], torch.ones(2, 3).t()]
     checked_groups([{"params": odd}], describe)

@@ -126,11 +126,22 @@ def _stand_in(entry: Any) -> Any:
     return entry
 
 
-def checked_groups(groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-    """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded."""
+def checked_groups(
+    groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str], reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded.
+
+    Args:
+        reduce_dtype: dtype of the gradient path, ``None`` for each parameter's own.
+    """
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.device.type == "meta":
             raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
+        if param.is_complex() and reduce_dtype is not None:
+            raise UnsupportedParam(
+                f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
+                "its gradient; leave reduce_dtype None"
+            )
         check_memory(param, describe(index))
 
 

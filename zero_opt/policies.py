@@ -105,7 +105,7 @@ class MixedPrecision:
 
     Attributes:
         reduce_dtype: dtype gradients are sent in and accumulated in; ``None`` is the parameter's own dtype (bf16 and
-            fp16 are still summed in fp32 and rounded once per reduction).
+            fp16 are still summed in fp32 and rounded once per reduction). Complex parameters need ``None``.
     """
 
     reduce_dtype: torch.dtype | None = None

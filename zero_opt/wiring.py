@@ -59,7 +59,7 @@ class Recipe:
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe)
+        checked_groups(param_groups, describe, self.precision.reduce_dtype)
         model = self.reduction.overlap_param_gather
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)

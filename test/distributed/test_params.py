@@ -168,6 +168,27 @@ def test_parameters_that_cannot_be_sharded_are_named(make: Any, what: str) -> No
         assert what in message and "parameter 1 " in message
 
 
+def _complex_in_fp32(rank: int, world_size: int) -> list[str]:
+    """Refused when constructed, and in an added group."""
+    messages, precision = [], zero_opt.MixedPrecision(torch.float32)
+    z = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(zero_opt.UnsupportedParam) as caught:
+        zero_opt.ShardedOptimizer([z], torch.optim.SGD, precision=precision)
+    messages.append(str(caught.value))
+    optimizer = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, precision=precision)
+    with pytest.raises(zero_opt.UnsupportedParam) as caught:
+        optimizer.add_param_group({"params": [z]})
+    messages.append(str(caught.value))
+    optimizer.close()
+    return messages
+
+
+def test_complex_gradients_are_not_reduced_in_a_real_dtype() -> None:
+    for messages in run_threads(2, _complex_in_fp32):
+        assert "parameter 0 " in messages[0] and "parameter 1 " in messages[1]
+        assert all("torch.complex64" in message and "reduce_dtype" in message for message in messages)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # frozen, unfrozen, re-pointed
 
@@ -341,6 +362,25 @@ def test_a_parameter_spoilt_on_one_rank_is_named_on_all_and_nothing_is_half_done
     for message, params in run_processes(2, _spoil_on_one_rank, reduction, clip, timeout=20):
         assert "parameter 1 " in message and "66" in message
         assert_bitwise(params, [param.detach() for param in oracle.params])
+
+
+def _change_before_backward(rank: int, world_size: int, data: Tensor) -> str:
+    actor = rank_actor(rank)
+    actor.params[1].data = data
+    with pytest.raises(zero_opt.UnsupportedParam) as caught:
+        actor.params[1].sum().backward()
+    actor.optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [torch.ones(65).bfloat16(), torch.ones(64), torch.ones(5, 13)],
+    ids=lambda data: f"{tuple(data.shape)} {data.dtype}",
+)
+def test_a_gradient_of_a_parameter_that_changed_is_refused_in_backward(data: Tensor) -> None:
+    for message in run_threads(2, _change_before_backward, data):
+        assert "parameter 1 " in message and "when the optimizer was made and is" in message
 
 
 def _reorder(rank: int, world_size: int, reduction: Any, after_backward: bool) -> tuple[str, list[Tensor], Any]:
