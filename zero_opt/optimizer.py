@@ -336,6 +336,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
         return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
+        if self._inner is None:
+            raise ConfigTypeError(
+                "a ShardedOptimizer over several ranks cannot be copied or pickled, since each rank holds its shard of "
+                "the state alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every rank"
+            )
+        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share_inner()
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
