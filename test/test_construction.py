@@ -21,7 +21,7 @@ from zero_opt.construction import (
     normalized,
     template_of,
 )
-from zero_opt.errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from zero_opt.errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -80,10 +80,16 @@ def test_a_class_that_needs_a_closure() -> None:
 
 
 def test_torchs_complaints_are_ours_and_keep_their_cause() -> None:
-    for raised, kind in ((TypeError("t"), ConfigTypeError), (ValueError("v"), ConfigError)):
+    for raised, kind in (
+        (TypeError("t"), ConfigTypeError),
+        (ValueError("v"), ConfigError),
+        (RuntimeError("r"), ConfigConflict),
+    ):
         with pytest.raises(kind, match=str(raised)) as caught, adopt_errors():
             raise raised
         assert caught.value.__cause__ is raised
+    with pytest.raises(torch.OutOfMemoryError), adopt_errors():
+        raise torch.OutOfMemoryError("not about arguments")
     with pytest.raises(UnsupportedParam), adopt_errors():
         raise UnsupportedParam("ours stays as it is")
 
@@ -101,6 +107,37 @@ def test_the_callers_groups_are_not_changed() -> None:
     (entry,) = normalized([group])
     entry["lr"] = 7
     assert group["lr"] == 0.5
+
+
+def a_param() -> Parameter:
+    return Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (None, "params must be an iterable of tensors or dicts, got NoneType"),
+        (3, "params must be an iterable of tensors or dicts, got int"),
+        ([None], r"group 0, position 0 .* NoneType"),
+        ([a_param(), "w"], r"group 0, position 1 .* str"),
+        ([("w", a_param()), ("b", 3)], r"group 0, position 1 .* int"),
+        ([("w",)], r"group 0, position 0 .* tuple"),
+        ([{"params": [a_param()]}, {"params": [a_param(), None]}], r"group 1, position 1 .* NoneType"),
+        ([{"params": [a_param()]}, {"params": None}], "params of group 1 must be an iterable of tensors, got NoneType"),
+        ([{"params": [a_param()]}, a_param()], "group 1 must be a dict, got torch.FloatTensor"),
+        ([{"params": {a_param()}}], "params of group 0 are a set, which has no order"),
+        ([{"params": frozenset([a_param()])}], "params of group 0 are a frozenset, which has no order"),
+        ({a_param()}, "params are a set, which has no order"),
+    ],
+)
+def test_what_is_no_param_is_named_by_group_and_position(params: Any, message: str) -> None:
+    with pytest.raises(ConfigTypeError, match=message):
+        normalized(params)
+
+
+def test_a_group_without_params_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"group 1 has no 'params'; it has \['lr'\]"):
+        normalized([{"params": [a_param()]}, {"lr": 1}])
 
 
 def test_a_tensor_or_nothing_is_refused() -> None:

@@ -13,6 +13,7 @@ from zero_opt import errors
 SECOND_BASE = {
     "ConfigError": ValueError,
     "ConfigTypeError": TypeError,
+    "ConfigConflict": RuntimeError,
     "UnsupportedOptimizer": ValueError,
     "UnsupportedParam": TypeError,
     "ProcessGroupError": RuntimeError,

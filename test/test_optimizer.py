@@ -69,6 +69,59 @@ def test_a_copy_goes_on_by_itself_as_a_copy_of_the_wrapped_class_does(how: str) 
         COPIES[how](copied).step()
 
 
+MISTAKES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
+    (lambda: [{"lr": 1}], {}, zero_opt.ConfigError),
+    (list, {}, zero_opt.ConfigError),
+    (lambda: None, {}, zero_opt.ConfigTypeError),
+    (lambda: [None], {}, zero_opt.ConfigTypeError),
+    (lambda: [{"params": {Parameter(torch.ones(2))}}], {}, zero_opt.ConfigTypeError),
+    (lambda: [Parameter(torch.ones(2)) * 2], {}, zero_opt.ConfigError),
+    (lambda: [Parameter(torch.ones(2))], {"foreach": True, "fused": True}, zero_opt.ConfigConflict),
+    (lambda: [Parameter(torch.ones(2))], {"lr": -1.0}, zero_opt.ConfigError),
+    (lambda: [Parameter(torch.ones(2))], {"lr": "fast"}, zero_opt.ConfigTypeError),
+    (lambda: [Parameter(torch.ones(2))], {"rate": 1.0}, zero_opt.ConfigTypeError),
+]
+
+
+def _make(rank: int, world_size: int, mistake: int) -> Exception:
+    params, options, _ = MISTAKES[mistake]
+    with pytest.raises(zero_opt.ZeroOptError) as caught:
+        zero_opt.ShardedOptimizer(params(), torch.optim.Adam, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_a_mistake_is_an_error_of_the_same_type_and_text_at_any_world_size(mistake: int) -> None:
+    errors = [*run_threads(1, _make, mistake), *run_threads(2, _make, mistake)]
+    assert {type(error) for error in errors} == {MISTAKES[mistake][2]}
+    assert len({str(error).removeprefix("rank 0: ") for error in errors}) == 1
+
+
+def test_params_in_every_form_are_as_in_the_wrapped_class() -> None:
+    a, b = Parameter(torch.ones(2)), Parameter(torch.ones(3))
+    forms: list[Callable[[], Any]] = [
+        lambda: [a, b],
+        lambda: iter([("a", a), ("b", b)]),
+        lambda: ({"params": p} for p in (a, b)),
+        lambda: [{"params": [("a", a)], "lr": 1.0}, {"params": iter([("b", b)])}],
+        lambda: {"first": a, "second": b}.values(),
+        lambda: [{"params": dict.fromkeys([a, b]).keys()}],
+        lambda: [{"params": []}, {"params": b}],
+    ]
+    for form in forms:
+        ours, plain = zero_opt.ShardedOptimizer(form(), torch.optim.AdamW), torch.optim.AdamW(form())
+        for group, expected in zip(ours.param_groups, plain.param_groups, strict=True):
+            assert all(p is q for p, q in zip(group.pop("params"), expected.pop("params"), strict=True))
+            assert group == expected
+
+
+def test_an_added_group_that_has_no_params_is_named() -> None:
+    optimizer = stepped()
+    with pytest.raises(zero_opt.ConfigError, match="group 2 has no 'params'"):
+        optimizer.add_param_group({"lr": 1.0})
+    assert len(optimizer.param_groups) == 2
+
+
 def _copy_sharded(rank: int, world_size: int) -> list[str]:
     params, messages = [Parameter(torch.full((3,), 2.0))], []
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)

@@ -6,6 +6,7 @@ from .collectives import broadcast_params
 from .construction import register_elementwise
 from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import (
+    ConfigConflict,
     ConfigError,
     ConfigTypeError,
     GradientConflict,
@@ -34,6 +35,7 @@ __all__ = [
     "CPUAdam",
     "CPUAdamW",
     "Checks",
+    "ConfigConflict",
     "ConfigError",
     "ConfigTypeError",
     "GradientConflict",

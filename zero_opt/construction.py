@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .agreement import value_digest
-from .errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
 from .flat_param import check_memory, is_dense
 from .placement import hypers_of
 from .policies import AdamState
@@ -76,20 +76,63 @@ def adopt_errors() -> Iterator[None]:
         raise ConfigTypeError(str(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # out of memory and the like
+            raise
+        raise ConfigConflict(str(error)) from error
 
 
 def normalized(params: Iterable[Any]) -> list[Any]:
-    """``params`` with every iterator run once, so that it can be read several times."""
-    if isinstance(params, Tensor):
-        raise ConfigTypeError(f"params must be an iterable of tensors or dicts, got {torch.typename(params)}")
-    groups = []
-    for entry in params:
-        if isinstance(entry, Mapping) and not isinstance(entry.get("params"), Tensor) and "params" in entry:
-            entry = {**entry, "params": list(entry["params"])}
-        groups.append(dict(entry) if isinstance(entry, Mapping) else entry)
-    if not groups:
+    """``params`` with every iterator run once, so that it can be read several times.
+
+    Raises:
+        ConfigError, ConfigTypeError: it is not what an optimizer takes; names the group and the position in it.
+    """
+    entries = _listed(params, "params", "tensors or dicts")
+    if not entries:
         raise ConfigError("optimizer got an empty parameter list")
-    return groups
+    if isinstance(entries[0], Mapping):
+        return [normalized_group(entry, number) for number, entry in enumerate(entries)]
+    _check_tensors(entries, 0)
+    return entries
+
+
+def normalized_group(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """One param group, as :func:`normalized` makes it."""
+    if not isinstance(group, Mapping):
+        raise ConfigTypeError(f"param group {number} must be a dict, got {torch.typename(group)}")
+    if "params" not in group:
+        raise ConfigError(f"param group {number} has no 'params'; it has {sorted(map(str, group))}")
+    if isinstance(group["params"], Tensor):
+        return dict(group)
+    params = _listed(group["params"], f"params of group {number}", "tensors")
+    _check_tensors(params, number)
+    return {**group, "params": params}
+
+
+def _listed(params: Iterable[Any], name: str, of: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise ConfigTypeError(
+            f"{name} are a {torch.typename(params)}, which has no order, so that ranks, and saved state, would take "
+            "one parameter for another; use a list"
+        )
+    try:
+        iterator = None if isinstance(params, Tensor) else iter(params)
+    except TypeError:
+        iterator = None
+    if iterator is None:
+        raise ConfigTypeError(f"{name} must be an iterable of {of}, got {torch.typename(params)}")
+    return list(iterator)
+
+
+def _check_tensors(params: Sequence[Any], number: int) -> None:
+    for position, entry in enumerate(params):
+        param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(param, Tensor):
+            raise ConfigTypeError(
+                f"group {number}, position {position} must be a tensor or a (name, tensor) pair, got "
+                f"{torch.typename(param)}"
+            )
 
 
 def template_of(
@@ -98,7 +141,7 @@ def template_of(
     """The wrapped class over weightless stand-ins: checks arguments as it does, and knows all its defaults.
 
     Raises:
-        UnsupportedOptimizer: it cannot be sharded. TypeError, ValueError: as the wrapped class raises them.
+        UnsupportedOptimizer: it cannot be sharded. Whatever the wrapped class raises about its arguments.
     """
     if needs_closure(cls):
         raise UnsupportedOptimizer(
@@ -109,9 +152,7 @@ def template_of(
         raise UnsupportedOptimizer(f"state={form!r} cannot be sharded over several ranks; leave it AdamState()")
     template = cls([_stand_in(entry) for entry in groups], **defaults)
     for group in template.param_groups:
-        for option in ("differentiable", "capturable"):
-            if group.get(option):
-                raise UnsupportedOptimizer(f"{option}=True cannot be sharded over several ranks; leave it False")
+        check_options(group)
     return template
 
 
@@ -124,6 +165,13 @@ def _stand_in(entry: Any) -> Any:
         inner = entry["params"]
         return {**entry, "params": _stand_in(inner) if isinstance(inner, Tensor) else [_stand_in(e) for e in inner]}
     return entry
+
+
+def check_options(hypers: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
+    for option in ("differentiable", "capturable"):
+        if hypers.get(option):
+            raise UnsupportedOptimizer(f"{option}=True cannot be sharded over several ranks; leave it False")
 
 
 def checked_groups(

@@ -19,6 +19,10 @@ class ConfigTypeError(ZeroOptError, TypeError):
     """An argument has a type that cannot work; the message quotes it."""
 
 
+class ConfigConflict(ZeroOptError, RuntimeError):
+    """Arguments, each of them fine by itself, exclude each other; the message is the wrapped class's."""
+
+
 class UnsupportedOptimizer(ZeroOptError, ValueError):
     """The wrapped optimizer class, or one of its options, cannot be sharded."""
 

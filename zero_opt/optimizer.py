@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .collectives import check_rank, resolve_group
-from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
+from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, normalized_group, template_of
 from .errors import ConfigTypeError, OptimizerClosed
 from .grad_norm import check_max_norm, clip_factor
 from .placement import bare_step, hypers_of
@@ -50,7 +50,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     together.
 
     Raises:
-        ConfigError, ConfigTypeError: a bad argument. UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
+        UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
     """
@@ -89,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _build_alone(self, params: Iterable[Any]) -> None:
         with adopt_errors():
-            inner = self._recipe.optimizer_class(params, **self._recipe.defaults)
+            inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._share_inner()
@@ -151,13 +152,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._sharded is None:
             assert self._inner is not None
             with adopt_errors():
-                self._inner.add_param_group(param_group)
+                self._inner.add_param_group(normalized_group(param_group, len(self.param_groups)))
             return
         known = len(self.param_groups)
         error: Exception | None = None
         try:
             with adopt_errors():
-                super().add_param_group(param_group)
+                super().add_param_group(normalized_group(param_group, known))
                 template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
             self._recipe.check_params(self.param_groups, self._describe)
         except Exception as found:  # whatever it is, the other ranks must not wait for this one

@@ -154,6 +154,10 @@ def _explode() -> Any:
     ("construct", "what"),
     [
         (_fails(list, ValueError), "empty parameter list"),
+        (_fails(lambda: [{"lr": 1}], ValueError), "group 0 has no 'params'"),
+        (_fails(lambda: [None], TypeError), "group 0, position 0"),
+        (_fails(lambda: [{"params": {torch.ones(3)}}], TypeError), "no order"),
+        (_fails(None, RuntimeError, foreach=True, fused=True), "foreach"),
         (_fails(lambda: [1, 2], TypeError), "int"),
         (_fails(lambda: torch.ones(3), TypeError), "iterable"),
         (_fails(lambda: [torch.ones(3).to_sparse().requires_grad_()], TypeError), "parameter 0"),
@@ -199,6 +203,8 @@ def _add_differing_groups(rank: int, world_size: int) -> list[str]:
         {"params": [nn.Parameter(torch.ones(5))], "capturable": bool(rank)},
         {"params": [nn.Parameter(torch.ones(5))], "lr": 0.1 * (1 + rank)},
         {"params": [nn.Parameter(torch.ones(5))], "differentiable": True},
+        {"lr": 1},
+        {"params": {nn.Parameter(torch.ones(5))}},
     ]
     for group in wrong:
         with pytest.raises(zero_opt.ZeroOptError) as caught:
