@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_opt import CPUAdam, CPUAdamW
 from zero_opt.errors import StateDictError
 from zero_opt.flat_param import FlatParam
 from zero_opt.layout import ParamSlice, Span
-from zero_opt.state_dict import copied, cut, match, pack_groups, torch_dtype
+from zero_opt.state_dict import copied, cut, fitted, match, pack_groups, torch_dtype
+
+CLASSES = [
+    *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax),
+    *(torch.optim.AdamW, torch.optim.ASGD, torch.optim.Muon, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD, CPUAdam, CPUAdamW),
+]
 
 
 def stepped_adamw() -> torch.optim.AdamW:
@@ -168,6 +175,53 @@ def test_classes_that_are_not_elementwise_have_state_of_any_shape() -> None:
     saved = stepped_adamw().state_dict()
     saved["state"][0] = {"row_var": torch.zeros(2, 1), "step": 3}
     assert match(saved, stepped_adamw().param_groups, elementwise=False)[0]["step"] == 3
+
+
+# -- what a step of the class needs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7, 1), (1, 7), (4, 3, 2)], ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_what_a_class_saves_it_takes_back(cls: Any, shape: tuple[int, ...]) -> None:
+    if (cls is torch.optim.Muon and len(shape) != 2) or (cls is torch.optim.Adafactor and 0 in shape):
+        return  # such params they do not step
+    optimizer = cls([Parameter(torch.ones(shape))], lr=0.1)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones(shape)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls)
+    assert hypers == {k: v for k, v in saved["param_groups"][0].items() if k != "params"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("row_var", torch.zeros(6, 4)), ("col_var", torch.zeros(4)), ("row_var", 3), ("step", torch.zeros(1))],
+)
+def test_state_of_classes_that_are_not_elementwise_is_checked_too(key: str, value: Any) -> None:
+    optimizer = torch.optim.Adafactor([Parameter(torch.ones(6, 4))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(6, 4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0][key] = value
+    with pytest.raises(StateDictError, match=f"state '{key}' of parameter 0"):
+        fitted(saved["state"], optimizer.param_groups, saved["param_groups"], torch.optim.Adafactor)
+
+
+def test_classes_of_others_are_not_tried_out() -> None:
+    class Other(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            assert params[0].numel() == 3
+
+    optimizer = Other([Parameter(torch.ones(3))])
+    assert fitted({0: {"x": 1}}, optimizer.param_groups, [{"lr": "fast", "params": [0]}], Other) == [{"lr": "fast"}]
+
+
+def test_a_group_of_frozen_params_of_any_dtype() -> None:
+    frozen = Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": []}])
+    fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW)
 
 
 # -- cutting ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -151,8 +152,7 @@ def template_of(
     if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
         raise UnsupportedOptimizer(f"state={form!r} cannot be sharded over several ranks; leave it AdamState()")
     template = cls([_stand_in(entry) for entry in groups], **defaults)
-    for group in template.param_groups:
-        check_options(group)
+    check_options(template.param_groups)
     return template
 
 
@@ -167,10 +167,10 @@ def _stand_in(entry: Any) -> Any:
     return entry
 
 
-def check_options(hypers: Mapping[str, Any]) -> None:
+def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
-    for option in ("differentiable", "capturable"):
-        if hypers.get(option):
+    for group, option in itertools.product(groups, ("differentiable", "capturable")):
+        if group.get(option):
             raise UnsupportedOptimizer(f"{option}=True cannot be sharded over several ranks; leave it False")
 
 

@@ -12,15 +12,23 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .collectives import check_rank, resolve_group
-from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, normalized_group, template_of
-from .errors import ConfigTypeError, OptimizerClosed
+from .construction import (
+    adopt_errors,
+    check_options,
+    check_wrapped_class,
+    is_elementwise,
+    normalized,
+    normalized_group,
+    template_of,
+)
+from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer
 from .grad_norm import check_max_norm, clip_factor
 from .placement import bare_step, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, match, pack_groups, require_keys
+from .state_dict import StateDict, copied, fitted, match, pack_groups
 from .wiring import OwnGroups, Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -309,10 +317,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         elementwise = is_elementwise(self._recipe.optimizer_class)
         error: Exception | None = None
         states: dict[int, Mapping[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
         try:
             states = match(state_dict, self.param_groups, elementwise)
-            require_keys(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
-        except ValueError as found:
+            if self._sharded is not None:
+                check_options(state_dict["param_groups"])
+            groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
+        except UnsupportedOptimizer as found:
+            error = StateDictError(f"in the state dict, {found}")
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         if self._sharded is not None:
             self._sharded.agreement.raise_first_error(error)
@@ -323,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner.load_state_dict({**state_dict, "state": copied(state_dict["state"])})
             self._share_inner()
         else:
-            self._sharded.load(states, state_dict["param_groups"])
+            self._sharded.load(states, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

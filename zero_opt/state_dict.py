@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .construction import is_elementwise
 from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
-from .placement import bare_step, hypers_of
+from .placement import bare_step, hypers_of, steps_params_apart
 
 StateDict = dict[str, Any]
 
@@ -94,61 +96,131 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
     for key, value in state.items():
-        if not isinstance(value, Tensor) or not elementwise:
+        if not isinstance(value, Tensor):
             continue
-        if value.dim() and value.shape != param.shape and value.numel() != 1:
+        if value.layout is not torch.strided or value.is_meta:
+            what = "on the meta device" if value.is_meta else str(value.layout)
+            raise StateDictError(f"state {key!r} of parameter {index} is {what}, not a dense tensor with values")
+        if elementwise and value.dim() and value.shape != param.shape and value.numel() != 1:
             raise StateDictError(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )
     return state
 
 
-def require_keys(
+def fitted(
     states: Mapping[int, Mapping[str, Any]],
     param_groups: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     optimizer_class: type[torch.optim.Optimizer],
-) -> None:
-    """Refuse state that lacks what ``optimizer_class`` would look up in it; a parameter without any state is new.
-
-    Raises:
-        StateDictError: names the first key that is missing.
-    """
-    found: dict[tuple[int, int, torch.dtype], frozenset[str]] = {}
-    index = 0
-    for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
-        for param in group["params"]:
-            state = states.get(index)
-            if state:
-                kind = (number, param.dim(), param.dtype)
-                if kind not in found:
-                    found[kind] = _keys_after_a_step(optimizer_class, {**group, **saved}, param)
-                missing = sorted(found[kind] - set(state))
-                if missing:
-                    raise StateDictError(
-                        f"state {missing[0]!r} of parameter {index} is missing: {optimizer_class.__name__} needs "
-                        f"{sorted(found[kind])}, the state dict has {sorted(map(str, state))}"
-                    )
-            index += 1
-
-
-def _keys_after_a_step(
-    optimizer_class: Callable[..., torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor
-) -> frozenset[str]:
-    """What state one element with these hyperparameters gets, by torch's own classes; empty where not known.
+) -> list[dict[str, Any]]:
+    """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, as far as torch's classes say.
 
     Classes of others are not tried out: a step of theirs might do anything.
+
+    Args:
+        states: per global parameter index; a parameter without any state is new.
+
+    Returns:
+        Per group the hyperparameters, as the class completes those of older versions.
+
+    Raises:
+        StateDictError: names the first thing that does not fit.
     """
-    if not optimizer_class.__module__.startswith("torch.optim."):
-        return frozenset()
-    probe = torch.nn.Parameter(torch.zeros([1] * like.dim(), dtype=like.dtype, device=like.device))
-    probe.grad = torch.zeros_like(probe)
+    if not steps_params_apart(optimizer_class):
+        return [hypers_of(saved) for saved in saved_groups]
+    completed, index = [], 0
+    for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
+        hypers = _completed(optimizer_class, saved, number, group["params"])
+        completed.append(hypers)
+        made: dict[Any, Mapping[str, Any]] = {}
+        for param in group["params"]:
+            if states.get(index):
+                small = torch.Size([min(size, 2) for size in param.shape] or [2])
+                kind = (small, param.dtype, param.device)
+                if kind not in made:
+                    like = torch.zeros(small, dtype=param.dtype, device=param.device)
+                    made[kind] = _state_after_a_step(optimizer_class, hypers, like)
+                _require_like(made[kind], states[index], index, param.shape, small)
+            index += 1
+    return completed
+
+
+def _completed(
+    cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, params: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The hyperparameters of a saved group, after the class has checked and completed them, and stepped with them."""
+    hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
+    device = params[0].device if params else None
+    known = inspect.signature(cls).parameters  # what is passed as an argument is checked, what stands in a group is not
+    arguments = {key: value for key, value in hypers.items() if key in known}
     try:
-        optimizer = optimizer_class([{**copy.deepcopy(hypers_of(hypers)), "params": [probe]}])
+        optimizer = cls([_stand_in(torch.zeros(2, 2, device=device))], **arguments)
+        needed = hypers_of(optimizer.param_groups[0])
+        optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
+        found = hypers_of(optimizer.param_groups[0])
+        missing = [key for key in needed if key not in found]
+        if is_elementwise(cls) and not missing:
+            bare_step(optimizer)
+    except Exception as error:
+        raise StateDictError(f"{name} refuses param group {number} of the state dict, {hypers}: {error}") from error
+    if missing:
+        raise StateDictError(f"param group {number} of the state dict has no {missing[0]!r}, which {name} needs")
+    return found
+
+
+def _state_after_a_step(
+    cls: Callable[..., torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor
+) -> Mapping[str, Any]:
+    """The state that a parameter gets; empty where the class cannot step it like this (without a closure, say)."""
+    param = _stand_in(like)
+    try:
+        optimizer = cls([{**copy.deepcopy(hypers), "params": [param]}])
         bare_step(optimizer)
-    except (TypeError, RuntimeError, ValueError):  # it needs a closure, sparse gradients, or other hyperparameters
-        return frozenset()
-    return frozenset(optimizer.state[probe])
+    except Exception:
+        return {}
+    state: Mapping[str, Any] = optimizer.state[param]
+    return state
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    param = torch.nn.Parameter(value, requires_grad=False)
+    param.grad = torch.zeros_like(value)
+    return param
+
+
+def _require_like(
+    made: Mapping[str, Any], state: Mapping[str, Any], index: int, shape: torch.Size, small: torch.Size
+) -> None:
+    """Compare loaded state of a parameter of ``shape`` with what the class makes for one of shape ``small``."""
+    for key, model in made.items():
+        if key not in state:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} is missing: the class needs {sorted(made)}, the state dict has "
+                f"{sorted(map(str, state))}"
+            )
+        value = state[key]
+        if not isinstance(model, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            if model.dim() or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}, not a tensor")
+            continue
+        expected = _grown(model.shape, small, shape)
+        if value.shape != expected:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} has shape {tuple(value.shape)}; the parameter's shape "
+                f"{tuple(shape)} calls for {tuple(expected)}"
+            )
+
+
+def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.Size:
+    """The shape of a state tensor of a parameter of ``shape``, given that of the same for shape ``small``."""
+    if of_small == small:
+        return shape
+    if len(of_small) != len(small):
+        return of_small
+    return torch.Size([full if got == had else got for got, had, full in zip(of_small, small, shape, strict=False)])
 
 
 def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:

@@ -184,6 +184,18 @@ def _with(value: Any, *path: Any) -> Spoil:
     return spoil
 
 
+def _of_another_class(stepped: bool) -> Spoil:
+    def spoil(_: Any) -> Any:
+        params = _params()
+        optimizer = torch.optim.RMSprop(_groups(params))
+        if stepped:
+            torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+            optimizer.step()
+        return optimizer.state_dict()
+
+    return spoil
+
+
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "not a dict": (lambda _: [1, 2], "list"),
     "no state": (_without("state"), "'state'"),
@@ -203,6 +215,30 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
         lambda sd: [entry.pop("step") for entry in sd["state"].values()] and None,
         "'step' of parameter 0",
     ),
+    "one element": (_in_state(1, "exp_avg", torch.zeros(1)), "'exp_avg' of parameter 1 has shape (1,)"),
+    "0-dim": (_in_state(0, "exp_avg_sq", torch.zeros(())), "'exp_avg_sq' of parameter 0 has shape ()"),
+    "a list": (_in_state(1, "exp_avg", [0.0] * 65), "'exp_avg' of parameter 1 is a list"),
+    "a string": (_in_state(1, "exp_avg", "zeros"), "'exp_avg' of parameter 1 is a str"),
+    "None": (_in_state(1, "exp_avg", None), "'exp_avg' of parameter 1 is a NoneType"),
+    "a number": (
+        _with({"step": 1, "exp_avg": 0.5, "exp_avg_sq": torch.tensor(0.5)}, "state", 2),
+        "'exp_avg' of parameter 2 is a float",
+    ),
+    "a step with elements": (_in_state(0, "step", torch.zeros(3)), "'step' of parameter 0 has shape (3,)"),
+    "a step as text": (_in_state(0, "step", "3"), "'step' of parameter 0 is a str"),
+    "sparse": (_in_state(1, "exp_avg", torch.zeros(65).to_sparse()), "'exp_avg' of parameter 1 is torch.sparse_coo"),
+    "meta": (_in_state(1, "exp_avg", torch.zeros(65, device="meta")), "'exp_avg' of parameter 1 is on the meta device"),
+    "lr as text": (_with("fast", "param_groups", 1, "lr"), "'lr': 'fast'"),
+    "betas too short": (_with((0.9,), "param_groups", 0, "betas"), "'betas': (0.9,)"),
+    "a negative eps": (_with(-1.0, "param_groups", 0, "eps"), "'eps': -1.0"),
+    "options that exclude each other": (
+        lambda sd: sd["param_groups"][1].update(foreach=True, fused=True),
+        "param group 1",
+    ),
+    "no lr": (_without("param_groups", 1, "lr"), "param group 1 of the state dict has no 'lr'"),
+    "capturable on the CPU": (_with(True, "param_groups", 1, "capturable"), "capturable"),
+    "of another class": (_of_another_class(stepped=True), "'betas'"),
+    "of another class, before its first step": (_of_another_class(stepped=False), "'betas'"),
 }
 
 
@@ -240,8 +276,74 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(world_size: int
             assert what in messages[name], name
 
 
+def _load_unshardable(rank: int, world_size: int) -> list[str]:
+    messages = []
+    optimizer = zero_opt.ShardedOptimizer(_params(), torch.optim.Adam)
+    for option in ("capturable", "differentiable"):
+        saved = torch.optim.Adam(_params()).state_dict()
+        saved["param_groups"][0][option] = True
+        with pytest.raises(zero_opt.StateDictError) as caught:
+            optimizer.load_state_dict(saved)
+        messages.append(str(caught.value))
+        assert not optimizer.param_groups[0][option]
+    optimizer.close()
+    return messages
+
+
+def test_options_that_cannot_be_sharded_are_not_loaded() -> None:
+    for messages in run_threads(2, _load_unshardable):
+        assert "capturable" in messages[0] and "differentiable=True cannot be sharded" in messages[1]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what else a state dict holds
+
+
+def _steps_as_numbers(state_dict: Any) -> None:
+    for entry in state_dict["state"].values():
+        entry["step"] = int(entry["step"])
+
+
+def _as_written_long_ago(state_dict: Any) -> None:
+    _steps_as_numbers(state_dict)
+    for group in state_dict["param_groups"]:
+        for key in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            del group[key]
+
+
+LOADED: dict[str, tuple[Any, Spoil]] = {
+    "steps as numbers": (torch.optim.Adam, _steps_as_numbers),
+    "as written long ago": (torch.optim.Adam, _as_written_long_ago),
+    "of Adam into AdamW": (torch.optim.AdamW, lambda _: None),
+    "with a key that nobody reads": (torch.optim.Adam, _in_state(0, "note", 7)),
+    "with weight decay": (torch.optim.AdamW, lambda sd: sd["param_groups"][0].update(weight_decay=0.5)),
+}
+
+
+def _load_changed(rank: int, world_size: int, name: str) -> None:
+    """What torch takes is taken, and does the same."""
+    cls, change = LOADED[name]
+    saved = _run_plain(1, "Adam", None)[1]
+    change(saved)
+    results = []
+    for make in (zero_opt.ShardedOptimizer, lambda groups, cls: cls(groups)):
+        params = _params()
+        optimizer: Any = make(_groups(params), cls)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for step in range(2):
+            torch.autograd.backward(params, [values(step, 1, 0, i, s) for i, s in enumerate(SHAPES)])
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, zero_opt.ShardedOptimizer):
+            optimizer.consolidate_state_dict(to=rank if world_size == 1 else 0)
+        results.append([params, optimizer.state_dict() if rank == 0 else None])
+    assert_bitwise(results[0], results[1])
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_torch_takes_is_taken_and_does_the_same(world_size: int, name: str) -> None:
+    run_threads(world_size, _load_changed, name)
 
 
 def _tensor_lr(rank: int, world_size: int) -> None:

@@ -18,7 +18,16 @@ from .device import (
     steps_params_apart,
 )
 
-__all__ = ["DevicePlacement", "ParamState", "Placement", "bare_step", "build_placement", "check_policy", "hypers_of"]
+__all__ = [
+    "DevicePlacement",
+    "ParamState",
+    "Placement",
+    "bare_step",
+    "build_placement",
+    "check_policy",
+    "hypers_of",
+    "steps_params_apart",
+]
 
 
 def check_policy(policy: object) -> None:
