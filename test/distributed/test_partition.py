@@ -41,7 +41,8 @@ def _reorder(rank: int, world_size: int, reduction: Any, after_backward: bool) -
     before = [param.detach().clone() for param in actor.params]
     if after_backward:
         actor.backward(1, everyone=True)
-    actor.params[0].data = actor.params[0].data.t().contiguous().t()
+    if rank:  # one rank is enough to stop all
+        actor.params[0].data = actor.params[0].data.t().contiguous().t()
     actor.params[7].data = actor.params[7].data.clone()
     if not after_backward:
         actor.backward(1, everyone=True)
