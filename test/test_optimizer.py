@@ -136,3 +136,23 @@ def _copy_sharded(rank: int, world_size: int) -> list[str]:
 def test_a_sharded_one_is_not_copied_but_says_how_to_save() -> None:
     for messages in run_threads(2, _copy_sharded):
         assert all("consolidate_state_dict" in message for message in messages)
+
+
+def test_a_state_dict_is_the_wrapped_classs_own() -> None:
+    """CPUAdam keeps moments in codes, and saves numbers."""
+    form = zero_opt.AdamState(moments="block8")
+    optimizers = [
+        make([Parameter(torch.linspace(0, 1, 100))])
+        for make in (
+            lambda params: zero_opt.ShardedOptimizer(params, zero_opt.CPUAdam, state=form),
+            lambda params: zero_opt.CPUAdam(params, state=form),
+        )
+    ]
+    for optimizer in optimizers:
+        step(optimizer, 0.5)
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    assert_bitwise(saved[0], saved[1])
+    for optimizer in (*optimizers, copy.deepcopy(optimizers[0])):
+        optimizer.load_state_dict(saved[0])
+        step(optimizer, 0.25)
+        assert_bitwise(optimizer.state_dict(), optimizers[0].state_dict())

@@ -287,14 +287,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
                 current state to.
         """
-        if self._sharded is None:
-            return super().state_dict()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state_dict: StateDict = {
-            "state": copied(self._sharded.full_state()),
-            "param_groups": pack_groups(self.param_groups),
-        }
+        if self._sharded is None:
+            assert self._inner is not None
+            state_dict = self._inner.state_dict()
+        else:
+            state_dict = {"state": copied(self._sharded.full_state()), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
