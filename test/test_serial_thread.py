@@ -102,9 +102,30 @@ def test_the_thread_ends_when_its_owner_is_forgotten() -> None:
     assert not worker.is_alive()
 
 
-def test_a_call_that_never_returns_does_not_keep_the_interpreter() -> None:
+def _exit_with(job: str, *options: str) -> None:
+    """A process ends of itself although a call is under way."""
     script = (
-        "import threading; from zero_opt.serial_thread import SerialThread; started = threading.Event()\n"
-        "t = SerialThread('stuck'); t.submit(lambda: (started.set(), threading.Event().wait())); started.wait()"
+        "import threading, time; from zero_opt import serial_thread; serial_thread._PATIENCE_S = 0.01\n"
+        "started, gate = threading.Event(), threading.Event()\n"
+        f"t = serial_thread.SerialThread('busy', {', '.join(options)})\n"
+        f"t.submit(lambda: (started.set(), {job})); started.wait()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
+
+
+def test_a_call_that_never_returns_does_not_keep_the_interpreter() -> None:
+    _exit_with("gate.wait()")
+
+
+def test_a_call_in_native_code_is_interrupted_before_the_interpreter_is_taken_down() -> None:
+    """Were it not, it would come back to an interpreter that is gone."""
+    _exit_with("gate.wait(), print('came back')", "gate.set")
+
+
+def test_calls_that_are_under_way_may_finish() -> None:
+    script = (
+        "import threading; from zero_opt.serial_thread import SerialThread; started = threading.Event()\n"
+        "t = SerialThread('last'); t.submit(started.wait); t.submit(print, 'done'); started.set()"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE, capture_output=True, text=True)
+    assert ended.stdout == "done\n"

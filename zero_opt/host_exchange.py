@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .cpu_adam import native_available
-from .errors import PeerLost, StepDesync
+from .errors import OptimizerClosed, PeerLost, StepDesync
 from .exchange import (
     NATIVE_DTYPES,
     DirectExchange,
@@ -98,7 +98,7 @@ class HostExchange(PooledExchange):
         self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange, pool: StagingPool
     ) -> None:
         super().__init__(pool)
-        self._timeout_s = group.timeout_s
+        self._timeout_s, self._closed = group.timeout_s, False
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
@@ -131,6 +131,8 @@ class HostExchange(PooledExchange):
             if came > published:
                 deadline, published = time.monotonic() + self._timeout_s, came
             peer = self._peers[rank]
+            if self._closed:
+                raise OptimizerClosed("closed while an exchange with the other ranks was under way")
             if peer.dead():
                 # It may have published just before it ended.
                 state, still, published = advance(published, 0.0)
@@ -155,7 +157,8 @@ class HostExchange(PooledExchange):
         return Gathering((), chunks_of(bucket, bounds))
 
     def close(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`Exchange`; an exchange that still waits for a peer ends with an error."""
+        self._closed = True
         for peer in self._peers.values():
             peer.close()
         self._own.close()

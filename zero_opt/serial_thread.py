@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -10,6 +11,13 @@ from concurrent.futures import Future
 from typing import Any
 
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+# How long the interpreter's exit waits for calls that still run, and for those that have been interrupted.
+_PATIENCE_S = 5.0
+_INTERRUPTED_S = 5.0
+# Every thread that runs: its jobs, and what makes its current call end soon, with an error.
+_running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
@@ -24,6 +32,18 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
             del result
         # Do not keep the last job's tensors, or its result, alive while waiting for the next one.
         del job, future, call, arguments
+    _running.pop(threading.current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A daemon thread that returns from native code while the interpreter is taken down aborts the process."""
+    for thread, (jobs, interrupt) in list(_running.items()):
+        jobs.put(None)
+        thread.join(_PATIENCE_S)
+        if interrupt is not None and thread.is_alive():
+            interrupt()
+            thread.join(_INTERRUPTED_S)
 
 
 class SerialThread:
@@ -32,16 +52,19 @@ class SerialThread:
     ``concurrent.futures.ThreadPoolExecutor`` joins its threads at interpreter exit, which would.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
+        """``interrupt`` makes calls that wait for something end soon, with an error; used at interpreter exit."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._name = name
+        self._name, self._interrupt = name, interrupt
         self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._stop.atexit = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queue ``call(*arguments)``; its result or exception arrives in the future."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            _running[self._thread] = (self._jobs, self._interrupt)
             self._thread.start()
         future: Future[Any] = Future()
         self._jobs.put((future, call, arguments))

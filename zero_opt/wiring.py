@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ from .partition import Geometry, Partition
 from .placement import build_placement, hypers_of
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
+from .serial_thread import SerialThread
 from .state_dict import cut
+
+
+def _close_all(exchanges: Mapping[str, Exchange]) -> None:
+    for exchange in exchanges.values():
+        exchange.close()
 
 
 class OwnGroups:
@@ -97,14 +104,14 @@ class Wiring:
         self.agreement = Agreement(groups.control, describe)
         self.partition = Partition(groups.control, geometry, describe)
         self._exchanges: dict[str, Exchange] = {}
-        parts = Parts(self.partition, self.agreement, self._exchanges, lambda: self._params, self._admit)
+        self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
+        parts = Parts(self.partition, self.agreement, self._exchanges, self._thread, lambda: self._params, self._admit)
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
-        self._thread = parts.thread
         model = recipe.reduction.overlap_param_gather
-        self.gather = build_gather(self.partition, self._exchanges, parts.thread, model)
+        self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
     def add_groups(self) -> None:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
@@ -226,8 +233,8 @@ class Wiring:
 
     def close(self) -> None:
         """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
-        exchanges = [exchange.close for exchange in self._exchanges.values()]
         parts = [self.gather.close, self.reduction.close, self._thread.close, self.placement.close]
+        exchanges = partial(_close_all, self._exchanges)
         with ExitStack() as to_do:
-            for close in reversed([*parts, *exchanges, self._groups.close]):
+            for close in reversed([*parts, exchanges, self._groups.close]):
                 to_do.callback(close)

@@ -64,11 +64,11 @@ class Parts:
     partition: Partition
     agreement: Agreement
     exchanges: Mapping[str, Exchange]
+    thread: SerialThread
     all_params: Callable[[], Sequence[Tensor]]
     admit: Callable[[int], None]
     progress: Progress = field(default_factory=Progress)
     pool: StagingPool = field(default_factory=StagingPool)
-    thread: SerialThread = field(default_factory=lambda: SerialThread("zero_opt exchange"))
 
     def exchange_of(self, bucket: GradBucket) -> Exchange:
         """The exchange that carries a bucket."""
