@@ -77,7 +77,7 @@ class RecordedGroup:
     def __init__(self, other: list[bytes]) -> None:
         self._other = list(other)
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
         return [payload, self._other.pop(0)]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Sink(RecordedGroup):
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
         self.sent.append(payload)
         return [payload]
 

@@ -72,10 +72,8 @@ class Agreement:
         payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, error is not None)
         for mask in (mine.used, mine.trainable, mine.restarted):
             payload += mask.to_bytes(mask_bytes, "little")
-        gathered = self.group.all_gather(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         reports, failed = [], False
-        for tensor in gathered:
-            raw = tensor_bytes(tensor)
+        for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()"):
             step, epoch, rounds, has_error = _HEADER.unpack_from(raw)
             starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
             masks = [int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts]
@@ -122,13 +120,16 @@ class Agreement:
         self.group.broadcast(tensor, 0)
         return [int(n) for n in tensor.tolist()]
 
-    def raise_first_error(self, error: Exception | None) -> None:
+    def raise_first_error(self, error: Exception | None, call: str = "") -> None:
         """Raise, on every rank, the error of the first rank that has one; return if none has. Collective.
 
         The rank's own error object is raised on the rank it comes from.
+
+        Args:
+            call: what the user called, if this is the first that ranks hear of each other in it.
         """
         text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-        for rank, other in enumerate(self.group.all_gather_bytes(text)):
+        for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
             if not other:
                 continue
             if rank == self.group.rank and error is not None:

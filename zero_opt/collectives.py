@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import struct
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import ConfigError, ConfigTypeError, ProcessGroupError, StepDesync
+from .errors import ConfigError, ConfigTypeError, ProcessGroupError, RankMismatch, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
 from .pairwise_exchange import PairwiseExchange
@@ -31,6 +32,10 @@ _c10d: Any = dist.distributed_c10d
 
 # Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
+
+# Of a message between all ranks: what was called, size of the payload, as much of it as fits.
+_INLINE_BYTES = 216
+_ENVELOPE = struct.Struct(f"<32sq{_INLINE_BYTES}s")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,14 +160,32 @@ class Group:
         self.pg.allgather([outputs], [tensor]).wait()
         return outputs
 
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, which may differ in length, in rank order."""
-        lengths = [int(n) for n in self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))]
-        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = self.all_gather(padded)
-        return [tensor_bytes(t[:n]) for t, n in zip(gathered, lengths, strict=True)]
+    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
+        """Every rank's payload, which may differ in length, in rank order.
+
+        The first message has one size whatever it is about: a backend may abort the process where sizes differ.
+
+        Args:
+            call: what the user called on this rank.
+
+        Raises:
+            RankMismatch: on every rank, when ranks are in different calls.
+        """
+        first = _ENVELOPE.pack(call.encode(), len(payload), payload[:_INLINE_BYTES])
+        envelopes = [
+            _ENVELOPE.unpack(tensor_bytes(t))
+            for t in self.all_gather(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+        ]
+        for rank, (other, *_) in enumerate(envelopes):
+            if other != envelopes[0][0]:
+                here, there = (name.rstrip(b"\0").decode() for name in (envelopes[0][0], other))
+                raise RankMismatch(f"rank 0 called {here} where rank {rank} called {there}; every rank must call both")
+        longest = max(length for _, length, _ in envelopes)
+        if longest <= _INLINE_BYTES:
+            return [inline[:length] for _, length, inline in envelopes]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        return [tensor_bytes(t[:length]) for t, (_, length, _) in zip(self.all_gather(padded), envelopes, strict=True)]
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""

@@ -96,7 +96,7 @@ class Consolidation:
             mine.extend(self._entries())
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
-        self._agreement.raise_first_error(error)
+        self._agreement.raise_first_error(error, "consolidate_state_dict()")
         self._agreement.on_contents([("rank to consolidate to", to)])
         return json.dumps(mine).encode()
 

@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         try:
-            Agreement(groups.control, self._describe).raise_first_error(error)
+            Agreement(groups.control, self._describe).raise_first_error(error, "ShardedOptimizer()")
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
             self._sharded.add_groups()
         except BaseException:
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         try:
-            self._sharded.agreement.raise_first_error(error)
+            self._sharded.agreement.raise_first_error(error, "add_param_group()")
             self._sharded.add_groups()
         except BaseException:
             del self.param_groups[known:]
@@ -327,7 +327,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
             error = found
         if self._sharded is not None:
-            self._sharded.agreement.raise_first_error(error)
+            self._sharded.agreement.raise_first_error(error, "load_state_dict()")
         if error is not None:
             raise error
         if self._sharded is None:

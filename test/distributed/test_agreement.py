@@ -296,3 +296,26 @@ def _lbfgs(rank: int, world_size: int) -> str:
 def test_lbfgs_is_refused_with_the_reason() -> None:
     for message in run_threads(2, _lbfgs):
         assert "LBFGS" in message and "several times per step" in message and "world size 1" in message
+
+
+def _calls_of_one_rank(rank: int, world_size: int, name: str) -> str:
+    params = [torch.nn.Parameter(torch.ones(70))]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam)
+    params[0].sum().backward()
+    calls: dict[str, Any] = {
+        "consolidate_state_dict()": optimizer.consolidate_state_dict,
+        "load_state_dict()": lambda: optimizer.load_state_dict(torch.optim.Adam(params).state_dict()),
+        "add_param_group()": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}),
+    }
+    with pytest.raises(zero_opt.RankMismatch, match="rank 0 called ") as caught:
+        calls[name]() if rank == 1 else optimizer.step()
+    optimizer.step()
+    optimizer.close()
+    assert len(optimizer.param_groups) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["consolidate_state_dict()", "load_state_dict()", "add_param_group()"])
+def test_ranks_in_different_calls_are_told_which_and_can_go_on(name: str) -> None:
+    for message in run_processes(2, _calls_of_one_rank, name, timeout=SECONDS):
+        assert f"rank 0 called step() or clip_grad_norm_() where rank 1 called {name}" in message
