@@ -21,6 +21,7 @@ SECOND_BASE = {
     "GradientConflict": RuntimeError,
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
+    "StepFailed": RuntimeError,
     "PeerLost": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,

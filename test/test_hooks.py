@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,6 +29,18 @@ class Listener:
         if self.passes.begins():
             self.began.append(len(self.arrived))
         self.arrived.append(index)
+
+
+class Broken(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("broken")
 
 
 def params(count: int = 3) -> list[Parameter]:
@@ -143,3 +156,21 @@ def test_backward_through_autograd_backward_begins_one_pass() -> None:
     torch.autograd.backward([product(watched[:1]), product(watched[1:])])
     assert sorted(listener.arrived) == [0, 1]
     assert listener.began == [0]
+
+
+def test_a_pass_that_ends_in_an_exception_is_known_until_forgotten() -> None:
+    watched = params(2)
+    listener = Listener(watched)
+    seen_within: list[bool] = []
+    watched[0].register_post_accumulate_grad_hook(lambda _: seen_within.append(listener.passes.broken()))
+    product(watched).backward()
+    assert not listener.passes.broken()
+    assert seen_within == [False]  # a pass under way is not a broken one
+    loss = Broken.apply(torch.sin(watched[1])).sum() + watched[0].sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="broken"):
+        loss.backward()
+    assert listener.passes.broken()
+    product(watched).backward()
+    assert listener.passes.broken()
+    listener.passes.forget()
+    assert not listener.passes.broken()

@@ -61,6 +61,10 @@ class Agreement:
     def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
         self.group, self._describe = group, describe
 
+    def reserve(self, param_count: int) -> None:
+        """Have the reports of a step about so many parameters travel in one message each."""
+        self.group.inline_bytes = max(self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count))
+
     def on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
         """Agree on the state of the step about to be taken.
 
@@ -68,7 +72,7 @@ class Agreement:
             StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
-        mask_bytes = (param_count + 7) // 8
+        mask_bytes = _mask_bytes(param_count)
         payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, error is not None)
         for mask in (mine.used, mine.trainable, mine.restarted):
             payload += mask.to_bytes(mask_bytes, "little")
@@ -156,6 +160,11 @@ class Agreement:
         for rank, other in enumerate(gathered):
             if other != gathered[0]:
                 raise RankMismatch(_first_difference(gathered[0], other, rank))
+
+
+def _mask_bytes(param_count: int) -> int:
+    """Bytes of one bit per parameter."""
+    return (param_count + 7) // 8
 
 
 def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:

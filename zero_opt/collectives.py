@@ -11,7 +11,7 @@ import ctypes
 import os
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import ConfigError, ConfigTypeError, ProcessGroupError, RankMismatch, StepDesync
+from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
 from .pairwise_exchange import PairwiseExchange
@@ -33,9 +33,11 @@ _c10d: Any = dist.distributed_c10d
 # Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
 
-# Of a message between all ranks: what was called, size of the payload, as much of it as fits.
+# Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
+_ENVELOPE = "<32sq{}s"
 _INLINE_BYTES = 216
-_ENVELOPE = struct.Struct(f"<32sq{_INLINE_BYTES}s")
+# Whom a collective waits for.
+_ALL = "another rank"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,11 +94,42 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
     return default_pg_timeout.total_seconds()
 
 
-def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
+class Transfer:
+    """Something under way between ranks.
+
+    Raises:
+        PeerLost: in place of the backend's error; names the rank that did not answer, where one can be told.
+    """
+
+    def __init__(self, who: str, work: dist.Work) -> None:
+        self._who, self._work = who, work
+
+    def wait(self) -> None:
+        """Return when it is done."""
+        with _peer_lost(self._who):
+            self._work.wait()
+
+
+@contextlib.contextmanager
+def _peer_lost(who: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        raise PeerLost(f"{who} has ended or does not answer ({text}); restart from the last checkpoint") from error
+
+
+def _start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> Transfer:
+    """Call the backend; ``who`` are the ranks that it may have to wait for."""
+    with _peer_lost(who):
+        return Transfer(who, call(*arguments))
+
+
+def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return pg.broadcast([tensor], options)
+    return _start(f"rank {src}", pg.broadcast, [tensor], options)
 
 
 def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> Any:
@@ -140,9 +173,11 @@ class Group:
 
     Attributes:
         rank: this rank within the group. world_size: number of ranks.
+        inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        self.inline_bytes = _INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
@@ -157,7 +192,7 @@ class Group:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order."""
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.pg.allgather([outputs], [tensor]).wait()
+        _start(_ALL, self.pg.allgather, [outputs], [tensor]).wait()
         return outputs
 
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
@@ -171,9 +206,10 @@ class Group:
         Raises:
             RankMismatch: on every rank, when ranks are in different calls.
         """
-        first = _ENVELOPE.pack(call.encode(), len(payload), payload[:_INLINE_BYTES])
+        envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
+        first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
         envelopes = [
-            _ENVELOPE.unpack(tensor_bytes(t))
+            envelope.unpack(tensor_bytes(t))
             for t in self.all_gather(torch.frombuffer(bytearray(first), dtype=torch.uint8))
         ]
         for rank, (other, *_) in enumerate(envelopes):
@@ -181,7 +217,7 @@ class Group:
                 here, there = (name.rstrip(b"\0").decode() for name in (envelopes[0][0], other))
                 raise RankMismatch(f"rank 0 called {here} where rank {rank} called {there}; every rank must call both")
         longest = max(length for _, length, _ in envelopes)
-        if longest <= _INLINE_BYTES:
+        if longest <= self.inline_bytes:
             return [inline[:length] for _, length, inline in envelopes]
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
@@ -191,7 +227,7 @@ class Group:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         _broadcast(self.pg, tensor, src).wait()
 
-    def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> dist.Work | None:
+    def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
         """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
 
         ``tensor`` is contiguous: the source on ``src``, the destination on ``dst``, ``None`` elsewhere.
@@ -205,13 +241,13 @@ class Group:
         self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
         return None
 
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> dist.Work:
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Transfer:
         """Start sending a contiguous tensor to one rank."""
-        return self.pg.send([tensor], dst, tag)
+        return _start(f"rank {dst}", self.pg.send, [tensor], dst, tag)
 
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> dist.Work:
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Transfer:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
-        return self.pg.recv([tensor], src, tag)
+        return _start(f"rank {src}", self.pg.recv, [tensor], src, tag)
 
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
@@ -244,7 +280,7 @@ class ListExchange(_GroupExchange):
         _require_same_ident(ident, idents)
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
-        self._reduce.pg.alltoall(received, chunks).wait()
+        _start(_ALL, self._reduce.pg.alltoall, received, chunks).wait()
         mean_in_rank_order(iter(received), len(chunks), out)
         return True
 
@@ -252,7 +288,7 @@ class ListExchange(_GroupExchange):
         """See :class:`Exchange`."""
         chunks = chunks_of(bucket, bounds)
         own = chunks[self._gather.rank].clone()
-        return Gathering([self._gather.pg.allgather([chunks], [own])], chunks)
+        return Gathering([_start(_ALL, self._gather.pg.allgather, [chunks], [own])], chunks)
 
 
 def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
@@ -272,12 +308,12 @@ class NcclExchange(_GroupExchange):
         pg, rank = self._reduce.pg, self._reduce.rank
         chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
-            _method(pg, "reduce_scatter_single", "_reduce_scatter_base")(out, bucket).wait()
+            _start(_ALL, _method(pg, "reduce_scatter_single", "_reduce_scatter_base"), out, bucket).wait()
         else:
             for owner, chunk in enumerate(chunks):
                 options = dist.ReduceOptions()
                 options.rootRank = owner
-                pg.reduce([chunk], options).wait()
+                _start(_ALL, pg.reduce, [chunk], options).wait()
             out.copy_(chunks[rank])
         out.div_(self._reduce.world_size)
         return True
@@ -288,7 +324,7 @@ class NcclExchange(_GroupExchange):
         chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Gathering([gather(bucket, chunks[self._gather.rank].clone())], chunks)
+            return Gathering([_start(_ALL, gather, bucket, chunks[self._gather.rank].clone())], chunks)
         return Gathering([_broadcast(pg, chunk, owner) for owner, chunk in enumerate(chunks)], chunks)
 
 

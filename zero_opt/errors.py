@@ -59,6 +59,10 @@ class StepDesync(ZeroOptError, RuntimeError):
         self.epoch = epoch
 
 
+class StepFailed(ZeroOptError, RuntimeError):
+    """The wrapped class's own step failed on a rank, so parameters lack a part of it; told to all ranks once."""
+
+
 class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -56,6 +57,7 @@ class BackwardPasses:
     def __init__(self) -> None:
         self._task = -1
         self._first_inner: int | None = None
+        self._unfinished: set[int] = set()
 
     def begins(self) -> bool:
         """Whether the current arrival is in a backward that started after the last arrival."""
@@ -63,11 +65,22 @@ class BackwardPasses:
         if task == self._task:
             return False
         self._task = task
+        self._unfinished.add(task)
+        # Autograd calls it at the end of the pass, unless an exception ends the pass.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._unfinished.discard, task))
         if _inside_function():
             self._first_inner = task if self._first_inner is None else self._first_inner
             return False
         inner, self._first_inner = self._first_inner, None
         return inner is None or task > inner
+
+    def broken(self) -> bool:
+        """Whether a pass that had an arrival has ended in an exception, since :meth:`forget`."""
+        return bool(self._unfinished - {torch._C._current_graph_task_id()})
+
+    def forget(self) -> None:
+        """Whatever has arrived is void."""
+        self._unfinished.clear()
 
 
 def _inside_function() -> bool:

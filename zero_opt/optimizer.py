@@ -21,7 +21,7 @@ from .construction import (
     normalized_group,
     template_of,
 )
-from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer
+from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm, clip_factor
 from .placement import bare_step, hypers_of
 from .placement import check_policy as check_offload
@@ -201,8 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads = parts.finish()
         if self._max_grad_norm is not None:
             parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
-        stepped = parts.placement.step(grads, self.param_groups)
-        parts.gather.run(parts.progress.step, (parts.partition.buckets[i] for i in stepped if grads[i].used))
+        parts.gather.run(parts.progress.step, parts.step(grads))
         parts.stepped()
         return loss
 
@@ -246,12 +245,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The norm before clipping, a 0-dim fp32 tensor, the same on every rank.
         """
         self._require_open()
-        limit = check_max_norm(max_norm, "max_norm")
-        if self._sharded is None:
-            return torch.nn.utils.clip_grad_norm_(self._params(), limit)
-        norm = self._sharded.norm(self._sharded.finish())
-        self._sharded.reduction.scale(clip_factor(norm, limit))
-        return norm
+        limit, error = 0.0, None
+        try:  # what one rank alone gets wrong, the others must hear of
+            limit = check_max_norm(max_norm, "max_norm")
+        except ZeroOptError as found:
+            error = found
+        if self._sharded is not None:
+            norm = self._sharded.norm(self._sharded.finish(error))
+            self._sharded.reduction.scale(clip_factor(norm, limit))
+            return norm
+        if error is not None:
+            raise error
+        return torch.nn.utils.clip_grad_norm_(self._params(), limit)
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.

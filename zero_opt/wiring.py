@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from .buckets import GradBucket
 from .collectives import Group, build_exchange
 from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
-from .errors import StateNotConsolidated, UnsupportedParam
+from .errors import StateNotConsolidated, StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import total_norm
 from .partition import Geometry, Partition
@@ -98,6 +98,7 @@ class Wiring:
         self._group_of: list[int] = []
         self._known_groups = 0
         self._full_state: dict[int, dict[str, Any]] | None = None
+        self._failure: Exception | None = None
         geometry = Geometry(
             not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
         )
@@ -123,6 +124,7 @@ class Wiring:
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
         listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
         self.agreement.on_contents([*self._recipe.entries(), *listed])
+        self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
         for number in range(self._known_groups, len(self._param_groups)):
             group = self._param_groups[number]
             self.placement.add_group(group)
@@ -161,18 +163,20 @@ class Wiring:
                 host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
                 self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
-    def finish(self) -> Sequence[GradShard]:
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """Let parameters arrive, follow those whose data the user re-pointed, and reduce. Collective.
 
         Raises:
             UnsupportedParam: on every rank, if a parameter does not fit any more on one.
+            StepFailed: on every rank, if an earlier step failed on one.
+            ZeroOptError: on every rank, the ``error`` that one has.
         """
         self.gather.flush()
-        error = None
+        error = error or self._missed()
         try:
             self._follow_params()
         except UnsupportedParam as found:
-            error = found
+            error = error or found
         return self.reduction.finish(error)
 
     def _follow_params(self) -> None:
@@ -181,14 +185,47 @@ class Wiring:
             self.placement.repoint(moved)
             self.gather.forget()
 
+    def _missed(self) -> StepFailed | None:
+        """What the other ranks do not know yet: the last step failed here."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return None
+        missed = StepFailed(
+            f"step {self.progress.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the "
+            "same on all ranks, but without a part of that step: load a checkpoint, or go on"
+        )
+        missed.__cause__ = failure
+        return missed
+
     def norm(self, grads: Sequence[GradShard]) -> Tensor:
         """Global L2 norm of the reduced gradients. Collective."""
         return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
 
+    def step(self, grads: Sequence[GradShard]) -> Iterator[GradBucket]:
+        """Step this rank's shards; yields every bucket that is used once it is up to date here.
+
+        If the wrapped class fails they come as they are, because the other ranks wait for them: :meth:`stepped` raises.
+        """
+        left = [shard.bucket for shard in grads if shard.used]
+        try:
+            for index in self.placement.step(grads, self._param_groups):
+                if grads[index].used:
+                    left.remove(index)
+                    yield self.partition.buckets[index]
+        except Exception as error:  # whatever it is
+            self._failure = error
+            yield from (self.partition.buckets[index] for index in left)
+
     def stepped(self) -> None:
-        """A step is done."""
+        """A step is done.
+
+        Raises:
+            Exception: what failed on this rank; the others hear of it when they next call something collective.
+        """
         self.reduction.stepped()
         self.progress.stepped()
+        if self._failure is not None:
+            raise self._failure
         self._show_state()
         self._full_state = None
 
@@ -204,6 +241,7 @@ class Wiring:
 
     def consolidate(self, to: int) -> None:
         """Bring the full state to rank ``to``. Collective."""
+        self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
         self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
@@ -229,12 +267,14 @@ class Wiring:
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._state.clear()
         self._show_state()
-        self._full_state = None
+        self._full_state = self._failure = None
 
     def close(self) -> None:
         """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
-        parts = [self.gather.close, self.reduction.close, self._thread.close, self.placement.close]
-        exchanges = partial(_close_all, self._exchanges)
-        with ExitStack() as to_do:
-            for close in reversed([*parts, exchanges, self._groups.close]):
-                to_do.callback(close)
+        with ExitStack() as last_first:
+            last_first.callback(self._groups.close)
+            last_first.callback(_close_all, self._exchanges)
+            last_first.callback(self.placement.close)
+            last_first.callback(self._thread.close)
+            last_first.callback(self.reduction.close)
+            last_first.callback(self.gather.close)

@@ -116,16 +116,29 @@ def test_a_rank_that_did_not_call_zero_grad_is_told_so_and_can_go_on() -> None:
         assert "rank 1 has called zero_grad() 1 times and rank 0 0 times" in message
 
 
-def _step_after_failure(rank: int, world_size: int) -> None:
-    """A rank steps although its own backward failed: all ranks used less than they believe."""
+def _step_after_failure(rank: int, world_size: int, who: tuple[int, ...], in_no_sync: bool) -> list[Tensor]:
+    """Ranks step although the backward of some has failed: a part of the gradient is missing."""
     model = _model()
     optimizer = _optimizer(model)
-    with contextlib.suppress(Failure):
-        _loss(model, 0, rank, armed=rank == 1).backward()
-    # torch steps with the gradients that came, and so do we: with zeros for those that did not.
-    optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    if who:
+        with contextlib.suppress(Failure), optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
+            _loss(model, 0, rank, armed=rank in who).backward()
+        with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
+            optimizer.step()
+        assert_bitwise([param.detach() for param in model.parameters()], before)
+        optimizer.zero_grad()
+    for step in range(2):
+        _loss(model, step, rank, armed=False).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
+    return [param.detach() for param in model.parameters()]
 
 
-def test_stepping_after_a_failure_does_not_hang() -> None:
-    run_processes(2, _step_after_failure, timeout=20)
+@pytest.mark.parametrize("in_no_sync", [False, True])
+@pytest.mark.parametrize("who", [(1,), (0, 1)])
+def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in_no_sync: bool) -> None:
+    failed = run_processes(2, _step_after_failure, who, in_no_sync, timeout=20)
+    for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False), strict=True):
+        assert_bitwise(ours, good)

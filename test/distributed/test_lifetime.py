@@ -1,15 +1,19 @@
-"""An optimizer that ends in another way than close(): dropped in a forked child, at interpreter exit, with an error."""
+"""An optimizer that ends in another way than close(), and ranks that fail or end while the others go on."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import zero_opt
@@ -83,3 +87,76 @@ def test_a_survivor_of_a_peers_exception_exits_in_order(exchange: str, tmp_path:
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 def test_a_peer_that_does_not_come_does_not_keep_a_process_from_exiting(exchange: str, tmp_path: Path) -> None:
     assert _exits(tmp_path, exchange=exchange, peer="sys.exit(len(sys.stdin.read()))", last="", patience=0.01) == [0, 0]
+
+
+class Stumbles(torch.optim.Adam):
+    """Fails once on one rank."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            type(self).fails = False
+            raise MemoryError("no more of it")
+        return super().step(closure)
+
+
+def _fail_once(rank: int, world_size: int, call: str) -> tuple[str, list[Tensor]]:
+    zero_opt.register_elementwise(Stumbles)
+    params = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, Stumbles, reduction=zero_opt.Overlapped(BUCKET_MB))
+
+    def step() -> None:
+        torch.stack([param.square().sum() for param in params]).sum().backward()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+
+    step()
+    Stumbles.fails = rank == 1
+    with pytest.raises(MemoryError, match="no more of it") if rank == 1 else contextlib.nullcontext():
+        step()
+    with pytest.raises(zero_opt.StepFailed) as caught:
+        step() if call == "step" else optimizer.consolidate_state_dict()
+    step()
+    optimizer.close()
+    return str(caught.value), [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("call", ["step", "consolidate"])
+def test_a_step_that_fails_on_one_rank_does_not_keep_the_others_waiting(call: str) -> None:
+    (here, ours), (there, others) = run_processes(2, _fail_once, call, timeout=30)
+    assert "step 1 failed there with MemoryError: no more of it" in here and here.startswith("rank 1: ")
+    assert there in here
+    assert_bitwise(ours, others)
+
+
+def _outlive(rank: int, world_size: int, exchange: str, moment: str) -> str:
+    params = [torch.nn.Parameter(torch.ones(300))]
+    optimizer = zero_opt.ShardedOptimizer(
+        params,
+        torch.optim.Adam,
+        reduction=zero_opt.Overlapped(BUCKET_MB, exchange=exchange),
+        checks=zero_opt.Checks(timeout=0.5 if moment == "never" else 60),
+    )
+    if rank == 1:
+        if moment == "never":
+            signal.pause()
+        if moment == "step":
+            params[0].sum().backward()
+        os._exit(7)
+    params[0].sum().backward()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("moment", ["backward", "step", "never"])
+def test_a_rank_that_has_ended_or_never_comes_is_a_typed_error(exchange: str, moment: str) -> None:
+    never = (1,) if moment == "never" else ()
+    message, _ = run_processes(2, _outlive, exchange, moment, timeout=30, expect_errors=True, may_hang=never)
+    assert isinstance(message, str)
+    assert re.search("rank 1|another rank", message)
+    assert re.search("has died|has ended|does not answer|has not come", message)

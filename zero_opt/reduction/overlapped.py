@@ -88,9 +88,9 @@ class OverlappedReduction:
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank."""
+        begins = self._passes.begins()
         if not self._sync:
             return
-        begins = self._passes.begins()
         if begins or not self._fills or index in self._in_round:
             self._open_round()
         self._take(index)
@@ -193,6 +193,10 @@ class OverlappedReduction:
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`."""
+        if self._passes.broken():
+            error = error or StepDesync(
+                "a backward ended in an exception; call zero_grad() on every rank and repeat it"
+            )
         try:
             self._take_plain()
         except ZeroOptError as found:
@@ -304,6 +308,7 @@ class OverlappedReduction:
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
         self._void = self._futures[-1] if self._futures else self._void
+        self._passes.forget()
         self._forget_dropped(self._parts.partition.flats)
         self._begin_window()
         self._delivered.clear()
