@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     """What can be chosen on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = ModelSize()
-    parser.add_argument("--steps", type=int, default=270)
+    parser.add_argument("--steps", type=int, default=230)
     parser.add_argument("--width", type=int, default=size.width)
     parser.add_argument("--layers", type=int, default=size.layers)
     parser.add_argument("--heads", type=int, default=size.heads)
