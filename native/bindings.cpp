@@ -14,6 +14,7 @@
 
 #include "dispatch.hpp"
 #include "host_exchange.hpp"
+#include "huge_pages.hpp"
 #include "step.hpp"
 #include "thread_pool.hpp"
 
@@ -261,6 +262,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("convert", &convert, py::arg("numel"), py::arg("from_"), py::arg("to"), py::arg("isa") = "");
   m.def("pack_moments", &pack_moments, py::arg("run"), py::arg("isa") = "");
   m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");
+  m.def("prefer_huge_pages", &zero_opt::prefer_huge_pages, py::arg("address"), py::arg("nbytes"));
   m.def("usable_threads", &zero_opt::usable_threads, py::arg("requested"));
   m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),

@@ -79,6 +79,9 @@ def pack_moments(run: MomentRun, isa: str = "") -> None:
 def unpack_moments(run: MomentRun, isa: str = "") -> None:
     """From the compact form to fp32."""
 
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages under memory that has not been written yet; nothing where the system has none."""
+
 def usable_threads(requested: int) -> int:
     """How many threads a request gets: clamped to this thread's CPUs and the cgroup's quota, at least 1."""
 

@@ -16,6 +16,9 @@ from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, grad_squares
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HYPERS = AdamHypers(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 LOSS_SCALE, MAX_NORM = 1024.0, 1.0
+PARAM_NUMEL = 1 << 22
+CAST, CAST_KEPT = "cast + torch fused + cast", "the same, buffers kept"
+READING, MOVING = "reading the inputs once", "reading and writing as much"
 Steps = dict[str, Callable[[], object]]
 
 
@@ -63,8 +66,47 @@ def reading(tensors: list[Tensor]) -> Callable[[], object]:
     return lambda: [tensor.sum() for tensor in tensors]
 
 
+def moving(tensors: list[Tensor], out: Tensor | None = None) -> Callable[[], object]:
+    """Moves as many bytes as a step and does as little with them as can be; the gradient comes second."""
+    grad = tensors[1]
+
+    def step() -> None:
+        for tensor in tensors:
+            if tensor is not grad:
+                tensor.neg_()
+        grad.sum() if out is None else torch.neg(grad, out=out)
+
+    return step
+
+
+def pieces(tensor: Tensor) -> list[Tensor]:
+    """A flat tensor as parameters of a usual size."""
+    return list(tensor.split(PARAM_NUMEL))
+
+
 def casting(numel: int) -> Callable[[], object]:
-    """bf16 gradient to fp32, torch's fused step, fp32 param to bf16; all memory is allocated beforehand."""
+    """As a training loop has it: each bf16 gradient to fp32, torch's fused step, each fp32 param to bf16."""
+    narrow = [Parameter(piece.clone()) for piece in pieces(random(numel).bfloat16())]
+    masters = [Parameter(param.detach().float()) for param in narrow]
+    for param in narrow:
+        param.grad = param.detach().clone()
+    optimizer = torch.optim.AdamW(masters, fused=True, **OPTIONS)
+
+    @torch.no_grad()
+    def step() -> None:
+        for param, master in zip(narrow, masters, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        optimizer.step()
+        for param, master in zip(narrow, masters, strict=True):
+            param.copy_(master)
+        optimizer.zero_grad()
+
+    return step
+
+
+def casting_kept(numel: int) -> Callable[[], object]:
+    """The same with a buffer for the fp32 gradients that is kept, one flat tensor of each kind."""
     grad, wide, out = random(numel).bfloat16(), torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16)
     param = with_grad(wide)
     optimizer = torch.optim.AdamW([param], fused=True, **OPTIONS)
@@ -96,19 +138,51 @@ def bytes_moved(moments: str, master: str) -> float:
 def reduced_contenders(numel: int, threads: int) -> tuple[Steps, dict[str, float]]:
     """The steps with a bf16 gradient and param, and the bytes that each moves per element."""
     grad = random(numel).bfloat16()
-    steps: Steps = {"cast + torch fused + cast": casting(numel)}
-    moved = {"cast + torch fused + cast": 6 + 28 + 6.0}
+    grads = pieces(grad)
+    steps: Steps = {CAST: casting(numel), CAST_KEPT: casting_kept(numel)}
+    moved = dict.fromkeys(steps, 6 + 28 + 6.0)
     for name, (moments, master) in FORMS.items():
-        param = Parameter(grad.clone())
-        param.grad = grad
+        params = [Parameter(piece.clone()) for piece in grads]
+        for param, piece in zip(params, grads, strict=True):
+            param.grad = piece
         state = zero_opt.AdamState(moments, master)
-        steps[name] = zero_opt.CPUAdamW([param], threads=threads, state=state, **OPTIONS).step
+        steps[name] = zero_opt.CPUAdamW(params, threads=threads, state=state, **OPTIONS).step
         moved[name] = bytes_moved(moments, master)
+    steps[MOVING] = moving([random(numel), grad, random(numel), random(numel)], torch.empty_like(grad))
+    moved[MOVING] = bytes_moved(*FORMS["one pass"])
     return steps, moved
 
 
-def separate_passes(numel: int) -> tuple[str, Callable[[], object]]:
-    """What ZeRO-Offload does: cast, norm, scale, DeepSpeedCPUAdam (torch fused where it is missing), cast."""
+def deepspeed_passes(numel: int) -> tuple[str, Callable[[], object]]:
+    """What DeepSpeed 0.19 does in ZeRO-Offload (stage_1_and_2.py), from the reduced gradient of each parameter on.
+
+    Per parameter: look for values that are not finite, norm of a copy in fp32, cast, copy to the flat buffer; then
+    scale, step, cast to a bf16 buffer, copy to the parameters. torch's fused Adam where deepspeed is not installed.
+    """
+    grads = pieces(random(numel).bfloat16())
+    wide, buffer, out = torch.empty(numel), torch.empty(numel).bfloat16(), torch.empty(numel).bfloat16()
+    param = with_grad(wide)
+    theirs = deepspeed_adam(param)
+    optimizer = theirs or torch.optim.AdamW([param], fused=True, **OPTIONS)
+
+    def step() -> None:
+        squares, overflow = 0.0, False
+        for grad, into in zip(grads, pieces(wide), strict=True):
+            overflow |= not bool(torch.isfinite(grad.amax()) & torch.isfinite(grad.amin()))
+            squares += float(grad.float().norm(2)) ** 2
+            into.copy_(grad.float())
+        if overflow:
+            return
+        wide.mul_(clip_factor(squares**0.5))
+        optimizer.step()
+        buffer.copy_(param.detach())
+        out.copy_(buffer)
+
+    return f"DeepSpeed's passes and {'torch fused' if theirs is None else 'DeepSpeedCPUAdam'}", step
+
+
+def fewest_passes(numel: int) -> tuple[str, Callable[[], object]]:
+    """Cast, norm, scale, DeepSpeedCPUAdam (torch fused where it is missing), cast; all buffers are kept."""
     grad, wide, out = random(numel).bfloat16(), torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16)
     param = with_grad(wide)
     theirs = deepspeed_adam(param)
@@ -116,12 +190,16 @@ def separate_passes(numel: int) -> tuple[str, Callable[[], object]]:
 
     def step() -> None:
         wide.copy_(grad)
-        norm = float(torch.linalg.vector_norm(wide)) / LOSS_SCALE
-        wide.mul_(min(1.0, MAX_NORM / (norm + 1e-6)) / LOSS_SCALE)
+        wide.mul_(clip_factor(float(torch.linalg.vector_norm(wide))))
         optimizer.step()
         out.copy_(param.detach())
 
-    return f"separate passes and {'torch fused' if theirs is None else 'DeepSpeedCPUAdam'}", step
+    return f"fewest separate passes and {'torch fused' if theirs is None else 'DeepSpeedCPUAdam'}", step
+
+
+def clip_factor(scaled_norm: float) -> float:
+    """What gradients are multiplied by to unscale and to clip them."""
+    return min(1.0, MAX_NORM / (scaled_norm / LOSS_SCALE + 1e-6)) / LOSS_SCALE
 
 
 def two_passes(numel: int, threads: int, moments: torch.dtype = torch.float32) -> Callable[[], object]:
@@ -139,18 +217,16 @@ def two_passes(numel: int, threads: int, moments: torch.dtype = torch.float32) -
     )
 
     def step() -> None:
-        norm = grad_squares([grad], threads=threads).total ** 0.5 / LOSS_SCALE
-        scale = min(1.0, MAX_NORM / (norm + 1e-6)) / LOSS_SCALE
-        adam_update_([update], grad_scale=scale, threads=threads)
+        norm = grad_squares([grad], threads=threads).total ** 0.5
+        adam_update_([update], grad_scale=clip_factor(norm), threads=threads)
 
     return step
 
 
 def pipeline_contenders(numel: int, threads: int) -> Steps:
     """A whole mixed-precision step; the first is what the others are compared with."""
-    name, step = separate_passes(numel)
     return {
-        name: step,
+        **dict([deepspeed_passes(numel), fewest_passes(numel)]),
         "zero_opt": two_passes(numel, threads),
         "zero_opt, bf16 moments": two_passes(numel, threads, torch.bfloat16),
     }
