@@ -115,8 +115,8 @@ def verdict(fp32: Times, reduced: Times, pipeline: Times) -> list[str]:
 
     lines = [
         f"- fp32: {ratio(fp32, 'torch fused', 'zero_opt'):.2f} times as fast as torch fused; "
-        f"{over(fp32, READING, 'zero_opt')} over the time to read the inputs, {over(fp32, MOVING, 'zero_opt')} over the "
-        "time to read and write as much."
+        f"{over(fp32, READING, 'zero_opt')} over the time to read the inputs, {over(fp32, MOVING, 'zero_opt')} over "
+        "the time to read and write as much."
     ]
     for name, target in TARGETS.items():
         found, kept = ratio(reduced, CAST, name), ratio(reduced, CAST_KEPT, name)
