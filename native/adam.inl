@@ -156,8 +156,8 @@ std::int32_t adam_pick_root(const AdamScalars& scalars, const Lanes& lanes) {
 
 template <bool kHalf>
 std::int32_t adam_pick_decay(const AdamScalars& scalars, const Lanes& lanes) {
-  return scalars.l2 != 0.0f ? adam_pick_root<kHalf, true>(scalars, lanes)
-                            : adam_pick_root<kHalf, false>(scalars, lanes);
+  return scalars.has_l2 ? adam_pick_root<kHalf, true>(scalars, lanes)
+                        : adam_pick_root<kHalf, false>(scalars, lanes);
 }
 
 std::int32_t adam_pick(const AdamScalars& scalars, const Lanes& lanes) {

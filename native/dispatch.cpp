@@ -62,7 +62,8 @@ AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
   scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
   scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
   scalars.decay = hypers.decoupled ? static_cast<float>(1.0 - hypers.lr * hypers.weight_decay) : 1.0f;
-  scalars.l2 = hypers.decoupled ? 0.0f : static_cast<float>(hypers.weight_decay);
+  scalars.has_l2 = !hypers.decoupled && hypers.weight_decay != 0.0;
+  scalars.l2 = static_cast<float>(hypers.weight_decay);
   scalars.weight1 = static_cast<float>(1.0 - hypers.beta1);
   scalars.weight2 = static_cast<float>(1.0 - hypers.beta2);
   scalars.beta2 = static_cast<float>(hypers.beta2);

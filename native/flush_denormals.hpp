@@ -9,15 +9,15 @@
 
 namespace zero_opt {
 
-// While it lives, this thread reads subnormal floats as zero and writes them as zero, if ``on``; then the thread's
-// own mode is back.
+// While it lives, this thread reads subnormal floats as zero and writes them as zero if ``on``, and as they are if not;
+// then the thread's own mode is back.
 class FlushDenormals {
  public:
-  explicit FlushDenormals(bool on) : saved_(control()) {
-    if (on) set_control(saved_ | kFlush);
-  }
+  explicit FlushDenormals(bool on) : saved_(control()) { set_control(on ? saved_ | kFlush : saved_ & ~kFlush); }
   ~FlushDenormals() { set_control(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
+  // Whether this thread flushes by itself.
+  static bool own() { return kFlush != 0 && (control() & kFlush) == kFlush; }
   FlushDenormals& operator=(const FlushDenormals&) = delete;
 
  private:

@@ -17,7 +17,8 @@ struct AdamScalars {
   float step_size;              // lr / (1 - beta1^t)
   float bias_correction2_sqrt;  // sqrt(1 - beta2^t)
   float decay;                  // 1 - lr * weight_decay; 1 when the decay is not decoupled
-  float l2;                     // weight_decay added to the gradient; 0 when the decay is decoupled
+  bool has_l2;                  // weight_decay is added to the gradient
+  float l2;                     // of which this is the factor; it may have underflowed to 0
   float weight1;                // 1 - beta1
   float weight2;                // 1 - beta2
   float beta2;

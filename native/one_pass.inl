@@ -133,9 +133,9 @@ void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither,
                                      lanes.half_exp_avg_sq);
 }
 
-// Asks for the memory that the loops come to next but three. They are too short for the processor to see by itself
+// Asks for the memory that the loops come to next but seven. They are too short for the processor to see by itself
 // where they are going.
-constexpr std::int64_t kAhead = 4 * kStaged;
+constexpr std::int64_t kAhead = 8 * kStaged;
 
 inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) {
   if (array == nullptr) return;

@@ -83,17 +83,19 @@ class Shares {
 // Calls work(array, begin, end) for all blocks, on as many threads as are wanted, useful and to be had.
 template <typename Work>
 void for_all_blocks(const Blocks& blocks, const Parallel& parallel, const Work& work) {
+  // A pool thread has the mode of whoever used the pool first, which says nothing about this caller.
+  const bool flush = parallel.flush_denormals || FlushDenormals::own();
   const bool alone = parallel.threads <= 1 || blocks.total_numel() <= kAloneNumel;
   const int wanted = alone ? 1 : usable_threads(parallel.threads);
   const int threads = static_cast<int>(std::min<std::int64_t>(wanted, std::max<std::int64_t>(blocks.count(), 1)));
   if (threads == 1) {
-    const FlushDenormals mode(parallel.flush_denormals);
+    const FlushDenormals mode(flush);
     if (blocks.count() > 0) blocks.visit(0, blocks.count(), work);
     return;
   }
   Shares shares(blocks.count(), threads);
   run_parallel(threads, [&](int thread) {
-    const FlushDenormals mode(parallel.flush_denormals);
+    const FlushDenormals mode(flush);
     shares.work(thread, [&](std::int64_t block) { blocks.visit(block, block + 1, work); });
   });
 }

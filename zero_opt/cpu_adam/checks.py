@@ -6,11 +6,13 @@ dtype, layout, overlap, a missing storage) is checked here, before anything is w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from ..errors import NativeUnavailable
 from ..flat_param import is_dense, overlaps
@@ -70,6 +72,8 @@ def check_tensor(
         return  # the usual case, at a third of the price
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
+    if is_lazy(tensor):
+        raise TypeError(f"{what} is not initialized yet; run a forward pass first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
     if tensor.device.type != "cpu":
@@ -80,11 +84,51 @@ def check_tensor(
         raise ValueError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.numel() and not tensor.data_ptr():
         raise TypeError(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
+    check_reach(what, tensor)
     if tensor.numel() and overlaps(tensor.shape, tensor.stride()):
         raise ValueError(
             f"{what} has elements that may share memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
             "pass a clone"
         )
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def check_reach(what: str, tensor: Tensor) -> None:
+    """Raises ValueError if the storage was made smaller than the tensor over it."""
+    if tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
+
+
+def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
+    in_memory = sorted((found for found in named if found[1].numel()), key=lambda found: found[1].data_ptr())
+    for number, (name, tensor) in enumerate(in_memory):
+        end = tensor.data_ptr() + _reach(tensor)
+        for other_name, other in in_memory[number + 1 :]:
+            if other.data_ptr() >= end:
+                break
+            if _share(tensor, other):
+                raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
+
+
+def _share(first: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that reach into each other's memory have an element in common."""
+    if all(is_dense(tensor.shape, tensor.stride()) for tensor in (first, other)):
+        return True
+    return bool(torch.isin(_addresses(first), _addresses(other)).any())
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """Where every element is."""
+    addresses = torch.tensor(tensor.data_ptr(), dtype=torch.int64, device="cpu")
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        addresses = addresses[..., None] + torch.arange(size, device="cpu") * stride * tensor.itemsize
+    return addresses
 
 
 def storage_order(tensor: Tensor) -> tuple[int, ...]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigTypeError
 from ..policies import AdamState
-from .checks import GRAD_DTYPES, check_tensor, require_native
+from .checks import GRAD_DTYPES, check_apart, check_tensor, require_native
 from .runs import BoundRun, check_arrays, finish
-from .state import HALVES, arrays_of, init_state, live_state, param_dtypes, plain_state
-from .update import hypers_of
+from .state import HALVES, ROLES, arrays_of, check_plain, init_state, live_state, param_dtypes, plain_state
+from .update import checked_threads, hypers_of
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 PLAIN = AdamState()
@@ -53,7 +54,7 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 class _Slot:
     """A param whose run is made, and what it was made from: while that is the same, so are the addresses."""
 
-    __slots__ = ("bound", "grad", "grad_dtype", "keys", "pointers", "run", "shape", "tensors")
+    __slots__ = ("bound", "grad", "grad_dtype", "keys", "layouts", "pointers", "run", "shape", "tensors")
 
     def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
         arrays = arrays_of(state, param)
@@ -66,10 +67,11 @@ class _Slot:
         self.bound = BoundRun(arrays, grad.dtype, kept_step=_kept_step(name, state))
         self.run = self.bound.run
         self.grad: Tensor | None = None
-        kept = [key for key in state if amsgrad or key != "max_exp_avg_sq"]
+        kept = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
         self.keys: tuple[str, ...] = tuple(kept)
         self.tensors: tuple[Tensor, ...] = tuple(state[key] for key in kept)
         self.pointers = tuple(tensor.data_ptr() for tensor in (*self.tensors, param))
+        self.layouts = tuple((tensor.dtype, tensor.stride()) for tensor in (*self.tensors, param))
 
     def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
         """Whether nothing has changed but values."""
@@ -79,22 +81,43 @@ class _Slot:
             and grad.shape == self.shape
             and param.shape == self.shape
             and param.data_ptr() == self.pointers[-1]
+            and (param.dtype, param.stride()) == self.layouts[-1]
             and ("max_exp_avg_sq" in self.keys) == amsgrad
         ):
             return False
-        for key, tensor, pointer in zip(self.keys, self.tensors, self.pointers):  # the last pointer is the param's
-            if state.get(key) is not tensor or tensor.data_ptr() != pointer:
+        # The last pointer and layout are the param's.
+        for key, tensor, pointer, layout in zip(self.keys, self.tensors, self.pointers, self.layouts):
+            if (
+                state.get(key) is not tensor
+                or tensor.data_ptr() != pointer
+                or (tensor.dtype, tensor.stride()) != layout
+            ):
                 return False
         return True
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
     """The step count as the kernel reads and writes it."""
-    step = state["step"]
+    step = state.get("step")
+    if step is None:
+        raise TypeError(f"{name} has no step")
     if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu and step.numel() == 1):
-        state["step"] = step = torch.tensor(float(step), dtype=torch.float32)
+        state["step"] = step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     check_tensor(f"step of {name}", step)
     return step
+
+
+def _plain(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """A hook: brings the states of a state dict that is being made into torch's form."""
+    assert isinstance(optimizer, _NativeStep)
+    ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
+    named = dict(zip(ids, optimizer._named()))
+
+    def plain(key: Any, state: dict[str, Any]) -> dict[str, Any]:
+        name, param = named.get(key, ("", None))
+        return state if param is None or not optimizer._is_compact(param) else plain_state(name, param, state)
+
+    packed["state"] = {key: plain(key, state) for key, state in packed["state"].items()}
 
 
 class _NativeStep(torch.optim.Adam):
@@ -117,9 +140,10 @@ class _NativeStep(torch.optim.Adam):
         if not isinstance(self._form, AdamState):
             raise ConfigTypeError(f"state must be a zero_opt.AdamState, got {self._form!r}")
         self._threads: int | None = rest.pop("threads", None)
-        if self._threads is not None and (type(self._threads) is not int or self._threads < 1):
-            raise ValueError(f"threads must be a positive integer or None, got {self._threads!r}")
-        self._flush = bool(rest.pop("flush_denormals", False))
+        checked_threads(self._threads)
+        self._flush = rest.pop("flush_denormals", False)
+        if not isinstance(self._flush, bool):
+            raise ConfigTypeError(f"flush_denormals must be True or False, got {self._flush!r}")
         self._slots: dict[int, _Slot] = {}
         return _fused_options(type(self).__name__, rest)
 
@@ -142,7 +166,7 @@ class _NativeStep(torch.optim.Adam):
         try:
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for position, param in enumerate(self.param_groups[-1]["params"]):
-                if not param.is_meta:  # a stand-in: it can be asked about, not stepped
+                if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
                     self._check_param(self._name(len(self.param_groups) - 1, position), param)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -171,15 +195,14 @@ class _NativeStep(torch.optim.Adam):
 
         It loads into any other form and into torch.optim; loaded into the same form it goes on to the bit.
         """
-        packed: dict[str, Any] = super().state_dict()
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
-        param_of = dict(zip(ids, params))
-        packed["state"] = {
-            key: plain_state(state, param_of[key]) if key in param_of and self._is_compact(param_of[key]) else state
-            for key, state in packed["state"].items()
-        }
+        with self.register_state_dict_post_hook(_plain, prepend=True):  # the user's hooks see torch's form
+            packed: dict[str, Any] = super().state_dict()
         return packed
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                yield self._name(index, position), param
 
     def _is_compact(self, param: Tensor) -> bool:
         return self._form.moments != "float32" or param.dtype in HALVES
@@ -190,37 +213,57 @@ class _NativeStep(torch.optim.Adam):
         A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
         master, and a warning says so.
         """
-        seen: list[Mapping[str, Any]] = []
-        with self.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(loaded)):  # after all other hooks
+        found: list[tuple[Parameter, Mapping[str, Any]]] = []
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: found.extend(self._checked(loaded))),  # the last
+            self.register_load_state_dict_post_hook(lambda _: self._revive(found), prepend=True),
+        ):
             super().load_state_dict(dict(state_dict))
-        saved_ids = chain.from_iterable(group["params"] for group in seen[-1]["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        without_master = 0
-        for key, param in zip(saved_ids, params):
-            saved = seen[-1]["state"].get(key)
-            if saved and self._is_compact(param):
-                without_master += param.dtype in HALVES and "master" not in saved
-                with torch.no_grad():
-                    self.state[param] = live_state(saved, param, self._form)
+        without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in found)
         if without_master:
             warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
+
+    def _checked(self, loaded: Mapping[str, Any]) -> Iterator[tuple[Parameter, Mapping[str, Any]]]:
+        """The state that is saved for each param, once it is known to fit; nothing has been written yet."""
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for key, (name, param) in zip(saved_ids, self._named()):
+            saved = loaded["state"].get(key)
+            if saved:
+                check_plain(name, saved, param, self._form)
+                yield param, saved
+
+    @torch.no_grad()
+    def _revive(self, found: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
+        for param, saved in found:
+            if self._is_compact(param):
+                self.state[param] = live_state(saved, param, self._form)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
         """Makes the slots of these params, and state that is missing, after checking all of them."""
+        moved = False
         for index, position, param, grad in stale:
-            if not self.state.get(param):  # else the slot finds a bad one before anything is written
-                name = self._name(index, position)
-                self._check_param(name, param)
-                check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
-        for index, position, param, grad in stale:
-            name, state, amsgrad = self._name(index, position), self.state[param], self.param_groups[index]["amsgrad"]
-            if not state:
-                init_state(state, param, self._form, amsgrad=amsgrad)
+            name, slot = self._name(index, position), self._slots.get(id(param))
+            moved |= slot is None or slot.pointers[-1] != param.data_ptr()
+            self._check_param(name, param)
             check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
-            slot = self._slots[id(param)] = _Slot(name, state, param, grad, amsgrad=amsgrad)
-            slot.grad = slot.bound.readable(grad)
+        if moved:
+            check_apart([(name, param) for name, param in self._named() if param.is_cpu and not is_lazy(param)])
+        fresh: list[Parameter] = []
+        try:
+            for index, position, param, grad in stale:
+                amsgrad = self.param_groups[index]["amsgrad"]
+                if not self.state.get(param):
+                    fresh.append(param)
+                    init_state(self.state[param], param, self._form, amsgrad=amsgrad)
+                slot = _Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
+                self._slots[id(param)] = slot
+                slot.grad = slot.bound.readable(grad)
+        except BaseException:
+            for param in fresh:
+                del self.state[param]
+            raise
 
     def _stale(self) -> Iterator[tuple[int, int, Parameter, Tensor]]:
         """The params with a gradient for which no slot holds any more."""
@@ -262,21 +305,22 @@ class _NativeStep(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        hypers = [hypers_of(group).native(grad_scale) for group in self.param_groups]
         self._bind(list(self._stale()))
-        self._run(grad_scale)
+        self._run(hypers)
         return loss
 
-    def _run(self, grad_scale: float) -> None:
+    def _run(self, hypers: Sequence[Any]) -> None:
         from .. import _native
 
         batches, stepped = [], []
-        for group in self.param_groups:
+        for group, values in zip(self.param_groups, hypers, strict=True):
             slots = [self._slots[id(param)] for param in group["params"] if param.grad is not None]
             if slots:
                 addresses = [slot.grad.data_ptr() for slot in slots if slot.grad is not None]
-                batches.append((hypers_of(group).native(grad_scale), [slot.run for slot in slots], addresses))
+                batches.append((values, [slot.run for slot in slots], addresses))
                 stepped += slots
-        threads = torch.get_num_threads() if self._threads is None else self._threads
+        threads = checked_threads(self._threads)
         self.nonfinite_grads = _native.adam_step(batches, threads=threads, flush_denormals=self._flush)
         finish(slot.bound for slot in stepped)
         for slot in stepped:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_tensor, has_order, storage_order
+from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
 
 if TYPE_CHECKING:
     from .. import _native
@@ -43,11 +43,16 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
         name: what error messages call the param.
         arrays: "param", "exp_avg", "exp_avg_sq" and whichever of the other roles there are.
     """
+    for role in ("param", "exp_avg", "exp_avg_sq"):
+        if arrays.get(role) is None:
+            raise TypeError(f"{name} has no {role}")
     param = arrays["param"]
     check_tensor(f"param of {name}", param, None, SPLIT_PARAM if "remainder" in arrays else FLOAT32)
     for role, dtypes in SHAPED.items():
         if role in arrays:
             check_tensor(f"{role} of {name}", arrays[role], param.shape, dtypes)
+            check_reach(f"{role} of {name}", arrays[role])
+    check_reach(f"param of {name}", param)
     first, second = arrays["exp_avg"].dtype, arrays["exp_avg_sq"].dtype
     if first is not second:
         raise TypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
@@ -103,7 +108,7 @@ class BoundRun:
         )
 
     def _staged_copy(self, tensor: Tensor) -> Tensor:
-        run = torch.empty_strided(tensor.shape, self.order, dtype=tensor.dtype).copy_(tensor)
+        run = torch.empty_strided(tensor.shape, self.order, dtype=tensor.dtype, device="cpu").copy_(tensor)
         self._staged.append((tensor, run))
         return run
 
@@ -111,7 +116,7 @@ class BoundRun:
         """The gradient, or a copy of it that lies in memory as the run's arrays do."""
         if has_order(grad, self.order):
             return grad
-        return torch.empty_strided(grad.shape, self.order, dtype=grad.dtype).copy_(grad)
+        return torch.empty_strided(grad.shape, self.order, dtype=grad.dtype, device="cpu").copy_(grad)
 
     def copy_home(self) -> None:
         """Brings results that were made in copies to where they belong."""

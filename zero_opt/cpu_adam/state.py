@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..policies import AdamState
-from .checks import DTYPE_NAMES
-from .runs import blocks_of
+from .checks import DTYPE_NAMES, check_tensor
+from .runs import BASES, blocks_of, check_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
 MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What of a live state a step writes, beside the count of steps and the master. Other entries are the user's own.
+ROLES = (*MOMENTS, "max_exp_avg_sq", "remainder", *BASES)
 
 
 def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
@@ -39,12 +41,12 @@ def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _add_bases(state: dict[str, Any], param: Tensor) -> None:
     for moment in MOMENTS:
-        state[f"{moment}_base"] = torch.zeros(blocks_of(param.numel()), dtype=torch.int16)
+        state[f"{moment}_base"] = torch.zeros(blocks_of(param.numel()), dtype=torch.int16, device="cpu")
 
 
 def init_state(state: dict[str, Any], param: Tensor, form: AdamState, *, amsgrad: bool) -> None:
     """Fills an empty state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides."""
-    state["step"] = torch.zeros((), dtype=torch.float32)
+    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     for moment in MOMENTS:
         state[moment] = _like(param, MOMENT_DTYPE[form.moments])
     if amsgrad:
@@ -67,13 +69,43 @@ def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: Adam
 
 def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
     """The tensors that a step writes, by the kernel's names for their roles."""
-    arrays = {key: value for key, value in state.items() if key not in ("step", "master")}
-    master = state.get("master")
-    return {"param": param, **arrays} if master is None else {"param": master, "out": param, **arrays}
+    arrays = {role: state[role] for role in ROLES if role in state}
+    if "master" not in state or param.dtype not in HALVES:
+        return {"param": param, **arrays}
+    return {"param": state["master"], "out": param, **arrays}
 
 
-def plain_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """A live state in torch's form. What is in that form already is not copied."""
+def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamState) -> None:
+    """Raises TypeError or ValueError, naming it, for what a state in torch's form lacks, or has in another shape.
+
+    Args:
+        name: what error messages call the param.
+    """
+    for key in ("step", *MOMENTS):
+        if key not in plain:
+            raise ValueError(f"the state saved for {name} has no {key}")
+    count = plain["step"]
+    if not isinstance(count, (int, float)) and not (isinstance(count, Tensor) and count.numel() == 1):
+        raise TypeError(f"step saved for {name} must be a number, got {count!r}")
+    for key in (*MOMENTS, "max_exp_avg_sq", "master"):
+        value = plain.get(key)
+        if key in plain and not (
+            isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+        ):
+            raise TypeError(f"{key} saved for {name} must be a floating-point tensor, got {value!r:.80}")
+        if value is not None and value.shape != param.shape:
+            raise ValueError(f"{key} saved for {name} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if form != AdamState():
+        check_tensor(name, param, None, param_dtypes(form))
+
+
+def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A live state in torch's form. What is in that form already is not copied.
+
+    Raises:
+        TypeError, ValueError: the state does not fit the param, which is called ``name``.
+    """
+    check_arrays(name, arrays_of(state, param))
     plain = {key: value for key, value in state.items() if key not in ("remainder", "exp_avg_base", "exp_avg_sq_base")}
     if "exp_avg_base" in state:
         plain.update(zip(MOMENTS, _unpacked(state, param)))
@@ -111,7 +143,7 @@ def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict
     from .. import _native
 
     state = dict(plain)
-    state["step"] = torch.as_tensor(float(plain["step"]), dtype=torch.float32)
+    state["step"] = torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu")
     if "max_exp_avg_sq" in plain:
         state["max_exp_avg_sq"] = _like(param, torch.float32).copy_(plain["max_exp_avg_sq"])
     fp32 = [_like(param, torch.float32).copy_(plain[moment]) for moment in MOMENTS]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checks import DTYPE_NAMES, GRAD_DTYPES, check_tensor, has_order, require_native, storage_order
+from .checks import (
+    DTYPE_NAMES,
+    GRAD_DTYPES,
+    check_apart,
+    check_tensor,
+    has_order,
+    require_native,
+    storage_order,
+)
 from .runs import BoundRun, check_arrays, finish
 
 if TYPE_CHECKING:
@@ -96,6 +104,7 @@ class AdamUpdate:
         return {role: tensor for role in _WRITTEN if (tensor := getattr(self, role)) is not None}
 
 
+_MOST_THREADS = 1 << 20
 _WRITTEN = (
     "param",
     "exp_avg",
@@ -110,7 +119,7 @@ _WRITTEN = (
 
 @torch.no_grad()
 def adam_update_(
-    updates: Sequence[AdamUpdate],
+    updates: Iterable[AdamUpdate],
     *,
     grad_scale: float = 1.0,
     threads: int | None = None,
@@ -138,9 +147,11 @@ def adam_update_(
         TypeError, ValueError: a tensor that the kernel cannot work on, by name; nothing has been written.
         NativeUnavailable: there is no native extension here.
     """
+    updates = list(updates)
     for update in updates:
-        check_arrays(update.name, update.arrays())
-        check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
+        _check_update(update)
+    check_apart([(f"param of {update.name}", update.param) for update in updates])
+    count = checked_threads(threads)
     require_native()
     from .. import _native
 
@@ -153,10 +164,37 @@ def adam_update_(
         _, runs, addresses = batches[id(update.hypers)]
         runs.append(run.run)
         addresses.append(grad.data_ptr())
-    count = torch.get_num_threads() if threads is None else threads
     nonfinite = _native.adam_step(list(batches.values()), threads=count, flush_denormals=flush_denormals, isa=isa)
     finish(bound)
     return nonfinite
+
+
+def _check_update(update: AdamUpdate) -> None:
+    if not isinstance(update, AdamUpdate):
+        raise TypeError(f"updates must be AdamUpdates, got {type(update).__name__}")
+    if not isinstance(update.hypers, AdamHypers):
+        raise TypeError(f"hypers of {update.name} must be AdamHypers, got {type(update.hypers).__name__}")
+    if not isinstance(update.step, (int, float)):
+        raise TypeError(f"step of {update.name} must be a number, got {update.step!r}")
+    if not update.step >= 1:
+        raise ValueError(f"step of {update.name} counts from 1, got {update.step!r}")
+    check_arrays(update.name, update.arrays())
+    check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
+
+
+def checked_threads(threads: int | None) -> int:
+    """How many threads to ask for.
+
+    Raises:
+        TypeError, ValueError: not a positive integer, nor None.
+    """
+    if threads is None:
+        return torch.get_num_threads()
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise TypeError(f"threads must be a positive integer or None, got {threads!r}")
+    if threads < 1:
+        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
+    return min(threads, _MOST_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +211,7 @@ class GradSquares:
 
 
 @torch.no_grad()
-def grad_squares(grads: Sequence[Tensor], *, threads: int | None = None, isa: str = "") -> GradSquares:
+def grad_squares(grads: Iterable[Tensor], *, threads: int | None = None, isa: str = "") -> GradSquares:
     """Sum of squares over all gradients, and the non-finite elements among them, in one pass over memory.
 
     Accumulated in fp64, every 4096 elements of a tensor in 32 lanes and those sums pairwise: the bits depend on
@@ -187,6 +225,7 @@ def grad_squares(grads: Sequence[Tensor], *, threads: int | None = None, isa: st
     Raises:
         TypeError, ValueError: a gradient that the kernel cannot read. NativeUnavailable: no native extension here.
     """
+    grads = list(grads)
     for number, grad in enumerate(grads):
         check_tensor(f"gradient {number}", grad, None, GRAD_DTYPES)
     require_native()
@@ -194,5 +233,5 @@ def grad_squares(grads: Sequence[Tensor], *, threads: int | None = None, isa: st
 
     readable = [grad if has_order(grad, storage_order(grad)) else grad.clone() for grad in grads]
     arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in readable]
-    count = torch.get_num_threads() if threads is None else threads
+    count = checked_threads(threads)
     return GradSquares(*_native.grad_sum(arrays, threads=count, isa=isa))

@@ -15,7 +15,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY = 512, 8, 8, 8192
 class Batch:
     """Size of one rank's batch."""
 
-    rows: int = 2
+    rows: int = 1
     tokens: int = 64
 
 

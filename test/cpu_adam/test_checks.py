@@ -1,0 +1,302 @@
+"""What the kernel must not be given an address of is refused by name, and nothing has changed then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_opt import AdamState, CPUAdam, CPUAdamW
+from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, grad_squares
+from zero_opt.cpu_adam.checks import check_apart
+
+HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0, decoupled=True)
+COMPACT = [AdamState("bfloat16"), AdamState("block8"), AdamState("bfloat16", "split")]
+
+
+def stepped(form: AdamState, numel: int = 100, dtype: torch.dtype = torch.float32) -> tuple[Parameter, CPUAdamW]:
+    param = Parameter(torch.ones(numel, dtype=dtype))
+    optimizer = CPUAdamW([param], state=form)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return param, optimizer
+
+
+def update(**given: Any) -> AdamUpdate:
+    plain: dict[str, Any] = {name: torch.zeros(3) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    return AdamUpdate(**{"name": "culprit", "step": 1, "hypers": HYPERS, **plain, **given})
+
+
+@pytest.mark.parametrize("form", COMPACT, ids=str)
+def test_a_stand_in_cannot_be_loaded_into(form: AdamState) -> None:
+    _, optimizer = stepped(form)
+    other = CPUAdamW([Parameter(torch.zeros(100, device="meta"))], state=form)
+    with pytest.raises(TypeError, match="CPUAdamW param 0 of group 0 must be on the CPU, got device meta"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("form", [AdamState(), *COMPACT], ids=str)
+def test_the_default_device_does_not_matter(form: AdamState) -> None:
+    params = [Parameter(torch.ones(8, 9)), Parameter(torch.ones(8, 9)[:, :5]), Parameter(torch.ones(9, 8).t())]
+    plain = CPUAdamW([Parameter(p.detach().clone()) for p in params], state=form)
+    optimizer = CPUAdamW(params, state=form)
+    for p, q in zip(params, plain.param_groups[0]["params"]):
+        p.grad, q.grad = torch.ones(p.shape), torch.ones(q.shape)
+    params[0].grad = torch.ones(9, 8).t()
+    plain.step()
+    with torch.device("meta"):
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(p, q) for p, q in zip(params, plain.param_groups[0]["params"]))
+
+
+def _shorter(param: Parameter, state: dict[str, Any]) -> None:
+    param.data = torch.zeros(4)
+
+
+def _no_storage(param: Parameter, state: dict[str, Any]) -> None:
+    state["exp_avg_sq"].untyped_storage().resize_(0)
+
+
+def _no_moment(param: Parameter, state: dict[str, Any]) -> None:
+    del state["exp_avg"]
+
+
+@pytest.mark.parametrize("harm", [_shorter, _no_storage, _no_moment])
+@pytest.mark.parametrize("form", COMPACT, ids=str)
+def test_state_that_does_not_fit_any_more_is_not_saved(form: AdamState, harm: Callable[..., None]) -> None:
+    param, optimizer = stepped(form, 1 << 12)
+    harm(param, optimizer.state[param])
+    with pytest.raises((TypeError, ValueError), match="CPUAdamW param 0 of group 0"):
+        optimizer.state_dict()
+
+
+def test_a_param_that_is_another_by_now_is_noticed() -> None:
+    buffer = torch.ones(64)
+    param = Parameter(buffer)
+    optimizer = CPUAdamW([param], lr=0.5)
+    param.grad = torch.ones(64)
+    optimizer.step()
+    before = buffer.clone()
+    param.data = buffer.view(torch.bfloat16)[:64]
+    with pytest.raises(TypeError, match=r"param 0 of group 0 must be torch\.float32, got torch\.bfloat16"):
+        optimizer.step()
+    assert torch.equal(buffer, before)
+
+
+def test_moments_follow_elements_when_strides_change() -> None:
+    values, grads = torch.randn(6, 6), [torch.randn(6, 6) for _ in range(2)]
+    results = []
+    for optimizer_class in (CPUAdamW, torch.optim.AdamW):
+        param = Parameter(values.clone())
+        optimizer = optimizer_class([param], lr=0.1)
+        for number, grad in enumerate(grads):
+            if number:
+                param.data = param.data.t()
+                optimizer.state[param]["exp_avg"].t_()
+            param.grad = grad.clone()
+            optimizer.step()
+        results.append([param.detach(), optimizer.state[param]["exp_avg"]])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_storage_made_smaller_is_noticed() -> None:
+    param = Parameter(torch.zeros(1 << 12))
+    param.grad = torch.ones(1 << 12)
+    param.untyped_storage().resize_(64)
+    with pytest.raises(ValueError, match="param 0 of group 0 reaches beyond its storage of 64 bytes"):
+        CPUAdamW([param]).step()
+
+
+def test_params_that_share_elements_are_refused() -> None:
+    buffer = torch.ones(4, 8)
+    for first, other in ((buffer, buffer), (buffer[:, :5], buffer[:, 3:]), (buffer[1:3], buffer[2])):
+        params = [Parameter(first), Parameter(other)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = CPUAdamW(params)
+        with pytest.raises(ValueError, match=r"param \d of group 0 and .*param \d of group 0 share memory"):
+            optimizer.step()
+        assert not optimizer.state
+        assert torch.equal(buffer, torch.ones(4, 8))
+        with pytest.raises(ValueError, match="share memory"):
+            adam_update_(
+                update(name=str(n), param=p.detach(), grad=p.grad, exp_avg=p.grad.clone(), exp_avg_sq=p.grad.clone())
+                for n, p in enumerate(params)
+            )
+
+
+def test_params_that_interleave_are_stepped() -> None:
+    buffer = torch.ones(4, 8)
+    params = [Parameter(buffer[:, :4]), Parameter(buffer[:, 4:6]), Parameter(buffer[0, 6:])]
+    optimizer = CPUAdamW(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert int((buffer != 1).sum()) == 16 + 8 + 2
+
+
+def test_check_apart_takes_neighbours_and_empty_tensors() -> None:
+    buffer = torch.ones(10)
+    check_apart([("a", buffer[:5]), ("b", buffer[5:]), ("c", buffer[2:2]), ("d", torch.ones(3))])
+
+
+def _bad_shape(state: dict[str, Any]) -> None:
+    state[1]["exp_avg"] = torch.zeros(1)
+
+
+def _no_step(state: dict[str, Any]) -> None:
+    del state[1]["step"]
+
+
+def _no_tensor(state: dict[str, Any]) -> None:
+    state[1]["exp_avg_sq"] = None
+
+
+def _integers(state: dict[str, Any]) -> None:
+    state[1]["master"] = torch.zeros(4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("harm", [_bad_shape, _no_step, _no_tensor, _integers])
+@pytest.mark.parametrize("form", [AdamState(master="float32"), AdamState("bfloat16", "split")], ids=str)
+def test_a_state_dict_that_does_not_fit_changes_nothing(form: AdamState, harm: Callable[..., None]) -> None:
+    params = [Parameter(torch.ones(4).bfloat16()) for _ in range(2)]
+    optimizer = CPUAdamW(params, lr=0.5, state=form)
+    for param in params:
+        param.grad = torch.ones(4).bfloat16()
+    optimizer.step()
+    before = copy.deepcopy((optimizer.state_dict(), [param.detach() for param in params]))
+    bad = copy.deepcopy(before[0])
+    bad["state"][0]["master"] = torch.full((4,), 9.0)
+    bad["param_groups"][0]["lr"] = 7.0
+    harm(bad["state"])
+    with pytest.raises((TypeError, ValueError), match="saved for CPUAdamW param 1 of group 0"):
+        optimizer.load_state_dict(bad)
+    after = (optimizer.state_dict(), [param.detach() for param in params])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_master_says_nothing_about_an_fp32_param() -> None:
+    _, narrow = stepped(AdamState(master="float32"), 4, torch.bfloat16)
+    param, optimizer = stepped(AdamState(), 4)
+    optimizer.load_state_dict(narrow.state_dict())
+    with torch.no_grad():
+        param.fill_(7.0)
+    optimizer.step()
+    assert bool((param > 6.9).all())
+
+
+def test_entries_of_the_users_own_are_left_alone() -> None:
+    param, optimizer = stepped(AdamState("block8"))
+    saved = optimizer.state_dict()
+    saved["state"][0]["tag"] = "x"
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[param]["tag"] == optimizer.state_dict()["state"][0]["tag"] == "x"
+
+
+def test_hooks_see_torchs_form() -> None:
+    param, optimizer = stepped(AdamState("block8"))
+    seen: list[Any] = []
+    optimizer.register_state_dict_post_hook(lambda _, packed: seen.append(packed["state"][0]["exp_avg"].dtype))
+    optimizer.register_load_state_dict_post_hook(lambda self: seen.append(self.state[param]["exp_avg"].dtype))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.float32, torch.uint8]
+
+
+def test_a_late_error_leaves_no_state_behind() -> None:
+    params = [Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = CPUAdam(params)
+    params[1].grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(3)
+    params[0].grad = torch.ones(4)
+    with pytest.raises(ValueError, match="exp_avg of CPUAdam param 1"):
+        optimizer.step()
+    assert params[0] not in optimizer.state
+    fresh = CPUAdam([params[0]])
+    with pytest.raises(TypeError):
+        fresh.step(grad_scale="x")  # type: ignore[arg-type]
+    fresh.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        fresh.step()
+    assert not fresh.state
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exp_avg": None}, "culprit has no exp_avg"),
+        ({"param": None}, "culprit has no param"),
+        ({"hypers": None}, "hypers of culprit must be AdamHypers"),
+        ({"step": "3"}, "step of culprit must be a number"),
+        ({"step": 0}, "step of culprit counts from 1, got 0"),
+        ({"step": float("nan")}, "step of culprit counts from 1, got nan"),
+    ],
+)
+def test_errors_name_the_update(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        adam_update_([update(**given)])
+
+
+def test_what_is_not_an_update_or_a_number_of_threads() -> None:
+    with pytest.raises(TypeError, match="updates must be AdamUpdates, got int"):
+        adam_update_([3])  # type: ignore[list-item]
+    for threads in (0, -3):
+        with pytest.raises(ValueError, match="threads must be a positive integer or None"):
+            grad_squares([torch.ones(3)], threads=threads)
+    with pytest.raises(TypeError, match="threads must be a positive integer or None"):
+        grad_squares([torch.ones(3)], threads=2.5)  # type: ignore[arg-type]
+    assert grad_squares([torch.ones(3)], threads=10**12).total == 3
+    with pytest.raises(TypeError, match="flush_denormals must be True or False"):
+        CPUAdam([torch.ones(3)], flush_denormals="no")  # type: ignore[arg-type]
+
+
+def test_generators_are_taken() -> None:
+    assert grad_squares(grad for grad in [torch.ones(3), torch.ones(4)]).total == 7
+    taken = update()
+    assert adam_update_(found for found in [taken]) == 0
+    assert bool(taken.exp_avg_sq.equal(torch.zeros(3)))
+    assert adam_update_(found for found in [update(grad=torch.full((3,), torch.inf))]) == 3
+
+
+def test_uninitialized_params_are_stand_ins() -> None:
+    layer = torch.nn.LazyLinear(3)
+    optimizer = CPUAdamW(layer.parameters(), lr=0.1)
+    layer(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert all(param in optimizer.state for param in layer.parameters())
+
+
+def test_weight_decay_that_underflows_is_still_added() -> None:
+    results: list[Tensor] = []
+    for optimizer_class in (CPUAdam, torch.optim.Adam):
+        param = Parameter(torch.full((64,), torch.inf))
+        optimizer = optimizer_class([param], weight_decay=1e-50, fused=True)
+        param.grad = torch.ones(64)
+        optimizer.step()
+        results.append(optimizer.state[param]["exp_avg"])
+    assert all(bool(result.isnan().all()) for result in results)
+
+
+def test_the_mode_of_who_used_the_pool_first_does_not_matter() -> None:
+    def nonzero(threads: int) -> int:
+        param = Parameter(torch.zeros(1 << 18))
+        optimizer = CPUAdamW([param], lr=0.0, threads=threads)
+        param.grad = torch.full((1 << 18,), 1e-38)
+        optimizer.step()
+        return int((optimizer.state[param]["exp_avg"].view(torch.int32) != 0).sum())
+
+    torch.set_flush_denormal(True)
+    try:
+        flushed = [nonzero(1), nonzero(2)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed == [0, 0]
+    assert [nonzero(1), nonzero(2)] == [1 << 18, 1 << 18]
