@@ -89,6 +89,9 @@ struct Lanes {
   std::uint16_t* half_exp_avg;  // in place of the two above: bf16 moments
   std::uint16_t* half_exp_avg_sq;
   float* max_exp_avg_sq;
+  const std::uint16_t* half_grad;  // in place of grad: bf16
+  std::uint16_t* half_param;       // in place of param, with the remainder: a split master
+  std::int16_t* remainder;
 };
 
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
@@ -96,9 +99,9 @@ struct Lanes {
 // operations of torch's fused CPU kernel. Returns how many gradients are not finite.
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
-// gradient. The choices are template parameters so that no loop carries a test. bf16 moments are rounded in this loop
-// because the divider leaves the rest of the processor idle in it.
-template <bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
+// gradient. The choices are template parameters so that no loop carries a test. bf16 is converted in this loop because
+// the divider leaves the rest of the processor idle in it.
+template <bool kHalfGrad, bool kSplit, bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
 std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   const AdamScalars s = scalars;
   const std::int64_t numel = lanes.numel;
@@ -109,14 +112,18 @@ std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   std::uint16_t* half_exp_avg = lanes.half_exp_avg;
   std::uint16_t* half_exp_avg_sq = lanes.half_exp_avg_sq;
   float* max_exp_avg_sq = lanes.max_exp_avg_sq;
+  const std::uint16_t* half_grad = lanes.half_grad;
+  std::uint16_t* half_param = lanes.half_param;
+  std::int16_t* remainder = lanes.remainder;
   const float reciprocal = 1.0f / s.bias_correction2_sqrt;
   std::int32_t nonfinite = 0;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
-    float g = s.grad_factor * grad[i];
+    float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
     nonfinite += static_cast<std::int32_t>(bits_of(g) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
-    if constexpr (kL2) g = fma32(param[i], s.l2, g);
-    const float p = param[i] * s.decay;
+    const float p_old = kSplit ? joined(half_param[i], remainder[i]) : param[i];
+    if constexpr (kL2) g = fma32(p_old, s.l2, g);
+    const float p = p_old * s.decay;
     const float m_old = kHalf ? bf16_to_float(half_exp_avg[i]) : exp_avg[i];
     const float v_old = kHalf ? bf16_to_float(half_exp_avg_sq[i]) : exp_avg_sq[i];
     const float m = kTurned ? fma32(s.weight1 - 1.0f, g - m_old, g) : fma32(s.weight1, g - m_old, m_old);
@@ -137,15 +144,22 @@ std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
       exp_avg[i] = m;
       exp_avg_sq[i] = v;
     }
-    param[i] = p - s.step_size * m / denominator;
+    const float p_new = p - s.step_size * m / denominator;
+    if constexpr (kSplit) {
+      const std::uint32_t bits = separable(p_new);
+      half_param[i] = param_of(bits);
+      remainder[i] = static_cast<std::int16_t>(bits);
+    } else {
+      param[i] = p_new;
+    }
   }
   return nonfinite;
 }
 
 template <bool kHalf, bool kL2, bool kAmsgrad>
 std::int32_t adam_pick_lerp(const AdamScalars& scalars, const Lanes& lanes) {
-  return scalars.weight1 < 0.5f ? adam_loop<kHalf, kL2, kAmsgrad, false>(scalars, lanes)
-                                : adam_loop<kHalf, kL2, kAmsgrad, true>(scalars, lanes);
+  return scalars.weight1 < 0.5f ? adam_loop<false, false, kHalf, kL2, kAmsgrad, false>(scalars, lanes)
+                                : adam_loop<false, false, kHalf, kL2, kAmsgrad, true>(scalars, lanes);
 }
 
 template <bool kHalf, bool kL2>
@@ -160,7 +174,23 @@ std::int32_t adam_pick_decay(const AdamScalars& scalars, const Lanes& lanes) {
                         : adam_pick_root<kHalf, false>(scalars, lanes);
 }
 
+// Whether gradients in bf16 and split masters have loops of their own for this step: the usual one, without options.
+inline bool converts(const AdamScalars& scalars, bool amsgrad) {
+  return !scalars.has_l2 && !amsgrad && scalars.weight1 < 0.5f;
+}
+
+template <bool kHalf>
+std::int32_t adam_pick_converting(const AdamScalars& scalars, const Lanes& lanes) {
+  if (lanes.half_param == nullptr) return adam_loop<true, false, kHalf, false, false, false>(scalars, lanes);
+  return lanes.half_grad != nullptr ? adam_loop<true, true, kHalf, false, false, false>(scalars, lanes)
+                                    : adam_loop<false, true, kHalf, false, false, false>(scalars, lanes);
+}
+
 std::int32_t adam_pick(const AdamScalars& scalars, const Lanes& lanes) {
+  if (lanes.half_grad != nullptr || lanes.half_param != nullptr) {
+    return lanes.half_exp_avg != nullptr ? adam_pick_converting<true>(scalars, lanes)
+                                         : adam_pick_converting<false>(scalars, lanes);
+  }
   return lanes.half_exp_avg != nullptr ? adam_pick_decay<true>(scalars, lanes)
                                        : adam_pick_decay<false>(scalars, lanes);
 }

@@ -26,20 +26,29 @@
 namespace zero_opt {
 namespace {
 
+inline float joined(std::uint16_t param, std::int16_t remainder) {
+  const std::uint32_t high = static_cast<std::uint32_t>(param) << 16;
+  return float_of(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder)));
+}
+
+// The bits of a master that a pair can stand for.
+inline std::uint32_t separable(float master) {
+  const std::uint32_t bits = bits_of(master);
+  return (bits & kMagnitude) > kInfinity ? kQuietNan : bits;
+}
+
+inline std::uint16_t param_of(std::uint32_t bits) { return static_cast<std::uint16_t>((bits + 0x8000u) >> 16); }
+
 inline void join_master(const std::uint16_t* __restrict__ param, const std::int16_t* __restrict__ remainder,
                         std::int64_t n, float* __restrict__ master) {
-  for (std::int64_t i = 0; i < n; ++i) {  // vectorise
-    const std::uint32_t high = static_cast<std::uint32_t>(param[i]) << 16;
-    master[i] = float_of(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder[i])));
-  }
+  for (std::int64_t i = 0; i < n; ++i) master[i] = joined(param[i], remainder[i]);  // vectorise
 }
 
 inline void split_master(const float* __restrict__ master, std::int64_t n, std::uint16_t* __restrict__ param,
                          std::int16_t* __restrict__ remainder) {
   for (std::int64_t i = 0; i < n; ++i) {  // vectorise
-    const std::uint32_t found = bits_of(master[i]);
-    const std::uint32_t bits = (found & kMagnitude) > kInfinity ? kQuietNan : found;
-    param[i] = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    const std::uint32_t bits = separable(master[i]);
+    param[i] = param_of(bits);
     remainder[i] = static_cast<std::int16_t>(bits);
   }
 }

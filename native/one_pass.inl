@@ -161,21 +161,35 @@ std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
                          Staging& staging) {
   Lanes lanes = {};
   lanes.numel = n;
-  lanes.grad = read_floats(run.grad, run.grad_format, start, n, staging.grad);
+  const bool converting = converts(scalars, run.max_exp_avg_sq != nullptr);
+  if (converting && run.grad_format == Format::kBfloat16) {
+    lanes.half_grad = static_cast<const std::uint16_t*>(run.grad) + start;
+  } else {
+    lanes.grad = read_floats(run.grad, run.grad_format, start, n, staging.grad);
+  }
   std::uint16_t* param = static_cast<std::uint16_t*>(run.param) + start;
-  lanes.param = run.remainder == nullptr ? static_cast<float*>(run.param) + start : staging.param;
-  if (run.remainder != nullptr) join_master(param, run.remainder + start, n, staging.param);
+  const bool split = run.remainder != nullptr, staged = split && !(converting && run.out == nullptr);
+  if (split && !staged) {
+    lanes.half_param = param;
+    lanes.remainder = run.remainder + start;
+  } else {
+    lanes.param = split ? staging.param : static_cast<float*>(run.param) + start;
+  }
+  if (staged) join_master(param, run.remainder + start, n, staging.param);
   read_moments(run, start, staging, lanes);
   if (run.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = run.max_exp_avg_sq + start;
   const std::int32_t nonfinite = adam_pick(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
-  if (run.remainder != nullptr) split_master(lanes.param, n, param, run.remainder + start);
+  if (staged) split_master(lanes.param, n, param, run.remainder + start);
   if (run.out != nullptr) write_out(run, start, n, lanes.param, staging);
   return nonfinite;
 }
 
 std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
   Staging staging;
+  const bool as_it_lies = run.grad_format == Format::kFloat32 && run.moment_format == Format::kFloat32 &&
+                          run.remainder == nullptr && run.out == nullptr;
+  if (as_it_lies) return adam_staged(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
   for (std::int64_t start = begin; start < end; start += kStaged) {
     const std::int64_t n = end - start < kStaged ? end - start : kStaged;

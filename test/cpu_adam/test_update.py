@@ -59,6 +59,37 @@ def test_scale_count_and_copy_out_in_one_pass() -> None:
     assert torch.equal(one.out.nan_to_num(), one.param.half().nan_to_num()) if one.out is not None else False
 
 
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"beta1": 0.4}, {"decoupled": False}])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_loops_that_convert_give_the_bits_of_those_that_do_not(moments: torch.dtype, options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled": True,
+    }
+    hypers = AdamHypers(**{**given, **options})
+    master, grad = torch.randn(1000), torch.randn(1000).bfloat16()
+    results = []
+    for split in (False, True):
+        for dtype in (torch.bfloat16, torch.float32):
+            state = {role: torch.full((1000,), 0.25, dtype=moments) for role in ("exp_avg", "exp_avg_sq")}
+            param = master.clone()
+            if split:
+                bits = master.view(torch.int32)
+                param = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+                state["remainder"] = bits.to(torch.int16)
+            adam_update_([AdamUpdate(name="x", hypers=hypers, step=3.0, param=param, grad=grad.to(dtype), **state)])
+            if split:
+                high = param.view(torch.int16).int() << 16
+                param = (high + state["remainder"].int()).view(torch.float32)
+            results.append([param, state["exp_avg"], state["exp_avg_sq"]])
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0]))
+
+
 def test_out_of_other_strides_is_written_too() -> None:
     out = torch.zeros(64, 2, dtype=torch.bfloat16)
     one = update(out=out[:, 0])
