@@ -38,6 +38,8 @@ _ENVELOPE = "<32sq{}s"
 _INLINE_BYTES = 216
 # Whom a collective waits for.
 _ALL = "another rank"
+# In what backends say when a peer is gone or silent.
+_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +117,9 @@ def _peer_lost(who: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
+            raise
         raise PeerLost(f"{who} has ended or does not answer ({text}); restart from the last checkpoint") from error
 
 
