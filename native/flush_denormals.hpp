@@ -16,9 +16,10 @@ class FlushDenormals {
   explicit FlushDenormals(bool on) : saved_(control()) { set_control(on ? saved_ | kFlush : saved_ & ~kFlush); }
   ~FlushDenormals() { set_control(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
   // Whether this thread flushes by itself.
   static bool own() { return kFlush != 0 && (control() & kFlush) == kFlush; }
-  FlushDenormals& operator=(const FlushDenormals&) = delete;
 
  private:
 #if defined(__SSE__)

@@ -11,11 +11,6 @@ namespace {
 constexpr std::int64_t kZeroBytes = 4096;
 alignas(64) const char kZeros[kZeroBytes] = {};
 
-std::int64_t bytes_of(Format format) {
-  if (format == Format::kFloat64) return 8;
-  return format == Format::kFloat32 ? 4 : 2;
-}
-
 struct Range {
   std::int64_t low, high;
 };

@@ -9,6 +9,13 @@ namespace zero_opt {
 // How the elements of an array are stored. kBlock8 is the 8-bit format of compact.inl; kFloat64 is for means only.
 enum class Format : std::int32_t { kFloat32, kBfloat16, kFloat16, kBlock8, kFloat64 };
 
+// Of one element. Of each translation unit's own: the linker must not keep one compiled for a newer processor.
+static inline constexpr std::int64_t bytes_of(Format format) {
+  if (format == Format::kFloat64) return 8;
+  if (format == Format::kFloat32) return 4;
+  return format == Format::kBlock8 ? 1 : 2;
+}
+
 // Every cut inside an array of elements is at a multiple of this, which is also the block of kBlock8.
 constexpr std::int64_t kCutNumel = 64;
 

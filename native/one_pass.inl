@@ -92,7 +92,7 @@ inline void end_streams() {
 }
 
 void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
-  const std::int64_t width = run.out_format == Format::kFloat32 ? 4 : 2;
+  const std::int64_t width = bytes_of(run.out_format);
   char* to = static_cast<char*>(run.out) + start * width;
   const bool whole_lines = reinterpret_cast<std::uintptr_t>(to) % kLine == 0 && n * width % kLine == 0;
   if (run.numel < kStreamNumel || !whole_lines) {
@@ -141,10 +141,6 @@ inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) 
   if (array == nullptr) return;
   const char* first = static_cast<const char*>(array) + (start + kAhead) * bytes;
   for (std::int64_t at = 0; at < kStaged * bytes; at += 64) __builtin_prefetch(first + at, 1);
-}
-
-inline std::int64_t bytes_of(Format format) {
-  return format == Format::kFloat32 ? 4 : (format == Format::kBlock8 ? 1 : 2);
 }
 
 void prefetch_run(const AdamRun& run, std::int64_t start) {

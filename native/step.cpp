@@ -156,7 +156,7 @@ GradSum grad_sum(const Kernels& kernels, const std::vector<GradArray>& grads, co
   std::vector<double> squares(sums);
   std::atomic<std::int64_t> nonfinite{0};
   for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
-    const std::int64_t width = grads[i].format == Format::kFloat32 ? 4 : 2;
+    const std::int64_t width = bytes_of(grads[i].format);
     for (std::int64_t start = begin; start < end; start += kSumNumel) {
       const void* data = static_cast<const char*>(grads[i].data) + start * width;
       const GradSum found = kernels.grad_sum(data, grads[i].format, std::min(kSumNumel, end - start));
