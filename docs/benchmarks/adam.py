@@ -30,7 +30,7 @@ from support.contenders import (
     reading,
     reduced_contenders,
 )
-from support.machine import command, load, machine, today
+from support.machine import command, load, machine, today, write_result
 
 from zero_opt import _native
 
@@ -186,9 +186,8 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if arguments.write:
-        arguments.write.mkdir(parents=True, exist_ok=True)
+        write_result(arguments.write, "adam", f"{text}\n\n![roofline](adam.png)")
         draw(fp32, reduced, numel, arguments.write / "adam.png")
-        (arguments.write / "adam.md").write_text(f"{text}\n\n![roofline](adam.png)\n")
 
 
 if __name__ == "__main__":

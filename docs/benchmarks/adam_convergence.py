@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from support.machine import command, machine, today
+from support.machine import command, machine, today, write_result
 
 import zero_opt
 
@@ -93,8 +93,7 @@ def main() -> None:
     text = report(results, arguments.steps)
     print(text)
     if arguments.write:
-        arguments.write.mkdir(parents=True, exist_ok=True)
-        (arguments.write / "adam_convergence.md").write_text(text + "\n")
+        write_result(arguments.write, "adam_convergence", text)
 
 
 if __name__ == "__main__":

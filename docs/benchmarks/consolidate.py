@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.machine import command, load, machine, spread, today
+from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
 
@@ -162,8 +162,7 @@ def main() -> None:
     text = report(measure(arguments.rounds), arguments.rounds)
     print(text)
     if arguments.write:
-        arguments.write.mkdir(parents=True, exist_ok=True)
-        (arguments.write / "consolidate.md").write_text(text + "\n")
+        write_result(arguments.write, "consolidate", text)
 
 
 if __name__ == "__main__":

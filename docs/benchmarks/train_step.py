@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.machine import command, load, machine, today
+from support.machine import command, load, machine, today, write_result
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
 from support.ranks import Run, execute
 from support.report import Results, draw, same_loss, section
@@ -110,8 +110,7 @@ def main() -> None:
     text = report(sections, arguments)
     print(text)
     if arguments.write:
-        arguments.write.mkdir(parents=True, exist_ok=True)
-        (arguments.write / "train_step.md").write_text(f"{text}\n![times of the table](train_step.png)\n")
+        write_result(arguments.write, "train_step", f"{text}\n![times of the table](train_step.png)")
         draw(sections, f"One training step, {today()}", arguments.write / "train_step.png")
 
 

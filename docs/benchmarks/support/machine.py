@@ -45,3 +45,9 @@ def command(script: str) -> str:
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median, least and most."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+def write_result(folder: Path, name: str, text: str) -> None:
+    """Write a result, markdown, to a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(f"{text}\n")
