@@ -92,13 +92,14 @@ CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::s
   }
   AdamRun run = {};
   run.numel = numel;
-  run.param = at("param");
-  run.remainder = static_cast<std::int16_t*>(at("remainder"));
-  run.exp_avg = at("exp_avg");
-  run.exp_avg_sq = at("exp_avg_sq");
-  run.exp_avg_base = static_cast<std::uint16_t*>(at("exp_avg_base"));
-  run.exp_avg_sq_base = static_cast<std::uint16_t*>(at("exp_avg_sq_base"));
-  run.max_exp_avg_sq = static_cast<float*>(at("max_exp_avg_sq"));
+  run.from.param = at("param");
+  run.from.remainder = static_cast<std::int16_t*>(at("remainder"));
+  run.from.exp_avg = at("exp_avg");
+  run.from.exp_avg_sq = at("exp_avg_sq");
+  run.from.exp_avg_base = static_cast<std::uint16_t*>(at("exp_avg_base"));
+  run.from.exp_avg_sq_base = static_cast<std::uint16_t*>(at("exp_avg_sq_base"));
+  run.from.max_exp_avg_sq = static_cast<float*>(at("max_exp_avg_sq"));
+  run.to = run.from;
   run.out = at("out");
   run.grad_format = float_named(grad_dtype);
   run.moment_format = moments;
