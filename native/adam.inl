@@ -102,24 +102,23 @@ struct Lanes {
 
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
 // algorithm 2, line 12), L2 decay, and the maximum of Reddi et al. 2018 (algorithm 2), in the order of
-// operations of torch's fused CPU kernel. Returns how many gradients are not finite.
+// operations of torch's fused CPU kernel. Returns whether a gradient is not finite: zero times it is NaN then.
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
 // gradient. The choices are template parameters so that no loop carries a test. bf16 is converted in this loop because
 // the divider leaves the rest of the processor idle in it.
 template <bool kHalfGrad, bool kSplit, bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
-std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   const AdamScalars s = scalars;
   const std::int64_t numel = lanes.numel;
   const LaneArrays from = lanes.from, to = lanes.to;
   const float* grad = lanes.grad;
   const std::uint16_t* half_grad = lanes.half_grad;
-  const float reciprocal = 1.0f / s.bias_correction2_sqrt;
-  std::int32_t nonfinite = 0;
+  std::uint32_t spoilt = 0;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
     float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
-    nonfinite += static_cast<std::int32_t>(bits_of(g) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
+    spoilt |= bits_of(g * 0.0f);
     const float p_old = kSplit ? joined(from.half_param[i], from.remainder[i]) : from.param[i];
     if constexpr (kL2) g = fma32(p_old, s.l2, g);
     const float p = p_old * s.decay;
@@ -134,11 +133,11 @@ std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
       root_of = ((v > v_max) | (v != v)) ? v : v_max;
       to.max_exp_avg_sq[i] = root_of;
     }
-    const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, reciprocal) + s.eps;
+    const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, s.reciprocal) + s.eps;
     if constexpr (kHalf) {
       const std::uint32_t drawn = chance(bits_of(m), bits_of(v), s.dither);
-      to.half_exp_avg[i] = upper_half(m, drawn >> 16);
-      to.half_exp_avg_sq[i] = upper_half(v, drawn & 0xffffu);
+      to.half_exp_avg[i] = upper_half<kHalfGrad>(m, drawn >> 16);
+      to.half_exp_avg_sq[i] = upper_half<kHalfGrad>(v, drawn & 0xffffu);
     } else {
       to.exp_avg[i] = m;
       to.exp_avg_sq[i] = v;
@@ -152,23 +151,23 @@ std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
       to.param[i] = p_new;
     }
   }
-  return nonfinite;
+  return (spoilt & kMagnitude) != 0;
 }
 
 template <bool kHalf, bool kL2, bool kAmsgrad>
-std::int32_t adam_pick_lerp(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_pick_lerp(const AdamScalars& scalars, const Lanes& lanes) {
   return scalars.weight1 < 0.5f ? adam_loop<false, false, kHalf, kL2, kAmsgrad, false>(scalars, lanes)
                                 : adam_loop<false, false, kHalf, kL2, kAmsgrad, true>(scalars, lanes);
 }
 
 template <bool kHalf, bool kL2>
-std::int32_t adam_pick_root(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_pick_root(const AdamScalars& scalars, const Lanes& lanes) {
   return lanes.to.max_exp_avg_sq != nullptr ? adam_pick_lerp<kHalf, kL2, true>(scalars, lanes)
                                          : adam_pick_lerp<kHalf, kL2, false>(scalars, lanes);
 }
 
 template <bool kHalf>
-std::int32_t adam_pick_decay(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_pick_decay(const AdamScalars& scalars, const Lanes& lanes) {
   return scalars.has_l2 ? adam_pick_root<kHalf, true>(scalars, lanes)
                         : adam_pick_root<kHalf, false>(scalars, lanes);
 }
@@ -179,13 +178,13 @@ inline bool converts(const AdamScalars& scalars, bool amsgrad) {
 }
 
 template <bool kHalf>
-std::int32_t adam_pick_converting(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_pick_converting(const AdamScalars& scalars, const Lanes& lanes) {
   if (lanes.to.half_param == nullptr) return adam_loop<true, false, kHalf, false, false, false>(scalars, lanes);
   return lanes.half_grad != nullptr ? adam_loop<true, true, kHalf, false, false, false>(scalars, lanes)
                                     : adam_loop<false, true, kHalf, false, false, false>(scalars, lanes);
 }
 
-std::int32_t adam_pick(const AdamScalars& scalars, const Lanes& lanes) {
+bool adam_pick(const AdamScalars& scalars, const Lanes& lanes) {
   if (lanes.half_grad != nullptr || lanes.to.half_param != nullptr) {
     return lanes.to.half_exp_avg != nullptr ? adam_pick_converting<true>(scalars, lanes)
                                          : adam_pick_converting<false>(scalars, lanes);

@@ -55,20 +55,22 @@ inline void split_master(const float* __restrict__ master, std::int64_t n, std::
 
 // 32 bits that are another for every step and pair of moments: for given moments, uniform over all ``dither``.
 inline std::uint32_t chance(std::uint32_t exp_avg, std::uint32_t exp_avg_sq, std::uint32_t dither) {
-  const std::uint32_t hash = ((exp_avg ^ dither) + exp_avg_sq) * 0x9e3779b1u;
-  return hash ^ (hash >> 16);
+  return ((exp_avg ^ dither) + exp_avg_sq) * 0x9e3779b1u;
 }
 
+// kShortNan: a NaN in ``value`` has the payload of a bf16 number or none, and the addition cannot reach the sign.
+template <bool kShortNan>
 inline std::uint16_t upper_half(float value, std::uint32_t chance16) {
-  return static_cast<std::uint16_t>((value == value ? bits_of(value) + chance16 : kQuietNan) >> 16);
+  const std::uint32_t raised = bits_of(value) + chance16;
+  return static_cast<std::uint16_t>((kShortNan || value == value ? raised : kQuietNan) >> 16);
 }
 
 inline void pack_bf16(const float* __restrict__ exp_avg, const float* __restrict__ exp_avg_sq, std::int64_t n,
                       std::uint32_t dither, std::uint16_t* __restrict__ packed, std::uint16_t* __restrict__ packed_sq) {
   for (std::int64_t i = 0; i < n; ++i) {  // vectorise
     const std::uint32_t drawn = chance(bits_of(exp_avg[i]), bits_of(exp_avg_sq[i]), dither);
-    packed[i] = upper_half(exp_avg[i], drawn >> 16);
-    packed_sq[i] = upper_half(exp_avg_sq[i], drawn & 0xffffu);
+    packed[i] = upper_half<false>(exp_avg[i], drawn >> 16);
+    packed_sq[i] = upper_half<false>(exp_avg_sq[i], drawn & 0xffffu);
   }
 }
 

@@ -61,6 +61,7 @@ AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
   AdamScalars scalars;
   scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
   scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
+  scalars.reciprocal = 1.0f / scalars.bias_correction2_sqrt;
   scalars.decay = hypers.decoupled ? static_cast<float>(1.0 - hypers.lr * hypers.weight_decay) : 1.0f;
   scalars.has_l2 = !hypers.decoupled && hypers.weight_decay != 0.0;
   scalars.l2 = static_cast<float>(hypers.weight_decay);

@@ -23,6 +23,7 @@ constexpr std::int64_t kCutNumel = 64;
 struct AdamScalars {
   float step_size;              // lr / (1 - beta1^t)
   float bias_correction2_sqrt;  // sqrt(1 - beta2^t)
+  float reciprocal;             // 1 / that
   float decay;                  // 1 - lr * weight_decay; 1 when the decay is not decoupled
   bool has_l2;                  // weight_decay is added to the gradient
   float l2;                     // of which this is the factor; it may have underflowed to 0

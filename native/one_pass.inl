@@ -172,6 +172,25 @@ void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& la
   if (arrays.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = arrays.max_exp_avg_sq + start;
 }
 
+inline bool is_nonfinite(float value) {
+  return static_cast<std::int32_t>(bits_of(value) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
+}
+
+inline std::int32_t count_nonfinite(const float* grad, std::int64_t n) {
+  std::int32_t count = 0;
+  for (std::int64_t i = 0; i < n; ++i) count += is_nonfinite(grad[i]);  // vectorise
+  return count;
+}
+
+// After the factor.
+std::int32_t count_nonfinite(float factor, const Lanes& lanes) {
+  std::int32_t count = 0;
+  for (std::int64_t i = 0; i < lanes.numel; ++i) {
+    count += is_nonfinite(factor * (lanes.half_grad != nullptr ? bf16_to_float(lanes.half_grad[i]) : lanes.grad[i]));
+  }
+  return count;
+}
+
 std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
                          Staging& staging) {
   Lanes lanes = {};
@@ -192,11 +211,11 @@ std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
     lanes.from.half_param = lanes.to.half_param = nullptr;
   }
   read_moments(run, start, staging, lanes);
-  const std::int32_t nonfinite = adam_pick(scalars, lanes);
+  const bool spoilt = adam_pick(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
   if (staged) split_master(staging.param, n, to.half_param, to.remainder);
   if (run.out != nullptr) write_out(run, start, n, lanes.to.param, staging);
-  return nonfinite;
+  return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
 }
 
 std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
@@ -256,14 +275,6 @@ inline void add_squares(const Number* grad, std::int64_t n, double* lanes) {
     }
   }
   __builtin_memcpy(lanes, sums, sizeof(sums));
-}
-
-inline std::int32_t count_nonfinite(const float* grad, std::int64_t n) {
-  std::int32_t count = 0;
-  for (std::int64_t i = 0; i < n; ++i) {  // vectorise
-    count += static_cast<std::int32_t>(bits_of(grad[i]) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
-  }
-  return count;
 }
 
 // Calls work(values, n) for every kStaged elements of an array, as floats.
