@@ -79,19 +79,25 @@ inline float divide(float a, float divisor, float reciprocal) {
 #endif
 }
 
-// Where the values of up to kStaged elements are: in the caller's arrays, or in the staging of one_pass.inl.
-struct Lanes {
-  std::int64_t numel;
+// Where state is: in the caller's arrays, or in the staging of one_pass.inl.
+struct LaneArrays {
   float* param;
-  const float* grad;
   float* exp_avg;
   float* exp_avg_sq;
-  std::uint16_t* half_exp_avg;  // in place of the two above: bf16 moments
-  std::uint16_t* half_exp_avg_sq;
   float* max_exp_avg_sq;
-  const std::uint16_t* half_grad;  // in place of grad: bf16
-  std::uint16_t* half_param;       // in place of param, with the remainder: a split master
+  std::uint16_t* half_exp_avg;  // in place of exp_avg and exp_avg_sq: bf16 moments
+  std::uint16_t* half_exp_avg_sq;
+  std::uint16_t* half_param;  // in place of param, with the remainder: a split master
   std::int16_t* remainder;
+};
+
+// The values of up to kStaged elements, read from and written to.
+struct Lanes {
+  std::int64_t numel;
+  LaneArrays from;
+  LaneArrays to;
+  const float* grad;
+  const std::uint16_t* half_grad;  // in place of grad: bf16
 };
 
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
@@ -105,52 +111,45 @@ template <bool kHalfGrad, bool kSplit, bool kHalf, bool kL2, bool kAmsgrad, bool
 std::int32_t adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   const AdamScalars s = scalars;
   const std::int64_t numel = lanes.numel;
-  float* param = lanes.param;
+  const LaneArrays from = lanes.from, to = lanes.to;
   const float* grad = lanes.grad;
-  float* exp_avg = lanes.exp_avg;
-  float* exp_avg_sq = lanes.exp_avg_sq;
-  std::uint16_t* half_exp_avg = lanes.half_exp_avg;
-  std::uint16_t* half_exp_avg_sq = lanes.half_exp_avg_sq;
-  float* max_exp_avg_sq = lanes.max_exp_avg_sq;
   const std::uint16_t* half_grad = lanes.half_grad;
-  std::uint16_t* half_param = lanes.half_param;
-  std::int16_t* remainder = lanes.remainder;
   const float reciprocal = 1.0f / s.bias_correction2_sqrt;
   std::int32_t nonfinite = 0;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
     float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
     nonfinite += static_cast<std::int32_t>(bits_of(g) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
-    const float p_old = kSplit ? joined(half_param[i], remainder[i]) : param[i];
+    const float p_old = kSplit ? joined(from.half_param[i], from.remainder[i]) : from.param[i];
     if constexpr (kL2) g = fma32(p_old, s.l2, g);
     const float p = p_old * s.decay;
-    const float m_old = kHalf ? bf16_to_float(half_exp_avg[i]) : exp_avg[i];
-    const float v_old = kHalf ? bf16_to_float(half_exp_avg_sq[i]) : exp_avg_sq[i];
+    const float m_old = kHalf ? bf16_to_float(from.half_exp_avg[i]) : from.exp_avg[i];
+    const float v_old = kHalf ? bf16_to_float(from.half_exp_avg_sq[i]) : from.exp_avg_sq[i];
     const float m = kTurned ? fma32(s.weight1 - 1.0f, g - m_old, g) : fma32(s.weight1, g - m_old, m_old);
     const float v = fma32(s.weight2 * g, g, v_old * s.beta2);
     float root_of = v;
     if constexpr (kAmsgrad) {
       // As torch's maximum: NaN on either side stays NaN.
-      const float v_max = max_exp_avg_sq[i];
+      const float v_max = from.max_exp_avg_sq[i];
       root_of = ((v > v_max) | (v != v)) ? v : v_max;
-      max_exp_avg_sq[i] = root_of;
+      to.max_exp_avg_sq[i] = root_of;
     }
     const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, reciprocal) + s.eps;
     if constexpr (kHalf) {
       const std::uint32_t drawn = chance(bits_of(m), bits_of(v), s.dither);
-      half_exp_avg[i] = upper_half(m, drawn >> 16);
-      half_exp_avg_sq[i] = upper_half(v, drawn & 0xffffu);
+      to.half_exp_avg[i] = upper_half(m, drawn >> 16);
+      to.half_exp_avg_sq[i] = upper_half(v, drawn & 0xffffu);
     } else {
-      exp_avg[i] = m;
-      exp_avg_sq[i] = v;
+      to.exp_avg[i] = m;
+      to.exp_avg_sq[i] = v;
     }
     const float p_new = p - s.step_size * m / denominator;
     if constexpr (kSplit) {
       const std::uint32_t bits = separable(p_new);
-      half_param[i] = param_of(bits);
-      remainder[i] = static_cast<std::int16_t>(bits);
+      to.half_param[i] = param_of(bits);
+      to.remainder[i] = static_cast<std::int16_t>(bits);
     } else {
-      param[i] = p_new;
+      to.param[i] = p_new;
     }
   }
   return nonfinite;
@@ -164,7 +163,7 @@ std::int32_t adam_pick_lerp(const AdamScalars& scalars, const Lanes& lanes) {
 
 template <bool kHalf, bool kL2>
 std::int32_t adam_pick_root(const AdamScalars& scalars, const Lanes& lanes) {
-  return lanes.max_exp_avg_sq != nullptr ? adam_pick_lerp<kHalf, kL2, true>(scalars, lanes)
+  return lanes.to.max_exp_avg_sq != nullptr ? adam_pick_lerp<kHalf, kL2, true>(scalars, lanes)
                                          : adam_pick_lerp<kHalf, kL2, false>(scalars, lanes);
 }
 
@@ -181,17 +180,17 @@ inline bool converts(const AdamScalars& scalars, bool amsgrad) {
 
 template <bool kHalf>
 std::int32_t adam_pick_converting(const AdamScalars& scalars, const Lanes& lanes) {
-  if (lanes.half_param == nullptr) return adam_loop<true, false, kHalf, false, false, false>(scalars, lanes);
+  if (lanes.to.half_param == nullptr) return adam_loop<true, false, kHalf, false, false, false>(scalars, lanes);
   return lanes.half_grad != nullptr ? adam_loop<true, true, kHalf, false, false, false>(scalars, lanes)
                                     : adam_loop<false, true, kHalf, false, false, false>(scalars, lanes);
 }
 
 std::int32_t adam_pick(const AdamScalars& scalars, const Lanes& lanes) {
-  if (lanes.half_grad != nullptr || lanes.half_param != nullptr) {
-    return lanes.half_exp_avg != nullptr ? adam_pick_converting<true>(scalars, lanes)
+  if (lanes.half_grad != nullptr || lanes.to.half_param != nullptr) {
+    return lanes.to.half_exp_avg != nullptr ? adam_pick_converting<true>(scalars, lanes)
                                          : adam_pick_converting<false>(scalars, lanes);
   }
-  return lanes.half_exp_avg != nullptr ? adam_pick_decay<true>(scalars, lanes)
+  return lanes.to.half_exp_avg != nullptr ? adam_pick_decay<true>(scalars, lanes)
                                        : adam_pick_decay<false>(scalars, lanes);
 }
 

@@ -34,18 +34,25 @@ struct AdamScalars {
   std::uint32_t dither;  // a number of the step, for formats that round by chance
 };
 
-// A contiguous run of elements that share one step's scalars.
-struct AdamRun {
-  std::int64_t numel;
+// Where the state of a run's elements lies.
+struct AdamArrays {
   void* param;              // the fp32 master; bf16 if there is a remainder
   std::int16_t* remainder;  // null, or the other half of a split master
-  const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
   std::uint16_t* exp_avg_base;     // kBlock8 only: a number per block
   std::uint16_t* exp_avg_sq_base;  // likewise
   float* max_exp_avg_sq;           // null without amsgrad
-  void* out;                       // null, or where the new param goes in the model's format
+};
+
+// A contiguous run of elements that share one step's scalars. The state is read from one set of arrays and written to
+// another; both may be the same, and the same ones of both are null.
+struct AdamRun {
+  std::int64_t numel;
+  AdamArrays from;
+  AdamArrays to;
+  const void* grad;
+  void* out;  // null, or where the new param goes in the model's format
   Format grad_format;
   Format moment_format;
   Format out_format;

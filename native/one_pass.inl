@@ -104,33 +104,41 @@ void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const flo
   for (std::int64_t at = 0; at < n * width; at += kLine) stream_line(from + at, to + at);
 }
 
-inline MomentRun blocks_of(const AdamRun& run, std::uint32_t dither) {
-  return {run.numel,       run.moment_format,   dither,  run.exp_avg, run.exp_avg_sq,
-          run.exp_avg_base, run.exp_avg_sq_base, nullptr, nullptr};
+inline MomentRun blocks_of(const AdamRun& run, const AdamArrays& arrays, std::uint32_t dither) {
+  return {run.numel,           run.moment_format,      dither,  arrays.exp_avg, arrays.exp_avg_sq,
+          arrays.exp_avg_base, arrays.exp_avg_sq_base, nullptr, nullptr};
+}
+
+// Points at the moments of a format that the loop knows, from element start on.
+void point_at_moments(const AdamArrays& arrays, Format format, std::int64_t start, LaneArrays& lanes) {
+  if (format == Format::kFloat32) {
+    lanes.exp_avg = static_cast<float*>(arrays.exp_avg) + start;
+    lanes.exp_avg_sq = static_cast<float*>(arrays.exp_avg_sq) + start;
+  } else {
+    lanes.half_exp_avg = static_cast<std::uint16_t*>(arrays.exp_avg) + start;
+    lanes.half_exp_avg_sq = static_cast<std::uint16_t*>(arrays.exp_avg_sq) + start;
+  }
 }
 
 // Shows the loop the moments from element start on, a multiple of kCutNumel.
 void read_moments(const AdamRun& run, std::int64_t start, Staging& staging, Lanes& lanes) {
-  if (run.moment_format == Format::kFloat32) {
-    lanes.exp_avg = static_cast<float*>(run.exp_avg) + start;
-    lanes.exp_avg_sq = static_cast<float*>(run.exp_avg_sq) + start;
-  } else if (run.moment_format == Format::kBfloat16) {
-    lanes.half_exp_avg = static_cast<std::uint16_t*>(run.exp_avg) + start;
-    lanes.half_exp_avg_sq = static_cast<std::uint16_t*>(run.exp_avg_sq) + start;
-  } else {
-    lanes.half_exp_avg = staging.exp_avg;
-    lanes.half_exp_avg_sq = staging.exp_avg_sq;
-    const MomentRun blocks = blocks_of(run, 0);
-    for_blocks(lanes.numel, [&](std::int64_t at, std::int64_t n) {
-      decode_block(blocks, start + at, n, staging.exp_avg + at, staging.exp_avg_sq + at);
-    });
+  if (run.moment_format != Format::kBlock8) {
+    point_at_moments(run.from, run.moment_format, start, lanes.from);
+    point_at_moments(run.to, run.moment_format, start, lanes.to);
+    return;
   }
+  lanes.from.half_exp_avg = lanes.to.half_exp_avg = staging.exp_avg;
+  lanes.from.half_exp_avg_sq = lanes.to.half_exp_avg_sq = staging.exp_avg_sq;
+  const MomentRun blocks = blocks_of(run, run.from, 0);
+  for_blocks(lanes.numel, [&](std::int64_t at, std::int64_t n) {
+    decode_block(blocks, start + at, n, staging.exp_avg + at, staging.exp_avg_sq + at);
+  });
 }
 
 void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither, const Lanes& lanes) {
   if (run.moment_format != Format::kBlock8) return;
-  encode_blocks<kStaged / kCutNumel>(blocks_of(run, dither), start, lanes.numel, lanes.half_exp_avg,
-                                     lanes.half_exp_avg_sq);
+  encode_blocks<kStaged / kCutNumel>(blocks_of(run, run.to, dither), start, lanes.numel, lanes.to.half_exp_avg,
+                                     lanes.to.half_exp_avg_sq);
 }
 
 // Asks for the memory that the loops come to next but seven. They are too short for the processor to see by itself
@@ -144,47 +152,57 @@ inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) 
 }
 
 void prefetch_run(const AdamRun& run, std::int64_t start) {
-  prefetch(run.param, run.remainder == nullptr ? 4 : 2, start);
-  prefetch(run.remainder, 2, start);
+  prefetch(run.from.param, run.from.remainder == nullptr ? 4 : 2, start);
+  prefetch(run.from.remainder, 2, start);
   prefetch(run.grad, bytes_of(run.grad_format), start);
-  prefetch(run.exp_avg, bytes_of(run.moment_format), start);
-  prefetch(run.exp_avg_sq, bytes_of(run.moment_format), start);
-  prefetch(run.max_exp_avg_sq, 4, start);
+  prefetch(run.from.exp_avg, bytes_of(run.moment_format), start);
+  prefetch(run.from.exp_avg_sq, bytes_of(run.moment_format), start);
+  prefetch(run.from.max_exp_avg_sq, 4, start);
   if (run.numel < kStreamNumel) prefetch(run.out, bytes_of(run.out_format), start);
+}
+
+// Points at a master as it lies, from element start on.
+void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& lanes) {
+  if (arrays.remainder == nullptr) {
+    lanes.param = static_cast<float*>(arrays.param) + start;
+  } else {
+    lanes.half_param = static_cast<std::uint16_t*>(arrays.param) + start;
+    lanes.remainder = arrays.remainder + start;
+  }
+  if (arrays.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = arrays.max_exp_avg_sq + start;
 }
 
 std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
                          Staging& staging) {
   Lanes lanes = {};
   lanes.numel = n;
-  const bool converting = converts(scalars, run.max_exp_avg_sq != nullptr);
+  const bool converting = converts(scalars, run.from.max_exp_avg_sq != nullptr);
   if (converting && run.grad_format == Format::kBfloat16) {
     lanes.half_grad = static_cast<const std::uint16_t*>(run.grad) + start;
   } else {
     lanes.grad = read_floats(run.grad, run.grad_format, start, n, staging.grad);
   }
-  std::uint16_t* param = static_cast<std::uint16_t*>(run.param) + start;
-  const bool split = run.remainder != nullptr, staged = split && !(converting && run.out == nullptr);
-  if (split && !staged) {
-    lanes.half_param = param;
-    lanes.remainder = run.remainder + start;
-  } else {
-    lanes.param = split ? staging.param : static_cast<float*>(run.param) + start;
+  point_at_param(run.from, start, lanes.from);
+  point_at_param(run.to, start, lanes.to);
+  const bool staged = run.from.remainder != nullptr && !(converting && run.out == nullptr);
+  const LaneArrays to = lanes.to;
+  if (staged) {
+    join_master(lanes.from.half_param, lanes.from.remainder, n, staging.param);
+    lanes.from.param = lanes.to.param = staging.param;
+    lanes.from.half_param = lanes.to.half_param = nullptr;
   }
-  if (staged) join_master(param, run.remainder + start, n, staging.param);
   read_moments(run, start, staging, lanes);
-  if (run.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = run.max_exp_avg_sq + start;
   const std::int32_t nonfinite = adam_pick(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
-  if (staged) split_master(lanes.param, n, param, run.remainder + start);
-  if (run.out != nullptr) write_out(run, start, n, lanes.param, staging);
+  if (staged) split_master(staging.param, n, to.half_param, to.remainder);
+  if (run.out != nullptr) write_out(run, start, n, lanes.to.param, staging);
   return nonfinite;
 }
 
 std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
   Staging staging;
   const bool as_it_lies = run.grad_format == Format::kFloat32 && run.moment_format == Format::kFloat32 &&
-                          run.remainder == nullptr && run.out == nullptr;
+                          run.from.remainder == nullptr && run.out == nullptr;
   if (as_it_lies) return adam_staged(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
   for (std::int64_t start = begin; start < end; start += kStaged) {
