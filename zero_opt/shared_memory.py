@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Arena:
         bytes: the whole arena as a uint8 tensor.
     """
 
-    _sealed_against = ("F_SEAL_SHRINK", "F_SEAL_GROW")
+    _sealed_against: ClassVar[tuple[str, ...]] = ("F_SEAL_SHRINK", "F_SEAL_GROW")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -148,7 +148,8 @@ class WorkerProcess:
         self._held = _Held()
         self._close = weakref.finalize(self, self._held.close)
         self.deaths = 0
-        self._fruitless, self._at_death = 0, ()
+        self._fruitless = 0
+        self._at_death: tuple[int, ...] = ()
 
     def _connect(self) -> None:
         from . import _native
@@ -202,10 +203,12 @@ class WorkerProcess:
             waited += min(time.monotonic() - before, _LOOK_S)
 
     def _spawn(self) -> _Child:
+        from . import _native
+
         held = self._held
         fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
-        cores = ",".join(map(str, self._cores))
-        held.child = _Child([*map(str, fds), cores, str(self._lanes)], fds)
+        numbers = [*fds, self._lanes, *self._cores]
+        held.child = _Child([str(_native.__file__), *map(str, numbers)], fds)
         return held.child
 
     def _obituary(self, child: _Child, what: str) -> str:
