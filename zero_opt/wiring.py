@@ -118,7 +118,9 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults, groups.control)
+        self.placement = build_placement(
+            recipe.offload, recipe.optimizer_class, recipe.defaults, groups.control, recipe.reduction
+        )
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
@@ -189,6 +191,7 @@ class Wiring:
             StepPending: on every rank, if a parameter was changed on one that a pending step updates.
             ZeroOptError: on every rank, the ``error`` that one has.
         """
+        self.placement.require_own()
         self.gather.flush()
         error = error or self._missed()
         try:
@@ -261,6 +264,7 @@ class Wiring:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
             WorkerDied, WorkerFailed: on every rank, if the step cannot be taken on one; it stays pending there.
         """
+        self.placement.require_own()
         self.gather.flush()
         if self._recipe.offload is None:
             return

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..collectives import Group
 from ..errors import ConfigTypeError
-from ..policies import WorkerOffload
+from ..policies import AlreadyReduced, WorkerOffload
+from ..reduction import Policy as Reduction
 from .base import ParamState, Placement
 from .device import (
     BucketwisePlacement,
@@ -74,11 +75,20 @@ def check_state(
 
 
 def build_placement(
-    policy: Policy, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any], group: Group
+    policy: Policy,
+    optimizer_class: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    group: Group,
+    reduction: Reduction,
 ) -> Placement:
-    """The strategy a policy names; ``None`` is the parameters' own device. Collective."""
+    """The strategy a policy names; ``None`` is the parameters' own device. Collective.
+
+    Args:
+        reduction: where gradients come from.
+    """
     if policy is not None:
-        return WorkerPlacement(policy, optimizer_class, defaults, group)
+        grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
+        return WorkerPlacement(policy, optimizer_class, defaults, group, grad_buffers)
     if FusedAdamPlacement.serves(optimizer_class):
         return FusedAdamPlacement(optimizer_class, defaults)
     strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement

@@ -26,6 +26,9 @@ class Placement(Protocol):
     def repoint(self, params: Sequence[int]) -> None:
         """The data of these parameters moved."""
 
+    def require_own(self) -> None:
+        """Raise WorkerFailed in a process that cannot step, being forked from the one that made this."""
+
     @property
     def pending(self) -> bool:
         """Whether a step has been taken whose result is not in the parameters yet."""
@@ -66,6 +69,9 @@ class AtOnce:
     """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
 
     pending = False
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """See :class:`Placement`."""

@@ -88,8 +88,8 @@ class _Pending(NamedTuple):
 class WorkerPlacement:
     """See the module and :class:`Placement`.
 
-    The gradients of a step stay in the arena until it is brought in: with ``delay=1`` buckets reduce into two buffers
-    in turn.
+    The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
+    one come meanwhile, so buckets that are reduced into the arena have two buffers there.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class WorkerPlacement:
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         group: Group,
+        grad_buffers: int,
     ) -> None:
+        self._grad_buffers = grad_buffers
         self._delay, self._class = policy.delay, optimizer_class
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
@@ -125,9 +127,9 @@ class WorkerPlacement:
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
-        grads = 1 + self._delay
         missing = [
-            (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=grads)) for shard in shards
+            (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=self._grad_buffers))
+            for shard in shards
         ]
         nbytes = sum(section_nbytes(shard.bucket.shard_numel, list(arrays.values())) for shard, arrays in missing)
         if any(arrays for _, arrays in missing):
@@ -138,6 +140,10 @@ class WorkerPlacement:
             for shard in shards:
                 shard.bind(self._worker.arena)
         self._worker.start()
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+        self._worker.require_own()
 
     def repoint(self, params: Sequence[int]) -> None:
         """See :class:`Placement`."""
