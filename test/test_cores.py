@@ -57,10 +57,11 @@ def test_threads_are_confined_and_let_go(forgotten: bool) -> None:
     core = min(before)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    seen, go = [], threading.Event()
+    seen, begun, go = [], threading.Event(), threading.Event()
 
     def later() -> None:
         seen.append(os.sched_getaffinity(0))
+        begun.set()
         assert go.wait(60)
         seen.append(os.sched_getaffinity(0))
 
@@ -70,8 +71,7 @@ def test_threads_are_confined_and_let_go(forgotten: bool) -> None:
         assert torch.get_num_threads() == 1
         thread = threading.Thread(target=later)
         thread.start()
-        while not seen:
-            pass
+        assert begun.wait(60)
         if forgotten:
             del confined
             gc.collect()

@@ -127,10 +127,12 @@ class ArenaShard:
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
-        self._stale.add(position)
-        if "master" in saved and self.param_dtype in HALVES:
-            self._stale.discard(position)
-            self._known[position] = self.flats[position].edits
+        flat, piece = self.flats[position], self.pieces[position]
+        if "master" not in saved or self.param_dtype not in HALVES:
+            flat.load()
+            self._slice("master", position).copy_(flat.flat[slice(*piece.in_param)])
+        self._stale.discard(position)
+        self._known[position] = flat.edits
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
