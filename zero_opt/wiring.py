@@ -128,20 +128,26 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ; nothing was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed: a placement cannot take them. Nothing was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
         listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
         self.agreement.on_contents([*self._recipe.entries(), *listed])
         self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
-        for number in range(self._known_groups, len(self._param_groups)):
-            group = self._param_groups[number]
-            self.placement.add_group(group)
-            self._params.extend(group["params"])
-            self._group_of.extend([number] * len(group["params"]))
+        before = len(self._params)
+        try:
+            for number in range(self._known_groups, len(self._param_groups)):
+                group = self._param_groups[number]
+                self.placement.add_group(group)
+                self._params.extend(group["params"])
+                self._group_of.extend([number] * len(group["params"]))
+            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
+        except BaseException:
+            del self._params[before:], self._group_of[before:]
+            self.placement.drop_groups(self._known_groups)
+            raise
         self._known_groups = len(self._param_groups)
-        self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
         self._full_state = None
 
     def _admit(self, mask: int) -> None:
@@ -149,9 +155,13 @@ class Wiring:
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
         if missing:
             added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
-            self._connect()
+            try:
+                self._connect()
+                self._place(added)
+            except BaseException:
+                self.partition.drop(added)
+                raise
             self._reserve_staging(added)
-            self._place(added)
             self.reduction.watch(added)
             self.gather.watch()
             self._show_state()

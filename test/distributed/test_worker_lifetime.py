@@ -196,6 +196,31 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all() -> None:
         assert "needs 0.0 MiB of host memory, and 0.0 MiB" in message
 
 
+def _add_too_much(rank: int, world_size: int, offload: Any) -> Any:
+    """A group for which rank 1 has no memory at first."""
+    params = make_params()
+    optimizer = make(params[:3], offload=offload)
+    train(optimizer, params[:3], range(2), rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared_memory, "memory_left", lambda: 10)
+        with pytest.raises(zero_opt.OutOfMemory):
+            optimizer.add_param_group({"params": params[3:], "amsgrad": True})
+    train(optimizer, params[:3], range(2, 4), rank)
+    optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+    train(optimizer, params, range(4, 6), rank)
+    optimizer.flush()
+    optimizer.close()
+    return values_of(params)
+
+
+@EACH
+def test_a_group_without_memory_is_not_added(offload: Any) -> None:
+    found = run_processes(2, _add_too_much, offload, timeout=SECONDS)
+    assert_bitwise(found[0], found[1])
+    assert not torch.equal(found[0][3], make_params()[3])
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def gradient(step: int, rank: int, index: int, param: Tensor) -> Tensor:
 
 
 def backward(params: list[nn.Parameter], step: int, rank: int) -> None:
-    used = used_in(step)
+    used = [index for index in used_in(step) if index < len(params)]
     torch.autograd.backward([params[i] for i in used], [gradient(step, rank, i, params[i]) for i in used])
 
 

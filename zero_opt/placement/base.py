@@ -20,6 +20,9 @@ class Placement(Protocol):
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         """A param group was added; its parameters follow through :meth:`add`."""
 
+    def drop_groups(self, kept: int) -> None:
+        """Only the first ``kept`` groups are there after all; nothing was planned of the others."""
+
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """Buckets were planned; take charge of this rank's slices of them."""
 

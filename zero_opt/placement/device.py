@@ -60,6 +60,13 @@ class DevicePlacement(AtOnce):
         else:
             self._inner.add_param_group(group)
 
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        if kept:
+            del self._optimizer.param_groups[kept:]
+        else:
+            self._inner = None
+
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
         inner = self._optimizer

@@ -117,6 +117,10 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         self._amsgrad.append(bool(hypers["amsgrad"]))
 
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        del self._amsgrad[kept:]
+
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
         added = [ArenaShard(bucket) for bucket in buckets]
