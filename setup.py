@@ -51,7 +51,17 @@ def extension() -> Extension:
         "zero_opt._native",
         sources=[
             f"native/{name}.cpp"
-            for name in ("bindings", "dispatch", "host_exchange", "peer_words", "step", "thread_pool")
+            for name in (
+                "bindings",
+                "control",
+                "dispatch",
+                "host_exchange",
+                "peer_words",
+                "redo_log",
+                "step",
+                "thread_pool",
+                "worker",
+            )
         ],
         include_dirs=[pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],

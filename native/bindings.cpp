@@ -12,16 +12,19 @@
 #include <utility>
 #include <vector>
 
+#include "control.hpp"
 #include "dispatch.hpp"
 #include "host_exchange.hpp"
 #include "huge_pages.hpp"
 #include "step.hpp"
 #include "thread_pool.hpp"
+#include "worker.hpp"
 
 namespace py = pybind11;
 using zero_opt::AdamBatch;
 using zero_opt::AdamHypers;
 using zero_opt::AdamRun;
+using zero_opt::Control;
 using zero_opt::CountedRun;
 using zero_opt::Format;
 using zero_opt::GradArray;
@@ -109,9 +112,7 @@ CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::s
 
 using Batch = std::tuple<AdamHypers, std::vector<CountedRun>, std::vector<std::uintptr_t>>;
 
-std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flush_denormals,
-                       const std::string& isa) {
-  const Kernels& kernels = table(isa);
+std::vector<AdamBatch> with_grads(const std::vector<Batch>& batches) {
   std::vector<AdamBatch> work;
   for (const auto& [hypers, runs, grads] : batches) {
     if (runs.size() != grads.size()) throw std::invalid_argument("every run needs the address of its gradient");
@@ -122,6 +123,13 @@ std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flus
       if (run.grad == nullptr && run.numel > 0) throw std::invalid_argument("a gradient without an address");
     }
   }
+  return work;
+}
+
+std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flush_denormals,
+                       const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  const std::vector<AdamBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
   return zero_opt::adam_step(kernels, work, {threads, flush_denormals});
 }
@@ -235,6 +243,55 @@ Came host_gather(HostRanks& ranks, std::uint64_t ident, const HostBucket& bucket
   return {static_cast<int>(found.state), found.peer, found.published};
 }
 
+Control make_control(std::uintptr_t address, std::size_t nbytes, std::size_t lanes, std::size_t max_runs) {
+  return Control(reinterpret_cast<char*>(address), nbytes, lanes, max_runs);
+}
+
+std::uint64_t submit(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
+                     const std::string& isa) {
+  const std::string name = table(isa).name;
+  const std::vector<AdamBatch> work = with_grads(batches);
+  const py::gil_scoped_release unlocked;
+  return control.submit(work, wake_fd, flush_denormals, name);
+}
+
+const char* wait_for_step(Control& control, std::uint64_t sequence, int done_fd, int worker_pidfd, double seconds) {
+  const py::gil_scoped_release unlocked;
+  const zero_opt::Waited found = control.wait(sequence, done_fd, worker_pidfd, seconds);
+  if (found == zero_opt::Waited::kDone) return "done";
+  return found == zero_opt::Waited::kDead ? "dead" : "waiting";
+}
+
+void worker_run(int arena_fd, int wake_fd, int done_fd, int trainer_pidfd, const std::vector<int>& cpus, int lanes) {
+  const py::gil_scoped_release unlocked;
+  zero_opt::worker_run({arena_fd, wake_fd, done_fd, trainer_pidfd}, cpus, lanes);
+}
+
+std::size_t control_nbytes(std::size_t lanes, std::size_t max_runs) {
+  return zero_opt::ControlLayout(lanes, max_runs).bytes;
+}
+
+void bind_worker(py::module_& m) {
+  py::class_<Control>(m, "Control")
+      .def(py::init(&make_control), py::arg("address"), py::arg("nbytes"), py::kw_only(), py::arg("lanes"),
+           py::arg("max_runs"))
+      .def("submit", &submit, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
+           py::arg("flush_denormals") = false, py::arg("isa") = "")
+      .def("wait", &wait_for_step, py::arg("sequence"), py::arg("done_fd"), py::arg("worker_pidfd"),
+           py::arg("seconds"))
+      .def("stop", &Control::stop, py::arg("wake_fd"))
+      .def("finish", &Control::finish, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("submitted", &Control::submitted)
+      .def_property_readonly("completed", &Control::completed)
+      .def_property_readonly("generation", &Control::generation)
+      .def_property_readonly("nonfinite", &Control::nonfinite)
+      .def_property_readonly("error", &Control::error)
+      .def_property_readonly("progress", [](const Control& control) { return py::tuple(py::cast(control.progress())); });
+  m.def("control_nbytes", &control_nbytes, py::arg("lanes"), py::arg("max_runs"));
+  m.def("worker_run", &worker_run, py::arg("arena_fd"), py::arg("wake_fd"), py::arg("done_fd"),
+        py::arg("trainer_pidfd"), py::arg("cpus"), py::arg("lanes"));
+}
+
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : zero_opt::available_kernels()) names.emplace_back(kernels->name);
@@ -276,6 +333,7 @@ PYBIND11_MODULE(_native, m) {
       .def("reduce", &host_reduce, py::arg("ident"), py::arg("bucket"), py::arg("shard"), py::arg("published"),
            py::arg("patience_s"))
       .def("gather", &host_gather, py::arg("ident"), py::arg("bucket"), py::arg("published"), py::arg("patience_s"));
+  bind_worker(m);
   m.def("isas", &isas);
   m.def("isa", []() { return std::string(zero_opt::chosen_kernels().name); });
 }

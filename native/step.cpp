@@ -100,10 +100,6 @@ void for_all_blocks(const Blocks& blocks, const Parallel& parallel, const Work& 
   });
 }
 
-double step_of(const CountedRun& counted) {
-  return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step) + 1.0;
-}
-
 // The sum of values[0, count) by halves: their order is fixed and the rounding grows with the logarithm only.
 double pairwise_sum(const double* values, std::size_t count) {
   if (count == 0) return 0.0;
@@ -113,6 +109,10 @@ double pairwise_sum(const double* values, std::size_t count) {
 }
 
 }  // namespace
+
+double step_of(const CountedRun& counted) {
+  return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step) + 1.0;
+}
 
 std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel) {
   Blocks blocks;

@@ -22,6 +22,8 @@ struct CountedRun {
   float* kept_step;  // null if ``step`` is it
 };
 
+double step_of(const CountedRun& counted);
+
 // Runs that share hyperparameters.
 struct AdamBatch {
   AdamHypers hypers;

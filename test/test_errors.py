@@ -27,6 +27,10 @@ SECOND_BASE = {
     "StateNotConsolidated": RuntimeError,
     "OptimizerClosed": RuntimeError,
     "NativeUnavailable": RuntimeError,
+    "OutOfMemory": MemoryError,
+    "StepPending": RuntimeError,
+    "WorkerDied": RuntimeError,
+    "WorkerFailed": RuntimeError,
 }
 DEFINED = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
 

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from zero_opt import AlreadyReduced, AtStep, Checks, ConfigError, ConfigTypeError, MixedPrecision, Overlapped
+from zero_opt import (
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    ConfigError,
+    ConfigTypeError,
+    MixedPrecision,
+    Overlapped,
+    WorkerOffload,
+)
 
-ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks]
+ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, WorkerOffload]
 BUCKETED = [Overlapped, AtStep]
 every_policy = pytest.mark.parametrize("policy", ALL)
 
@@ -81,3 +90,27 @@ def test_a_reduce_dtype_that_cannot_work_is_quoted() -> None:
     for dtype in (torch.int32, torch.complex64, torch.float8_e5m2):
         with pytest.raises(ConfigError, match=rf"MixedPrecision\.reduce_dtype must be floating-point.*got {dtype}"):
             MixedPrecision(reduce_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("delay", [2, -1]),
+        ("threads", [0, -3]),
+        ("cores", [(), (1, 1), (-1,)]),
+        ("hang_timeout", [0, math.inf]),
+        ("max_deaths", [0]),
+    ],
+)
+def test_worker_options_that_cannot_work_are_quoted(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"WorkerOffload\.{field} .*{re.escape(repr(value).strip('(),'))}"):
+            WorkerOffload(**{field: value})
+    with pytest.raises(ConfigTypeError, match=rf"WorkerOffload\.{field} must be .*, got '1'"):
+        WorkerOffload(**{field: "1"})
+
+
+def test_worker_cores_may_differ_between_ranks() -> None:
+    one, other = WorkerOffload(cores=[0, 2]), WorkerOffload(cores=range(4))  # type: ignore[arg-type]
+    assert (one.cores, other.cores) == ((0, 2), (0, 1, 2, 3))
+    assert repr(one) == repr(other) == repr(WorkerOffload())

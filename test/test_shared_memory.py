@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from zero_opt.shared_memory import PAGE, Arena, page_aligned
+from zero_opt import OutOfMemory
+from zero_opt.shared_memory import PAGE, Arena, GrowingArena, memory_left, page_aligned, require_memory
 
 
 def test_pages() -> None:
@@ -44,3 +46,77 @@ def test_tensors_outlive_the_descriptor() -> None:
     arena.close()
     view.fill_(7)
     assert view.tolist() == [7, 7, 7, 7]
+
+
+def test_a_growing_arena_keeps_what_it_has() -> None:
+    arena = GrowingArena.create("test", PAGE)
+    before = arena.view(0, 4, torch.int32)
+    before.fill_(7)
+    arena.grow(PAGE)  # it is as long already
+    assert arena.bytes.numel() == PAGE
+    arena.grow(2 * PAGE + 1)
+    assert arena.bytes.numel() == 3 * PAGE
+    assert not arena.bytes[16:].any()
+    arena.view(0, 4, torch.int32).add_(1)
+    assert before.tolist() == [8, 8, 8, 8]
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, PAGE)
+    arena.close()
+
+
+def _tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MEMINFO = "MemTotal:  4000 kB\nMemAvailable:  1000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1000 * 1024),
+        ({"proc/self/cgroup": "0::/a/b\n", "cg/a/b/memory.max": "max\n", "cg/a/b/memory.current": "5\n"}, 1000 * 1024),
+        ({"proc/self/cgroup": "0::/a/b\n", "cg/a/b/memory.max": "500\n", "cg/a/b/memory.current": "100\n"}, 400),
+        (  # of those above it too, and page cache counts as free
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "cg/a/b/memory.max": "500\n",
+                "cg/a/b/memory.current": "100\n",
+                "cg/a/memory.max": "600\n",
+                "cg/a/memory.current": "400\n",
+                "cg/a/memory.stat": "anon 300\ninactive_file 50\n",
+            },
+            250,
+        ),
+        (  # the first version, as a container sees it: its own group is the mount's root
+            {
+                "proc/self/cgroup": "4:cpu:/docker/x\n9:memory:/docker/x\n0::/\n",
+                "cg/memory/memory.limit_in_bytes": "900\n",
+                "cg/memory/memory.usage_in_bytes": "1000\n",
+                "cg/memory/memory.stat": "total_inactive_file 400\n",
+            },
+            300,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/\n",
+                "cg/memory/memory.limit_in_bytes": "10\n",
+                "cg/memory/memory.usage_in_bytes": "20\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    _tree(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert memory_left(str(tmp_path / "proc"), str(tmp_path / "cg")) == expected
+
+
+def test_more_memory_than_there_is() -> None:
+    require_memory(1 << 20, "this")
+    with pytest.raises(OutOfMemory, match=r"this needs \d+\.0 MiB of host memory, and \d+\.\d MiB may") as caught:
+        require_memory(1 << 50, "this")
+    assert isinstance(caught.value, MemoryError)

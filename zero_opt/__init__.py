@@ -13,6 +13,7 @@ from .errors import (
     GradientConsumed,
     NativeUnavailable,
     OptimizerClosed,
+    OutOfMemory,
     PeerLost,
     ProcessGroupError,
     RankMismatch,
@@ -20,12 +21,15 @@ from .errors import (
     StateNotConsolidated,
     StepDesync,
     StepFailed,
+    StepPending,
     UnsupportedOptimizer,
     UnsupportedParam,
+    WorkerDied,
+    WorkerFailed,
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped
+from .policies import AdamState, AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped, WorkerOffload
 
 __version__ = "0.1.0"
 
@@ -44,6 +48,7 @@ __all__ = [
     "MixedPrecision",
     "NativeUnavailable",
     "OptimizerClosed",
+    "OutOfMemory",
     "Overlapped",
     "PeerLost",
     "ProcessGroupError",
@@ -53,8 +58,12 @@ __all__ = [
     "StateNotConsolidated",
     "StepDesync",
     "StepFailed",
+    "StepPending",
     "UnsupportedOptimizer",
     "UnsupportedParam",
+    "WorkerDied",
+    "WorkerFailed",
+    "WorkerOffload",
     "ZeroOptError",
     "broadcast_params",
     "register_elementwise",

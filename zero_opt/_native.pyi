@@ -116,6 +116,73 @@ class HostRanks:
     ) -> tuple[int, int, int]: ...
     def gather(self, ident: int, bucket: HostBucket, published: int, patience_s: float) -> tuple[int, int, int]: ...
 
+def control_nbytes(lanes: int, max_runs: int) -> int:
+    """Bytes of the control area at the front of an arena: whole pages, the same for the arena's life."""
+
+class Control:
+    """The trainer's side of the control area of an arena, which is mapped at ``address`` with ``nbytes`` in all.
+
+    Formats a control area of zeros. Raises ValueError if it was formatted for other lanes or runs, or does not fit.
+    """
+
+    def __init__(self, address: int, nbytes: int, *, lanes: int, max_runs: int) -> None: ...
+    def submit(
+        self,
+        batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+        wake_fd: int,
+        *,
+        flush_denormals: bool = False,
+        isa: str = "",
+    ) -> int:
+        """Hand a step, as for adam_step, to the worker; GIL released. Kept steps are read and not raised.
+
+        Returns the step's sequence number, counted from 1. Raises ValueError, with nothing submitted, for an array
+        outside the arena's data, an output over the gradient, more runs than ``max_runs`` (those of no elements do not
+        count) or an unfinished step; RuntimeError for an instruction set that this processor lacks.
+        """
+
+    def wait(self, sequence: int, done_fd: int, worker_pidfd: int, seconds: float) -> str:
+        """ "done", "dead" (the worker is, and the step is not done) or "waiting" after ``seconds``; GIL released.
+
+        Returns "waiting" early if a signal arrives.
+        """
+
+    def stop(self, wake_fd: int) -> None:
+        """Ask a worker that is ready to go when it has nothing to do. The next one does not see it."""
+
+    def finish(self) -> None:
+        """Finish an unfinished step in this process, as the worker would; GIL released: for tests and timing.
+
+        There must be no worker.
+        """
+
+    @property
+    def submitted(self) -> int:
+        """Sequence number of the last step submitted; 0 for none."""
+
+    @property
+    def completed(self) -> int:
+        """Likewise of the last step completed."""
+
+    @property
+    def generation(self) -> int:
+        """How many workers have become ready."""
+
+    @property
+    def nonfinite(self) -> int:
+        """What adam_step would have returned for the last completed step."""
+
+    @property
+    def error(self) -> str:
+        """What the worker said before it gave up; empty if nothing."""
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """A number per lane that changes whenever the lane has got on."""
+
+def worker_run(arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], lanes: int) -> None:
+    """The life of a worker process, which ends in here; see native/worker.hpp. ``cpus`` may be empty: all there are."""
+
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""
 

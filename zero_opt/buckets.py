@@ -73,7 +73,8 @@ class GradBucket:
         self.device = params[0].param.device
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_numel = layout.shard(rank).numel
-        self._shard: Tensor | None = None
+        self._shards: list[Tensor] = []
+        self._at, self._lent, self._lodged = 0, False, 0
         self._views: dict[int, list[Tensor]] = {}
 
     @property
@@ -84,20 +85,52 @@ class GradBucket:
     @property
     def shard(self) -> Tensor:
         """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
-        if self._shard is None:
-            self._shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
-        return self._shard
+        if not self._shards:
+            self._shards = [torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)]
+        return self._shards[self._at]
 
     @property
     def shard_nbytes(self) -> int:
         """Bytes of the shard, zero before the first reduction."""
-        return 0 if self._shard is None else self._shard.numel() * self._shard.element_size()
+        return sum(shard.numel() * shard.element_size() for shard in self._shards)
+
+    def lodge(self, shards: Sequence[Tensor]) -> None:
+        """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
+
+        Called again, with tensors over the same memory, it stays where it is.
+        """
+        self._shards[: self._lodged] = shards
+        self._lodged = len(shards)
+
+    @property
+    def lodging(self) -> Tensor:
+        """The lodged tensor that holds the shard, or that :meth:`lend` expects it in."""
+        return self._shards[self._at if self._at < self._lodged else 0]
+
+    def lend(self) -> None:
+        """:attr:`lodging` is the shard, and is read until :meth:`reclaim`; whoever writes takes other memory."""
+        self._at, self._lent = (self._at if self._at < self._lodged else 0), True
+
+    def reclaim(self) -> None:
+        """Nobody reads what was lent any more."""
+        self._lent = False
+
+    def writable(self, *, keep: bool) -> Tensor:
+        """The shard to write to; ``keep`` its values, else they are undefined."""
+        before = self.shard
+        if self._lent:
+            if len(self._shards) == 1:
+                self._shards.append(torch.zeros_like(before))
+            self._at, self._lent = 1 - self._at, False
+            if keep:
+                self.shard.copy_(before)
+        return self.shard
 
     def slice_grads(self) -> list[Tensor]:
-        """The shard cut into this rank's slices: in the parameter's shape where whole, else 1-D."""
-        views = []
+        """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
+        views, shard = [], self.writable(keep=True)
         for position, piece in self._own:
-            run = self.shard[slice(*piece.in_shard)]
+            run = shard[slice(*piece.in_shard)]
             flat = self.params[position]
             views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
         return views
@@ -171,14 +204,15 @@ class GradBucket:
         """
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
+            adding = any(accumulate)
+            shard = self.writable(keep=adding)
             direct = exchange.direct(self.dtype)
             if direct is not None:
-                return direct.reduce_runs(ident, self._runs(grads, accumulate, pool), self.layout.bounds, self.shard)
+                return direct.reduce_runs(ident, self._runs(grads, accumulate, pool), self.layout.bounds, shard)
             staging = exchange.staging(self.layout.numel, self.dtype, self.device)
             self._stage(grads, staging)
             grads.clear()
-            adding = any(accumulate)
-            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if adding else self.shard
+            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if adding else shard
             complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean)
             if complete and adding:
                 self._add(mean, accumulate)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from .alone_exchange import AloneExchange
 from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
@@ -38,6 +39,8 @@ _ENVELOPE = "<32sq{}s"
 _INLINE_BYTES = 216
 # Whom a collective waits for.
 _ALL = "another rank"
+# The backend of a group of one.
+_ALONE = "alone"
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
@@ -265,6 +268,28 @@ class Group:
                 dist.destroy_process_group(self.pg)
 
 
+class AloneGroup(Group):
+    """The group of a rank that has no others; needs no torch.distributed."""
+
+    def __init__(self) -> None:
+        self.inline_bytes, self.backend = 0, _ALONE
+        self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See :class:`Group`."""
+        return [tensor.clone()]
+
+    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:  # noqa: ARG002
+        """See :class:`Group`."""
+        return [payload]
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See :class:`Group`; there is nobody to send to."""
+
+    def close(self) -> None:
+        """See :class:`Group`; there is nothing to destroy."""
+
+
 class _GroupExchange(PooledExchange):
     """An exchange over process groups."""
 
@@ -348,6 +373,8 @@ def build_exchange(
             0 to leave it to torch.distributed.
     """
     control, reduce_group, gather_group = groups
+    if control.backend == _ALONE:
+        return AloneExchange(pool)
     if reduce_group.backend == "threaded":
         return ListExchange(reduce_group, gather_group, pool)
     if device_type == "cuda" and "nccl" in reduce_group.backend:

@@ -63,6 +63,22 @@ class StepFailed(ZeroOptError, RuntimeError):
     """The wrapped class's own step failed on a rank, so parameters lack a part of it; told to all ranks once."""
 
 
+class StepPending(ZeroOptError, RuntimeError):
+    """Something needs the result of a step that is still in the worker; the message says to call ``flush()``."""
+
+
+class WorkerFailed(ZeroOptError, RuntimeError):
+    """The worker process cannot be started, or cannot take a step; the message quotes what it said."""
+
+
+class WorkerDied(WorkerFailed):
+    """Worker after worker has died in the same step without getting on. State is intact: a retry goes on with it."""
+
+
+class OutOfMemory(ZeroOptError, MemoryError):
+    """What is needed is more than may still be had; the message has both numbers, and nothing was touched."""
+
+
 class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
 

@@ -6,6 +6,8 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,7 @@ class FlatParam:
         self.param, self.label = param, label
         check_memory(param, label)
         self._planned = self._identity()
+        self._own_writes = 0
         self.follow()
 
     def _identity(self) -> tuple[Any, ...]:
@@ -100,6 +103,11 @@ class FlatParam:
             self.flat = source.contiguous().view(-1)
         else:
             self.flat = source.as_strided((param.numel(),), (1,), param.storage_offset())
+
+    @property
+    def edits(self) -> int:
+        """Changes whenever somebody else has written to the parameter, as far as its version counter tells."""
+        return 0 if self.param.is_inference() else self.param._version - self._own_writes
 
     def spec(self, group: int) -> ParamSpec:
         """What the planner needs to know."""
@@ -157,3 +165,12 @@ class FlatParam:
         run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
         self.shaped(run).copy_(value)
         return run
+
+
+@contextmanager
+def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
+    """What is written to these parameters within it is no edit of the user's."""
+    before = [(flat, flat.edits) for flat in flats]
+    yield
+    for flat, edits in before:
+        flat._own_writes += flat.edits - edits

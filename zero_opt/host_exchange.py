@@ -185,7 +185,7 @@ def build_host_exchange(
             own, error = _new_arena(slot_bytes), ""
         except OSError as found:
             error = f"shared memory: {found}"
-    offer: dict[str, Any] = {"host": _host(), "error": error}
+    offer: dict[str, Any] = {"host": host_id(), "error": error}
     if own is not None:
         offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own))
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
@@ -217,7 +217,8 @@ def _nonce(arena: Arena) -> str:
     return bytes(arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES].tolist()).hex()
 
 
-def _host() -> str:
+def host_id() -> str:
+    """Names this host, and this start of it."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -229,7 +230,7 @@ def _map_peers(rank: int, offers: Sequence[dict[str, Any]]) -> Iterable[_Peer]:
     for other, offer in enumerate(offers):
         if other == rank:
             continue
-        if offer["host"] != _host():
+        if offer["host"] != host_id():
             raise OSError("ranks are on different hosts")
         arena = Arena.of_peer(offer["pid"], offer["fd"])
         if arena.bytes.numel() <= PAGE or _nonce(arena) != offer["nonce"]:

@@ -23,7 +23,8 @@ from .construction import (
 )
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm, clip_factor
-from .placement import bare_step, hypers_of
+from .placement import Policy as Offload
+from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import Policy
@@ -47,7 +48,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
         reduction: :class:`Overlapped`, :class:`AtStep`, or :class:`AlreadyReduced` (under DDP).
-        offload: ``None``: state lives with the parameters.
+        offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
+            process beside this one.
         precision: dtypes of the gradient path.
         max_grad_norm: clip the global gradient norm to this at every step.
         checks: bounds on waiting.
@@ -71,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         *,
         reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
-        offload: None = None,
+        offload: Offload = None,
         precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
         max_grad_norm: float | None = None,
         checks: Checks = Checks(),  # noqa: B008  (frozen)
@@ -88,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
         parent = resolve_group(process_group)
-        if parent is None or parent.size() == 1:
+        if offload is None and (parent is None or parent.size() == 1):
             self._build_alone(params)
         else:
             self._build_sharded(params, OwnGroups(parent, checks.timeout))
@@ -189,6 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+            StepPending: a parameter was changed while a delayed step was pending; likewise.
+            WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
@@ -261,11 +265,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
 
-        Needed only with a policy that lets :meth:`step` return earlier, before reading parameters outside the model.
+        Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model
+        (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also tries again a
+        step that a worker could not take.
+
+        Raises:
+            StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
+            WorkerDied, WorkerFailed: the worker cannot take the pending step.
         """
         self._require_open()
         if self._sharded is not None:
-            self._sharded.gather.flush()
+            with torch.no_grad():
+                self._sharded.flush()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -291,6 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
                 current state to.
+            StepPending: a delayed step is pending; :meth:`flush` brings it in.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -308,7 +320,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a full ``torch.optim`` state dict, saved at any world size. Every rank gives the whole dict.
 
-        The dict is neither changed nor kept. Everything is checked before anything is written.
+        The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
+        end, and forgotten.
 
         Raises:
             StateDictError: names what does not fit.
@@ -327,6 +340,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._sharded is not None:
                 check_options(state_dict["param_groups"])
             groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
+            if self._sharded is not None:
+                check_state(self._recipe.offload, self._recipe.optimizer_class, groups, states)
+                self._sharded.placement.wait()
         except UnsupportedOptimizer as found:
             error = StateDictError(f"in the state dict, {found}")
         except Exception as found:  # whatever it is, the other ranks must not wait for this one
@@ -358,8 +374,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
         if self._inner is None:
             raise ConfigTypeError(
-                "a ShardedOptimizer over several ranks cannot be copied or pickled, since each rank holds its shard of "
-                "the state alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every rank"
+                "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its "
+                "state is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) "
+                "on every rank"
             )
         kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}

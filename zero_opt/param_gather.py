@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .buckets import GradBucket
+from .collectives import Group
 from .exchange import Exchange, Gathering, Ident
+from .flat_param import own_writes
 from .partition import Partition
 
 # Gathers follow a step's reductions: greater than any number of zero_grad calls between two steps.
@@ -111,6 +113,25 @@ class ParamGather:
 
 def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
     """Complete a gather, and let parameters that are mirrored follow their mirrors."""
-    arrive()
-    for flat in bucket.params:
-        flat.store()
+    with own_writes(bucket.params):
+        arrive()
+        for flat in bucket.params:
+            flat.store()
+
+
+def spread(buckets: Iterable[GradBucket], group: Group) -> None:
+    """Bring every rank's shard of the parameters to all, one broadcast each, apart from all exchanges. Collective.
+
+    For when the ranks may not be at the same point of their exchanges.
+    """
+    for bucket in buckets:
+        dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
+        staging = torch.zeros(max(numels), dtype=dtype)
+        for rank in range(group.world_size) if group.world_size > 1 else ():
+            copies, chunk = _Copies(), staging[: bucket.layout.shard(rank).numel]
+            copies.add(bucket, rank, chunk)
+            if rank == group.rank:
+                copies.to_buffers()
+            group.broadcast(chunk.view(torch.uint8), rank)
+            if rank != group.rank:
+                _arrived(bucket, copies.to_params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,15 @@ class Partition:
             self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
         self.buckets.extend(added)
         return added
+
+    def drop(self, added: Sequence[GradBucket]) -> None:
+        """Take back the last :meth:`add`."""
+        del self.buckets[len(self.buckets) - len(added) :]
+        for bucket in added:
+            for position, index in enumerate(bucket.layout.params):
+                del self.flats[index], self.places[index]
+                if self._geometry.whole:
+                    self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)

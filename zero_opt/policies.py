@@ -23,6 +23,13 @@ def _check_positive(owner: str, field: str, value: object) -> None:
         raise ConfigError(f"{owner}.{field} must be positive and finite, got {value!r}")
 
 
+def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigTypeError(f"{owner}.{field} must be an integer, got {value!r}")
+    if value < least:
+        raise ConfigError(f"{owner}.{field} must be at least {least}, got {value!r}")
+
+
 def _check_exchange(owner: str, value: object) -> None:
     if value not in EXCHANGES:
         raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {value!r}")
@@ -97,6 +104,50 @@ class AlreadyReduced:
     def __post_init__(self) -> None:
         _check_exchange("AlreadyReduced", self.exchange)
         _check_model("AlreadyReduced", self.overlap_param_gather)
+
+
+@dataclass(frozen=True)
+class WorkerOffload:
+    """Keep fp32 masters and moments in host memory, and step them in a native process beside this one.
+
+    For Adam, AdamW, CPUAdam and CPUAdamW, with the fused formula, and parameters in fp32, bf16 or fp16. A worker that
+    dies in the middle of a step loses nothing: its successor finishes the step with the same bits.
+
+    Attributes:
+        delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
+            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind.
+        threads: of the worker; ``None``: all cores it may use with ``delay=0``, half of them with ``delay=1``.
+        cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
+        hang_timeout: seconds without any progress after which a worker is killed and replaced.
+        max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
+    """
+
+    delay: int = 0
+    threads: int | None = None
+    cores: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+    hang_timeout: float = 30.0
+    max_deaths: int = 3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.delay, bool) or not isinstance(self.delay, int):
+            raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
+        if self.delay not in (0, 1):
+            raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
+        if self.threads is not None:
+            _check_count("WorkerOffload", "threads", self.threads)
+        if self.cores is not None:
+            self._check_cores(self.cores)
+        _check_positive("WorkerOffload", "hang_timeout", self.hang_timeout)
+        _check_count("WorkerOffload", "max_deaths", self.max_deaths)
+
+    def _check_cores(self, cores: object) -> None:
+        if not isinstance(cores, (tuple, list, range)):
+            raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {cores!r}")
+        for core in cores:
+            _check_count("WorkerOffload", "cores", core, 0)
+        if not cores or len(set(cores)) != len(cores):
+            raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {cores!r}")
+        object.__setattr__(self, "cores", tuple(cores))
 
 
 @dataclass(frozen=True)

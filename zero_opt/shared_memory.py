@@ -6,9 +6,14 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from .errors import OutOfMemory
 
 PAGE = mmap.PAGESIZE
 
@@ -29,15 +34,21 @@ class Arena:
         bytes: the whole arena as a uint8 tensor.
     """
 
+    _sealed_against: ClassVar[tuple[str, ...]] = ("F_SEAL_SHRINK", "F_SEAL_GROW")
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._map()
+
+    def _map(self) -> None:
+        """Map the arena as long as it is. Tensors over an older mapping of it share its memory."""
+        mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Arena:
-        """A new arena of at least ``nbytes``, all zero, sealed against changing its size.
+    def create(cls, name: str, nbytes: int) -> Self:
+        """A new arena of at least ``nbytes``, all zero, sealed against changing its size (growing ones: shrinking).
 
         Raises:
             OSError: there is no such memory to be had.
@@ -49,7 +60,8 @@ class Arena:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, page_aligned(nbytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            seals = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         except OSError:
             os.close(fd)
             raise
@@ -76,3 +88,90 @@ class Arena:
     def close(self) -> None:
         """Close the descriptor. The mapping ends when the last tensor over it is gone."""
         self._close()
+
+
+class GrowingArena(Arena):
+    """An arena to which memory can be added at the end. What lies in it stays where it is."""
+
+    _sealed_against = ("F_SEAL_SHRINK",)
+
+    def grow(self, nbytes: int) -> None:
+        """Make the arena at least ``nbytes`` long, zeros behind what there is, and map it anew.
+
+        ``bytes`` and ``address`` change; tensors from before share memory with those from after.
+
+        Raises:
+            OSError: there is no such memory to be had.
+        """
+        if page_aligned(nbytes) > self.bytes.numel():
+            os.ftruncate(self.fd, page_aligned(nbytes))
+            self._map()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how much memory there is
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Raise OutOfMemory unless so much may still be had.
+
+    Pages of a memfd are taken when touched; where there are none left, whoever touches one is killed.
+    """
+    left = memory_left()
+    if nbytes > left:
+        raise OutOfMemory(
+            f"{what} needs {_mib(nbytes)} MiB of host memory, and {_mib(left)} MiB may still be had (MemAvailable, and "
+            "the limits of this process's memory cgroups); use more ranks, or offload=None"
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
+    """Bytes that this process may still take: what the system has, or a cgroup allows, whichever is less."""
+    available = [value * 1024 for key, value in _table(Path(proc, "meminfo")) if key == "MemAvailable:"]
+    return max(min([*available, *_cgroup_left(Path(proc, "self/cgroup"), Path(cgroups)), sys.maxsize]), 0)
+
+
+def _cgroup_left(listing: Path, root: Path) -> Iterator[int]:
+    """What every memory cgroup that this process is in leaves."""
+    for line in _text(listing).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            mounts = [root, root / "unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [root / "memory", root / controllers]
+        else:
+            continue
+        for mount in mounts:
+            own = mount / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(mount):
+                    yield from _group_left(folder, *names)
+
+
+def _group_left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+    """What one cgroup leaves; nothing where it sets no limit. Page cache that is not in use can be had back."""
+    most, taken = _text(folder / limit).strip(), _text(folder / used).strip()
+    if most.isdigit() and taken.isdigit():
+        reclaimable = sum(value for key, value in _table(folder / "memory.stat") if key == cached)
+        yield int(most) - int(taken) + reclaimable
+
+
+def _table(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines of a file that begin with a word and a number."""
+    for line in _text(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].isdigit():
+            yield words[0], int(words[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -16,14 +16,16 @@ from torch import Tensor
 from .agreement import Agreement
 from .background_gather import build_gather, check_held
 from .buckets import GradBucket
-from .collectives import Group, build_exchange
+from .collectives import AloneGroup, Group, build_exchange
 from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
-from .errors import StateNotConsolidated, StepFailed, UnsupportedParam, ZeroOptError
+from .errors import StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import total_norm
+from .param_gather import spread
 from .partition import Geometry, Partition
-from .placement import build_placement, hypers_of
+from .placement import Policy as Offload
+from .placement import build_placement, check_params, hypers_of
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
@@ -38,10 +40,11 @@ def _close_all(exchanges: Mapping[str, Exchange]) -> None:
 class OwnGroups:
     """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross."""
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
-        self.control = Group(parent, timeout)
-        self.reduce = Group(parent, timeout)
-        self.gather = Group(parent, timeout)
+    def __init__(self, parent: dist.ProcessGroup | None, timeout: float | None) -> None:
+        several = None if parent is None or parent.size() == 1 else parent
+        self.control, self.reduce, self.gather = (
+            AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
+        )
 
     def close(self) -> None:
         """Destroy all three."""
@@ -60,13 +63,14 @@ class Recipe:
     optimizer_class: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     reduction: Policy
-    offload: None
+    offload: Offload
     precision: MixedPrecision
     max_grad_norm: float | None
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
         checked_groups(param_groups, describe, self.precision.reduce_dtype)
+        check_params(self.offload, self.optimizer_class, param_groups, describe)
         model = self.reduction.overlap_param_gather
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)
@@ -86,7 +90,10 @@ class Recipe:
 
 
 class Wiring:
-    """Everything that exists at world size > 1 only. Its users' groups and state are those of ``owner``."""
+    """Everything that exists at world size > 1, or with an offload, only.
+
+    Its users' groups and state are those of ``owner``.
+    """
 
     def __init__(
         self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
@@ -99,6 +106,7 @@ class Wiring:
         self._known_groups = 0
         self._full_state: dict[int, dict[str, Any]] | None = None
         self._failure: Exception | None = None
+        self._owed = False  # ranks may not have all of each other's updates
         geometry = Geometry(
             not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
         )
@@ -110,7 +118,9 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        self.placement = build_placement(recipe.offload, recipe.optimizer_class, recipe.defaults)
+        self.placement = build_placement(
+            recipe.offload, recipe.optimizer_class, recipe.defaults, groups.control, recipe.reduction
+        )
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
@@ -118,20 +128,26 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ; nothing was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed: a placement cannot take them. Nothing was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
         listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
         self.agreement.on_contents([*self._recipe.entries(), *listed])
         self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
-        for number in range(self._known_groups, len(self._param_groups)):
-            group = self._param_groups[number]
-            self.placement.add_group(group)
-            self._params.extend(group["params"])
-            self._group_of.extend([number] * len(group["params"]))
+        before = len(self._params)
+        try:
+            for number in range(self._known_groups, len(self._param_groups)):
+                group = self._param_groups[number]
+                self.placement.add_group(group)
+                self._params.extend(group["params"])
+                self._group_of.extend([number] * len(group["params"]))
+            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
+        except BaseException:
+            del self._params[before:], self._group_of[before:]
+            self.placement.drop_groups(self._known_groups)
+            raise
         self._known_groups = len(self._param_groups)
-        self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
         self._full_state = None
 
     def _admit(self, mask: int) -> None:
@@ -139,12 +155,25 @@ class Wiring:
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
         if missing:
             added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
-            self._connect()
+            try:
+                self._connect()
+                self._place(added)
+            except BaseException:
+                self.partition.drop(added)
+                raise
             self._reserve_staging(added)
-            self.placement.add(added)
             self.reduction.watch(added)
             self.gather.watch()
             self._show_state()
+
+    def _place(self, added: Sequence[GradBucket]) -> None:
+        """Let the placement take charge of new buckets, or fail on all ranks if it cannot on one. Collective."""
+        error: Exception | None = None
+        try:
+            self.placement.add(added)
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        self.agreement.raise_first_error(error)
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -169,15 +198,21 @@ class Wiring:
         Raises:
             UnsupportedParam: on every rank, if a parameter does not fit any more on one.
             StepFailed: on every rank, if an earlier step failed on one.
+            StepPending: on every rank, if a parameter was changed on one that a pending step updates.
             ZeroOptError: on every rank, the ``error`` that one has.
         """
+        self.placement.require_own()
         self.gather.flush()
         error = error or self._missed()
         try:
             self._follow_params()
         except UnsupportedParam as found:
             error = error or found
-        return self.reduction.finish(error)
+        try:
+            return self.reduction.finish(error or self.placement.conflict())
+        except StepFailed:
+            self._owed = True
+            raise
 
     def _follow_params(self) -> None:
         moved = self.partition.refresh()
@@ -202,19 +237,22 @@ class Wiring:
         return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
 
     def step(self, grads: Sequence[GradShard]) -> Iterator[GradBucket]:
-        """Step this rank's shards; yields every bucket that is used once it is up to date here.
+        """Step this rank's shards; yields every bucket that is updated once it is up to date here.
 
-        If the wrapped class fails they come as they are, because the other ranks wait for them: :meth:`stepped` raises.
+        If the placement fails they come as they are, because the other ranks wait for them: :meth:`stepped` raises.
         """
-        left = [shard.bucket for shard in grads if shard.used]
+        buckets = self.partition.buckets
+        left = list(self.placement.landing(grads))
+        if self._owed:
+            left += [index for index in range(len(buckets)) if index not in left]
         try:
             for index in self.placement.step(grads, self._param_groups):
-                if grads[index].used:
-                    left.remove(index)
-                    yield self.partition.buckets[index]
+                left.remove(index)
+                yield buckets[index]
         except Exception as error:  # whatever it is
             self._failure = error
-            yield from (self.partition.buckets[index] for index in left)
+        yield from (buckets[index] for index in left)
+        self._owed = False
 
     def stepped(self) -> None:
         """A step is done.
@@ -229,6 +267,38 @@ class Wiring:
         self._show_state()
         self._full_state = None
 
+    def flush(self) -> None:
+        """Let parameters arrive, and bring a pending step into them. Collective.
+
+        Raises:
+            StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
+            WorkerDied, WorkerFailed: on every rank, if the step cannot be taken on one; it stays pending there.
+        """
+        self.placement.require_own()
+        self.gather.flush()
+        if self._recipe.offload is None:
+            return
+        error: Exception | None = None
+        conflict, landed = None, False
+        try:
+            self._follow_params()
+            conflict, landed = self.placement.conflict(), self.placement.pending
+            for _ in self.placement.land():
+                self._failure = None
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        self._owed |= landed
+        try:
+            self.agreement.raise_first_error(error, "flush()")
+        except Exception:
+            self._owed = True
+            raise
+        if self.agreement.any(self._owed):
+            spread(self.partition.buckets, self._groups.control)
+            self._owed, self._full_state = False, None
+            self._show_state()
+        self.agreement.raise_first_error(conflict)
+
     def memory_report(self) -> dict[str, int]:
         """Bytes of gradient shards and of staging on this rank."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
@@ -240,12 +310,20 @@ class Wiring:
             self._state[self._params[index]] = state
 
     def consolidate(self, to: int) -> None:
-        """Bring the full state to rank ``to``. Collective."""
+        """Bring the full state, a pending step included, to rank ``to``. Collective."""
+        self.flush()
         self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
         self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """What :meth:`consolidate` brought here, if still current."""
+        if self.placement.pending:
+            raise StepPending(
+                "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
+                "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
+            )
+        if self._full_state is None and self.partition.world_size == 1:
+            self.consolidate(0)
         if self._full_state is None:
             raise StateNotConsolidated(
                 "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "

@@ -175,10 +175,12 @@ def expected(case: Case, world_size: int, reduction: Any, steps: int = STEPS) ->
     return [param.detach().clone() for param in params], optimizer.state_dict()
 
 
-def train(case: Case, rank: int, world_size: int, reduction: Any, steps: int = STEPS) -> tuple[list[Tensor], Any]:
+def train(
+    case: Case, rank: int, world_size: int, reduction: Any, steps: int = STEPS, **options: Any
+) -> tuple[list[Tensor], Any]:
     """One rank's run: its parameters at the end, and the state dict if it was brought here."""
     params = case.params()
-    optimizer = case.sharded(params, reduction)
+    optimizer = case.sharded(params, reduction, **options)
     for step in range(steps):
         optimizer.zero_grad()
         if isinstance(reduction, zero_opt.AlreadyReduced):

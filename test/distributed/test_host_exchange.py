@@ -90,7 +90,7 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     elif how == "no extension" and rank == 1:
         patch.setattr(host_exchange, "_native", None)
     elif how == "two hosts":
-        patch.setattr(host_exchange, "_host", lambda: f"host {rank}")
+        patch.setattr(host_exchange, "host_id", lambda: f"host {rank}")
     elif how == "not Linux":
         patch.setattr(sys, "platform", "darwin")
         patch.delattr(os, "memfd_create")

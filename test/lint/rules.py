@@ -1,4 +1,4 @@
-"""The project's own lint: size limits, and names that only certain modules may use.
+"""The project's own lint: size limits, names that only certain modules may use, and no wait without a bound.
 
 Run as a script it prints every finding as path:line: message and fails if there is one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +29,38 @@ GROUP_METHOD = re.compile(
     r"_?(allreduce|allgather|alltoall)(_\w+)?|_reduce_scatter_base|reduce_scatter_tensor_coalesced|recv_anysource"
 )
 DISTRIBUTED = "torch.distributed"
+
+# Methods that, called without any argument, wait for as long as it takes (but for Popen.poll, which nobody calls).
+WAITING_METHODS = {"result", "wait", "join", "get", "acquire", "communicate", "poll", "exception"}
+# Functions that do whatever their arguments, and those that do with fewer than so many.
+WAITING_FUNCTIONS = {"signal.pause": 99, "os.wait": 99, "os.waitpid": 99, "os.waitid": 99, "select.select": 4}
+# Names of what is no wait.
+INSTANT = {"select.poll"}
+
+_TRANSFER = "a transfer between ranks ends, or fails, within the timeout of its process group"
+_EXCHANGE = "an exchange, which ends, or fails, within the timeout of its process group"
+_WORKER = "WorkerProcess.wait() looks every 0.1 s, replaces workers that do not get on, and gives up after max_deaths"
+_STREAMS = "one stream waits for another; the caller does not"
+# What bounds a call without a timeout, by module and method.
+BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
+    ("background_gather", "result"): _EXCHANGE,
+    ("collectives", "wait"): _TRANSFER,
+    ("consolidate", "wait"): _TRANSFER,
+    ("exchange", "wait"): _TRANSFER,
+    ("optimizer", "wait"): _WORKER,
+    ("pairwise_exchange", "wait"): _TRANSFER,
+    ("param_gather", "wait"): _EXCHANGE,
+    ("placement.worker", "wait"): _WORKER,
+    ("reduction.at_step", "join"): _STREAMS,
+    ("reduction.overlapped", "join"): _STREAMS,
+    ("reduction.overlapped", "result"): _EXCHANGE,
+    ("reduction.sparse", "wait"): _TRANSFER,
+    ("relay_exchange", "wait"): _EXCHANGE,
+    ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
+}
+
+# In native code: what waits for another process, with no bound.
+NATIVE_WAIT = re.compile(r"\bpoll\([^;]*,\s*-1\)|\bF_(OFD_)?SETLKW\b|\bwaitpid\(|\bsem_wait\(|\bpause\(\)|\bsigwait\(")
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -123,15 +155,52 @@ def import_findings(tree: ast.Module, module: str, depth: int, submodules: set[s
             yield line, f"{name}: import it from the module that defines it, not from {PACKAGE} itself"
 
 
+def wait_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
+    """Every call in a module, named from the package on, that may wait without a bound."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in WAITING_FUNCTIONS and len(node.args) + len(node.keywords) < WAITING_FUNCTIONS[called]:
+            yield node.lineno, f"{called}() waits without a bound"
+        elif (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in WAITING_METHODS
+            and called not in INSTANT
+            and not has_timeout(node)
+            and (module, node.func.attr) not in BOUNDED_WAITS
+        ):
+            yield (
+                node.lineno,
+                f"{called}() may wait for ever: give it a timeout, or say in BOUNDED_WAITS what bounds it",
+            )
+
+
+def has_timeout(call: ast.Call) -> bool:
+    """Whether there is an argument, other than a plain None."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
+
+
+def native_wait_findings(source: str) -> Iterator[Finding]:
+    """The same in native code, as far as a pattern can tell."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if found := NATIVE_WAIT.search(line):
+            yield number, f"{found[0]} waits without a bound"
+
+
 def check_file(path: Path, root: Path) -> Iterator[Finding]:
     """All findings in one file under ``root``."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source, str(path)) if path.suffix == ".py" else None
     yield from size_findings(source, tree)
+    if tree is None:
+        yield from native_wait_findings(source)
     package = root / PACKAGE
     if tree is None or not path.is_relative_to(package):
         return
     parts = path.relative_to(package).with_suffix("").parts
+    yield from wait_findings(tree, ".".join(parts))
     if parts[0] != COLLECTIVES_MODULE:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):

@@ -77,3 +77,28 @@ def test_other_names_are_not(source: str) -> None:
 )
 def test_imports_that_no_contract_sees(source: str, module: str, depth: int, count: int) -> None:
     assert len(list(rules.import_findings(ast.parse(source), module, depth, {"layout"}))) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "count"),
+    [
+        ("popen.wait()", "worker_process", 1),
+        ("popen.wait(timeout=5)", "worker_process", 0),
+        ("popen.wait(timeout=None)", "worker_process", 1),
+        ("future.result()", "wiring", 1),
+        ("future.result()", "reduction.overlapped", 0),
+        ("thread.join()\nqueue.get()\nlock.acquire()", "wiring", 3),
+        ("thread.join(5)\nqueue.get(timeout=1)\n','.join(words)\ntable.get(key)", "wiring", 0),
+        ("poller = select.poll()\npoller.poll(100)", "worker_process", 0),
+        ("poller.poll()", "worker_process", 1),
+        ("select.select([a], [], [])\nos.waitpid(pid, 0)\nsignal.pause()", "worker_process", 3),
+        ("select.select([a], [], [], 0.1)", "worker_process", 0),
+    ],
+)
+def test_waits_without_a_bound(source: str, module: str, count: int) -> None:
+    assert len(list(rules.wait_findings(ast.parse(source), module))) == count
+
+
+def test_native_waits_without_a_bound() -> None:
+    source = "poll(&fd, 1, kSliceMs);\npoll(&fd, 1, -1);\nfcntl(fd, F_SETLK, &lock);\nfcntl(fd, F_SETLKW, &lock);\n"
+    assert [line for line, _ in rules.native_wait_findings(source)] == [2, 4]

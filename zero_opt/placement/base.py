@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..buckets import GradBucket
+from ..errors import ZeroOptError
 from ..reduction.base import GradShard
 
 ParamState = MutableMapping[str, Any]
@@ -19,17 +20,40 @@ class Placement(Protocol):
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         """A param group was added; its parameters follow through :meth:`add`."""
 
+    def drop_groups(self, kept: int) -> None:
+        """Only the first ``kept`` groups are there after all; nothing was planned of the others."""
+
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """Buckets were planned; take charge of this rank's slices of them."""
 
     def repoint(self, params: Sequence[int]) -> None:
         """The data of these parameters moved."""
 
+    def require_own(self) -> None:
+        """Raise WorkerFailed in a process that cannot step, being forked from the one that made this."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has been taken whose result is not in the parameters yet."""
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """The buckets that :meth:`step` will update, the same on every rank."""
+
     def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
         """One optimizer step of this rank's slices with the given hyperparameters per group.
 
-        Yields the index of each bucket, in order, once its parameters are updated here; must be run to the end.
+        Yields the index of each bucket of :meth:`landing`, in order, once its parameters are updated here; must be run
+        to the end.
         """
+
+    def wait(self) -> None:
+        """Let a pending step end; it stays pending."""
+
+    def land(self) -> Iterator[int]:
+        """Bring a pending step into the parameters, as :meth:`step` yields them; those changed since are left alone."""
+
+    def conflict(self) -> ZeroOptError | None:
+        """What is wrong if the user has changed a parameter that a pending step updates."""
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
@@ -42,3 +66,26 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """Release what is held."""
+
+
+class AtOnce:
+    """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
+
+    pending = False
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """See :class:`Placement`."""
+        return [shard.bucket for shard in grads if shard.used]
+
+    def wait(self) -> None:
+        """See :class:`Placement`."""
+
+    def land(self) -> Iterator[int]:
+        """See :class:`Placement`."""
+        return iter(())
+
+    def conflict(self) -> None:
+        """See :class:`Placement`."""

@@ -13,7 +13,7 @@ from ..cpu_adam import CPUAdam, CPUAdamW, native_available
 from ..flat_param import FlatParam
 from ..layout import ParamSlice
 from ..reduction.base import GradShard
-from .base import ParamState
+from .base import AtOnce, ParamState
 
 _SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[CPUAdam | CPUAdamW]] = {
     torch.optim.Adam: CPUAdam,
@@ -41,7 +41,7 @@ def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)
 
 
-class DevicePlacement:
+class DevicePlacement(AtOnce):
     """Steps slices in place: the inner optimizer's parameters alias the user's."""
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
@@ -59,6 +59,13 @@ class DevicePlacement:
             self._inner = self._class([group], **self._defaults)
         else:
             self._inner.add_param_group(group)
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        if kept:
+            del self._optimizer.param_groups[kept:]
+        else:
+            self._inner = None
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
@@ -102,7 +109,7 @@ class DevicePlacement:
     def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
         """All at once: a class may keep state per group or per step."""
         self._step_together(grads, self._optimizer)
-        yield from (shard.bucket for shard in grads)
+        yield from (shard.bucket for shard in grads if shard.used)
 
     def _step_together(self, grads: Sequence[GradShard], stepper: torch.optim.Optimizer) -> None:
         parts = []
@@ -151,7 +158,8 @@ class BucketwisePlacement(DevicePlacement):
         for shard in grads:
             if any(grad is not None for grad in shard.grads):
                 self._step_together([shard], self._stepper_of(shard))
-            yield shard.bucket
+            if shard.used:
+                yield shard.bucket
 
     def _stepper_of(self, shard: GradShard) -> torch.optim.Optimizer:  # noqa: ARG002  (all alike)
         """What steps a bucket."""

@@ -297,7 +297,7 @@ class OverlappedReduction:
         for bucket in self._parts.partition.buckets:
             for piece in bucket.slices:
                 if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
-                    bucket.shard[slice(*piece.in_shard)].zero_()
+                    bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
                     self._live.add(piece.param)
 
     def stepped(self) -> None:
@@ -321,7 +321,7 @@ class OverlappedReduction:
         """See :class:`GradReduction`."""
         for bucket in self._parts.partition.buckets:
             if bucket.shard_nbytes:
-                bucket.shard.mul_(factor.to(bucket.device))
+                bucket.writable(keep=True).mul_(factor.to(bucket.device))
 
     def zero_consumed(self, param: int) -> None:
         """See :class:`GradOwner`."""

@@ -1,0 +1,53 @@
+// The trainer's side of the control area: submit a step, wait for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "control_block.hpp"
+#include "redo_log.hpp"
+#include "step.hpp"
+
+namespace zero_opt {
+
+enum class Waited { kDone, kDead, kWaiting };
+
+// An arena as this process maps it. Descriptors are passed in with each call, since they change with the worker.
+class Control {
+ public:
+  // Formats a control area of zeros; throws std::invalid_argument if it is formatted otherwise, or does not fit.
+  Control(char* base, std::size_t bytes, std::size_t lanes, std::size_t max_runs);
+
+  // Tells the worker to make the step, by the kernels of that name. All arrays must lie in the arena, behind the
+  // control area, and no ``out`` over a gradient; throws std::invalid_argument, with nothing submitted, if they do not,
+  // if there are too many runs, or if the last step is not finished. Returns the step's sequence number.
+  std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
+
+  // Until the step is done, the worker is dead (which its pidfd tells) or the time is over.
+  Waited wait(std::uint64_t sequence, int done_fd, int worker_pidfd, double seconds);
+
+  // Finishes the step here, as the worker would.
+  void finish() { finish_step(view_, bytes_, static_cast<int>(lanes_)); }
+
+  // Asks the worker to go once it has nothing to do.
+  void stop(int wake_fd);
+
+  std::uint64_t submitted() const { return control().submitted.load(std::memory_order_acquire); }
+  std::uint64_t completed() const { return control().completed.load(std::memory_order_acquire); }
+  std::uint64_t generation() const { return control().generation.load(std::memory_order_acquire); }
+  std::uint64_t nonfinite() const { return control().nonfinite.load(std::memory_order_acquire); }
+  std::string error() const;
+  std::vector<std::uint64_t> progress() const;
+
+ private:
+  ControlBlock& control() const { return view_.control(); }
+  std::uint64_t offset_of(const void* array, std::int64_t bytes) const;
+  StepRun translated(const AdamRun& run) const;
+
+  ArenaView view_;
+  std::size_t bytes_, lanes_, max_runs_;
+};
+
+}  // namespace zero_opt

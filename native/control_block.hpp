@@ -1,0 +1,115 @@
+// What trainer and worker tell each other: the front of the arena that both map, each at an address of its own.
+//
+// Control block, table of the step in progress, and one lane with its redo logs per thread of the worker. All places
+// are offsets from the arena's start; 0, which is the control block's, stands for none. Each word has one writer: the
+// trainer's is ``submitted`` with the table under it, and ``stop``; the rest is the worker's.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.hpp"
+
+namespace zero_opt {
+
+using Word = std::atomic<std::uint64_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
+
+// Elements of a run that are stepped at a time: the unit of the redo log.
+#if !defined(ZERO_OPT_LOG_NUMEL)
+#define ZERO_OPT_LOG_NUMEL 1024
+#endif
+constexpr std::int64_t kLogNumel = ZERO_OPT_LOG_NUMEL;
+static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
+
+constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
+constexpr std::uint64_t kControlVersion = 1;
+constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
+
+// AdamArrays as offsets.
+struct StepArrays {
+  std::uint64_t param, remainder, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base, max_exp_avg_sq;
+};
+
+// AdamRun as offsets; the state is written where it was read, by way of the log.
+struct StepRun {
+  std::int64_t numel;
+  std::int64_t first_block;  // number of its first block; blocks are numbered through all runs of the step
+  std::int64_t scalars;      // number of its scalars
+  StepArrays arrays;
+  std::uint64_t grad, out;
+  Format grad_format, moment_format, out_format;
+};
+
+// A step as submitted; the runs and scalars follow in their tables.
+struct StepHead {
+  std::int64_t runs, blocks, numel;
+  std::uint64_t arena_bytes;  // as the trainer maps it
+  std::uint64_t flush_denormals;
+  char isa[kIsaBytes];
+};
+
+struct alignas(64) ControlBlock {
+  std::uint64_t magic, version, log_numel, lanes, max_runs, control_bytes;
+  Word submitted, completed;  // sequence numbers of steps, from 1; alike when nothing is to be done
+  Word stop;                  // nonzero asks the worker to go
+  Word generation;            // raised by every worker when it is ready
+  Word touched;               // bytes of the arena whose pages have been taken
+  Word nonfinite;             // of the last completed step
+  Word error_bytes;           // of error, what a worker said before it gave up; 0 for nothing
+  char error[kErrorBytes];
+  StepHead step;
+};
+
+// The new state of one block before it goes home. The arrays are apart from each other by less than their size and
+// more, so that they do not all compete for one part of the nearest cache.
+struct alignas(64) LogBlock {
+  std::int64_t nonfinite;  // gradients of the lane that were not finite, up to and with this block
+  alignas(64) std::uint16_t exp_avg_base[kLogNumel / kCutNumel];
+  alignas(64) std::uint16_t exp_avg_sq_base[kLogNumel / kCutNumel];
+  alignas(64) float param[kLogNumel];
+  alignas(64) float exp_avg[kLogNumel];
+  alignas(64) float exp_avg_sq[kLogNumel];
+  alignas(64) float max_exp_avg_sq[kLogNumel];
+  alignas(64) std::int16_t remainder[kLogNumel];
+};
+
+// What one thread of the worker has done of the step: see redo_log.hpp.
+struct alignas(64) Lane {
+  Word progress;
+  LogBlock logs[2];
+};
+
+// Where the parts of a control area lie.
+struct ControlLayout {
+  std::size_t runs_at, scalars_at, lanes_at, bytes;
+
+  ControlLayout(std::size_t lanes, std::size_t max_runs)
+      : runs_at(sizeof(ControlBlock)),
+        scalars_at(aligned(runs_at + max_runs * sizeof(StepRun), alignof(Lane))),
+        lanes_at(aligned(scalars_at + max_runs * sizeof(AdamScalars), kPage)),
+        bytes(aligned(lanes_at + lanes * sizeof(Lane), kPage)) {}
+
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t aligned(std::size_t at, std::size_t unit) { return (at + unit - 1) / unit * unit; }
+};
+
+// A mapped arena by its parts.
+class ArenaView {
+ public:
+  ArenaView(char* base, std::size_t lanes, std::size_t max_runs) : base_(base), layout_(lanes, max_runs) {}
+
+  char* base() const { return base_; }
+  std::size_t control_bytes() const { return layout_.bytes; }
+  ControlBlock& control() const { return *reinterpret_cast<ControlBlock*>(base_); }
+  StepRun* runs() const { return reinterpret_cast<StepRun*>(base_ + layout_.runs_at); }
+  AdamScalars* scalars() const { return reinterpret_cast<AdamScalars*>(base_ + layout_.scalars_at); }
+  Lane* lanes() const { return reinterpret_cast<Lane*>(base_ + layout_.lanes_at); }
+
+ private:
+  char* base_;
+  ControlLayout layout_;
+};
+
+}  // namespace zero_opt

@@ -1,0 +1,52 @@
+"""The exchange of a group of one rank: the mean is the gradient, and every parameter is where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, chunks_of
+
+
+class AloneExchange(PooledExchange):
+    """See the module."""
+
+    def direct(self, dtype: torch.dtype) -> DirectExchange:  # noqa: ARG002  (any)
+        """See :class:`Exchange`."""
+        return self
+
+    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+        """See :class:`DirectExchange`."""
+        targets, sources = [], []
+        for run in runs:
+            target = out[run.start : run.start + run.numel]
+            if run.values is None:
+                if not run.add:
+                    target.zero_()
+            elif run.add:
+                target.add_(run.values)
+            else:
+                targets.append(target)
+                sources.append(run.values)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return True
+
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
+        """See :class:`DirectExchange`."""
+        return _nothing_left
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        out.copy_(bucket)
+        return True
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        return Gathering((), chunks_of(bucket, bounds))
+
+
+def _nothing_left() -> None:
+    """A gather that is complete already."""

@@ -1,0 +1,130 @@
+"""Which cores the worker runs on, and which are left to the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import weakref
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..collectives import Group
+from ..errors import ConfigError
+from ..host_exchange import host_id
+from ..policies import WorkerOffload
+from ..worker_process import allowed_threads
+
+_log = logging.getLogger("zero_opt")
+_TASKS = Path("/proc/self/task")
+
+
+class CoreSplit(NamedTuple):
+    """Who runs where.
+
+    Attributes:
+        worker: cores of the worker. threads: how many threads it has.
+        trainer: cores that the trainer is confined to; empty where it may use all it has.
+    """
+
+    worker: tuple[int, ...]
+    threads: int
+    trainer: tuple[int, ...] = ()
+
+
+def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, sharers: int) -> CoreSplit:
+    """Divide cores between worker and trainer.
+
+    With ``delay=0`` one of the two waits for the other, so both may use all. Cores that several ranks share, or a
+    single one, are not divided.
+
+    Args:
+        usable: cores that this process may use, those that share hardware side by side.
+        allowed: how many of them the cgroup's quota grants the time of.
+        sharers: how many ranks may use them.
+
+    Raises:
+        ConfigError: ``policy.cores`` are not usable here.
+    """
+    if policy.cores is not None:
+        if not set(policy.cores) <= set(usable):
+            raise ConfigError(f"WorkerOffload.cores={policy.cores}: this process may use {sorted(usable)} alone")
+        rest = tuple(core for core in usable if core not in policy.cores)
+        confined = rest if policy.delay and sharers == 1 else ()
+        return CoreSplit(policy.cores, policy.threads or min(len(policy.cores), allowed), confined)
+    if not policy.delay:
+        return CoreSplit(tuple(usable), policy.threads or max(allowed // sharers, 1))
+    threads = policy.threads or max(allowed // (2 * sharers), 1)
+    if sharers > 1 or len(usable) == 1:
+        return CoreSplit(tuple(usable), threads)
+    count = min(threads, len(usable) - 1)
+    return CoreSplit(tuple(usable[-count:]), threads, tuple(usable[:-count]))
+
+
+def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
+    """The split on this rank, given which other ranks of this host share its cores; logged. Collective."""
+    usable = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
+    mine = {"host": host_id(), "cores": usable}
+    offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
+    sharers = sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
+    split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
+    _log.info(
+        "rank %d: worker with %d threads on cores %s, trainer on %s%s",
+        group.rank,
+        split.threads,
+        sorted(split.worker),
+        sorted(split.trainer or usable),
+        f", which {sharers} ranks share" if sharers > 1 else "",
+    )
+    return split
+
+
+def _siblings(core: int) -> int:
+    """The first of the cores that share hardware with one."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        return int(path.read_text(encoding="ascii").replace("-", ",").split(",")[0])
+    return core
+
+
+class Confined:
+    """All threads of this process on some cores, and torch with as many threads at most, until :meth:`restore`."""
+
+    def __init__(self, cores: Collection[int]) -> None:
+        own = os.sched_getaffinity(0)
+        before = {tid: os.sched_getaffinity(tid) for tid in _tids()}
+        threads = torch.get_num_threads()
+        for tid in before:
+            _set_affinity(tid, cores)
+        if threads > len(cores):
+            torch.set_num_threads(len(cores))
+        self._restore = weakref.finalize(self, _restore, os.getpid(), set(cores), own, before, threads)
+        self._restore.atexit = False
+
+    def restore(self) -> None:
+        """Let every thread run where it did; those that have begun since, where the first one did."""
+        self._restore()
+
+
+def _restore(pid: int, cores: set[int], own: set[int], before: dict[int, set[int]], threads: int) -> None:
+    if os.getpid() != pid:
+        return
+    for tid in _tids():
+        with contextlib.suppress(OSError):
+            if os.sched_getaffinity(tid) == cores:
+                _set_affinity(tid, before.get(tid, own))
+    if threads > len(cores) and torch.get_num_threads() == len(cores):
+        torch.set_num_threads(threads)
+
+
+def _tids() -> list[int]:
+    return [int(task.name) for task in _TASKS.iterdir()]
+
+
+def _set_affinity(tid: int, cores: Collection[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.sched_setaffinity(tid, cores)

@@ -1,0 +1,283 @@
+"""The shard lives in an arena, and a process of its own steps it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buckets import GradBucket
+from ..collectives import Group
+from ..cpu_adam import CPUAdam, CPUAdamW, require_native
+from ..cpu_adam.update import hypers_of as adam_hypers
+from ..errors import StateDictError, StepPending, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from ..policies import WorkerOffload
+from ..reduction.base import GradShard
+from ..worker_process import WorkerProcess
+from .arena_shard import PARAM_DTYPES, ArenaShard, section_nbytes
+from .base import ParamState
+from .cores import Confined, agreed_split
+
+_log = logging.getLogger("zero_opt")
+_CLASSES = (torch.optim.Adam, torch.optim.AdamW, CPUAdam, CPUAdamW)
+_OTHERWISE = "with offload=None any class and option is stepped by the class itself"
+
+
+def check_groups(cls: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedOptimizer or NativeUnavailable unless a worker can step these param groups."""
+    require_native()
+    if cls not in _CLASSES:
+        names = ", ".join(known.__name__ for known in _CLASSES)
+        raise UnsupportedOptimizer(f"WorkerOffload steps {names}, not {cls.__name__}; {_OTHERWISE}")
+    for number, group in enumerate(groups):
+        if group.get("fused") is False or group.get("foreach"):
+            raise UnsupportedOptimizer(
+                f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and WorkerOffload "
+                f"has the bits of fused=True alone; {_OTHERWISE}"
+            )
+        if group.get("fused") is None:
+            _say_fused(cls.__name__)
+
+
+@functools.cache
+def _say_fused(name: str) -> None:
+    _log.warning("WorkerOffload steps %s as with fused=True, whose bits differ a little from the default's", name)
+
+
+def check_params(params: Iterable[Tensor], describe: Any) -> None:
+    """Raise UnsupportedParam, naming it, for a parameter that a worker cannot step."""
+    for index, param in enumerate(params):
+        if param.dtype not in PARAM_DTYPES:
+            raise UnsupportedParam(
+                f"{describe(index)} is {param.dtype}; WorkerOffload takes float32, bfloat16 and float16; {_OTHERWISE}"
+            )
+
+
+def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise StateDictError unless loaded state, per parameter, is Adam's."""
+    for index, state in states.items():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if state and key not in state:
+                raise StateDictError(f"state {key!r} of parameter {index} is missing")
+
+
+class _Used(NamedTuple):
+    """The slices of one shard that a step has."""
+
+    shard: ArenaShard
+    positions: Sequence[int]
+
+
+class _Pending(NamedTuple):
+    """A step that was submitted and not brought in.
+
+    Attributes:
+        sequence: its number; ``None`` where nothing of it is on this rank.
+        buckets: indices of those that are used on any rank. used: what is stepped here.
+    """
+
+    sequence: int | None
+    buckets: Sequence[int]
+    used: Sequence[_Used]
+
+
+class WorkerPlacement:
+    """See the module and :class:`Placement`.
+
+    The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
+    one come meanwhile, so buckets that are reduced into the arena have two buffers there.
+    """
+
+    def __init__(
+        self,
+        policy: WorkerOffload,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        group: Group,
+        grad_buffers: int,
+    ) -> None:
+        self._grad_buffers = grad_buffers
+        self._delay, self._class = policy.delay, optimizer_class
+        self._flush_denormals = bool(defaults.get("flush_denormals", False))
+        split = agreed_split(policy, group)
+        self._worker = WorkerProcess(policy, split.worker, split.threads)
+        self._confined = Confined(split.trainer) if split.trainer else None
+        self._amsgrad: list[bool] = []
+        self._shards: dict[int, ArenaShard] = {}
+        self._places: dict[int, tuple[ArenaShard, int]] = {}
+        self._pending: _Pending | None = None
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        self._amsgrad.append(bool(hypers["amsgrad"]))
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        del self._amsgrad[kept:]
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        added = [ArenaShard(bucket) for bucket in buckets]
+        self._extend([*self._shards.values(), *added])
+        for shard in added:
+            self._shards[shard.bucket.layout.index] = shard
+            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
+
+    def _extend(self, shards: Sequence[ArenaShard]) -> None:
+        """Give all arrays a place that have none yet."""
+        missing = [
+            (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=self._grad_buffers))
+            for shard in shards
+        ]
+        nbytes = sum(section_nbytes(shard.bucket.shard_numel, list(arrays.values())) for shard, arrays in missing)
+        if any(arrays for _, arrays in missing):
+            self.wait()
+            start = self._worker.extend(nbytes)
+            for shard, arrays in missing:
+                start = shard.place(arrays, start)
+            for shard in shards:
+                shard.bind(self._worker.arena)
+        self._worker.start()
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+        self._worker.require_own()
+
+    def repoint(self, params: Sequence[int]) -> None:
+        """See :class:`Placement`."""
+        for index in params:
+            if index in self._places:
+                shard, position = self._places[index]
+                shard.repoint(position)
+
+    def state(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`."""
+        for index, (shard, position) in self._places.items():
+            if position in shard.stepped:
+                yield index, shard.state(position)
+
+    def param_of(self, index: int) -> Tensor:
+        """See :class:`Placement`."""
+        shard, position = self._places[index]
+        return shard.flats[position].part(shard.pieces[position].in_param)
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See :class:`Placement`; what is under way ends, and is forgotten."""
+        self.wait()
+        if self._pending is not None:
+            for used in self._pending.used:
+                used.shard.bucket.reclaim()
+            self._pending = None
+        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+        self._extend(list(self._shards.values()))
+        without = 0
+        for index, (shard, position) in self._places.items():
+            saved = states.get(index, {})
+            shard.load(position, saved)
+            without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
+        if without:
+            _log.warning("no master was saved for %d parameters: their own values are taken", without)
+        self._tell_autograd()
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        try:
+            self.wait()
+        except ZeroOptError as error:
+            _log.warning("the last step is lost: %s", error)
+        finally:
+            if self._confined is not None:
+                self._confined.restore()
+            self._worker.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """See :class:`Placement`."""
+        return self._pending is not None
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """See :class:`Placement`."""
+        if not self._delay:
+            return [shard.bucket for shard in grads if shard.used]
+        return [] if self._pending is None else self._pending.buckets
+
+    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+        """See :class:`Placement`."""
+        before = list(self.land())
+        self._submit(grads, groups)
+        yield from self.land() if not self._delay else before
+
+    def wait(self) -> None:
+        """See :class:`Placement`."""
+        if self._pending is not None and self._pending.sequence is not None:
+            self._worker.wait(self._pending.sequence)
+
+    def land(self) -> Iterator[int]:
+        """See :class:`Placement`."""
+        self.wait()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        for shard, positions in pending.used:
+            shard.count_step(positions)
+        self._tell_autograd()
+        used = {shard.bucket.layout.index: (shard, positions) for shard, positions in pending.used}
+        for bucket in pending.buckets:
+            if bucket in used:
+                shard, positions = used[bucket]
+                shard.write_params([position for position in positions if not shard.edited(position)])
+            yield bucket
+
+    def conflict(self) -> StepPending | None:
+        """See :class:`Placement`."""
+        for shard, positions in () if self._pending is None else self._pending.used:
+            for position in filter(shard.edited, positions):
+                return StepPending(
+                    f"{shard.flats[position].label} was changed while a step for it was pending; with delay=1, call "
+                    "opt.flush() before changing parameters. A flush() after it keeps the change and drops the update"
+                )
+        return None
+
+    def _submit(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> None:
+        batches: dict[int, tuple[Any, list[Any], list[int]]] = {}
+        keep: list[Tensor] = []
+        used: list[_Used] = []
+        for found in grads:
+            shard = self._shards[found.bucket]
+            positions = [position for position, grad in enumerate(found.grads) if grad is not None]
+            if not positions:
+                continue
+            number = shard.bucket.layout.group
+            if number not in batches:
+                batches[number] = (adam_hypers(groups[number]).native(), [], [])
+            _, runs, addresses = batches[number]
+            shard.read_params(positions)
+            home = shard.take_grads(found.grads)
+            for bound, where in shard.runs(positions, amsgrad=self._uses_maximum(shard, groups[number])):
+                runs.append(bound.run)
+                keep.append(home[where])
+                addresses.append(keep[-1].data_ptr())
+            used.append(_Used(shard, positions))
+        sequence = None
+        if any(runs for _, runs, _ in batches.values()):
+            sequence = self._worker.submit(list(batches.values()), flush_denormals=self._flush_denormals)
+        for shard, _ in used:
+            shard.lend_grads()
+        self._pending = _Pending(sequence, [shard.bucket for shard in grads if shard.used], used)
+
+    def _uses_maximum(self, shard: ArenaShard, group: Mapping[str, Any]) -> bool:
+        if group["amsgrad"] and not shard.has_maximum():
+            raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
+        return bool(group["amsgrad"])
+
+    def _tell_autograd(self) -> None:
+        """Every array is a view of these bytes, and shares their version counter."""
+        torch.autograd.graph.increment_version([self._worker.arena.bytes])

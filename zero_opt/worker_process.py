@@ -1,0 +1,282 @@
+"""The worker: a native process beside this one that steps what lies in an arena both of them map.
+
+It is started by path, with neither torch nor this package, and told nothing but file descriptors; all else is in the
+arena. A worker may be killed at any instruction: the arena then holds all that a successor needs to finish its step.
+That is also how one is ended here, and how it is replaced when it does not get on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import WorkerDied, WorkerFailed
+from .policies import WorkerOffload
+from .shared_memory import GrowingArena, require_memory
+
+if TYPE_CHECKING:
+    from . import _native
+
+Batches = Sequence[tuple["_native.AdamHypers", Sequence["_native.AdamRun"], Sequence[int]]]
+
+_log = logging.getLogger("zero_opt")
+_MAIN = Path(__file__).with_name("worker_main.py")
+# Of one step: far more than there are parameters in a rank's shard. Entries that are not used take no memory.
+_MAX_RUNS = 1 << 16
+# A wait returns to Python this often, for Ctrl-C, and to see whether the worker gets on.
+_LOOK_S = 0.1
+_READY_LOOK_MS = 2
+_READY_S = 120.0
+# How long the kernel may take to end a process that was killed.
+_END_S = 10.0
+_STDERR_BYTES = 2000
+
+
+def allowed_threads(requested: int) -> int:
+    """``requested``, but at most what this process's affinity and cgroup quota grant."""
+    from . import _native
+
+    return _native.usable_threads(requested)
+
+
+class _Child:
+    """One worker process. Belongs to the process that started it: a fork of that one leaves it alone."""
+
+    def __init__(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
+        self._owner = os.getpid()
+        if not sys.executable:
+            raise WorkerFailed("cannot start a worker: sys.executable does not name a Python interpreter")
+        self._stderr = os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC)
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_MAIN), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                pass_fds=tuple(fds),
+                cwd="/",
+                start_new_session=True,  # a terminal's Ctrl-C is for the trainer
+            )
+        except OSError as error:
+            os.close(self._stderr)
+            raise WorkerFailed(f"cannot start a worker: {error}") from error
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)  # our child, and not reaped: the pid is its own
+        self._poll = select.poll()
+        self._poll.register(self.pidfd, select.POLLIN)
+
+    def dead(self, patience_ms: int) -> bool:
+        """Whether the process has ended, or does within that time."""
+        return bool(self._poll.poll(patience_ms))
+
+    def said(self) -> str:
+        """The end of what it has written to its standard error."""
+        start = max(os.fstat(self._stderr).st_size - _STDERR_BYTES, 0)
+        return os.pread(self._stderr, _STDERR_BYTES, start).decode(errors="replace").strip()
+
+    def end(self) -> str:
+        """Kill and reap it; how it ended.
+
+        Raises:
+            WorkerFailed: it does not go, so that nobody else may touch its memory.
+        """
+        if os.getpid() != self._owner:
+            self._popen.returncode = 0  # not ours to reap, nor to warn of
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.kill()
+        try:
+            code = self._popen.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
+        for fd in (self.pidfd, self._stderr):
+            os.close(fd)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+class _Held:
+    """What outlives nobody: the file descriptors, and the process that runs."""
+
+    def __init__(self) -> None:
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.own_pidfd = os.pidfd_open(os.getpid())
+        self.child: _Child | None = None
+
+    def end_child(self) -> str:
+        """End the worker, if one runs; how it ended."""
+        child, ended = self.child, ""
+        if child is not None:
+            ended = child.end()
+            self.child = None
+        return ended
+
+    def close(self) -> None:
+        """End the worker, and let go of everything."""
+        try:
+            self.end_child()
+        except WorkerFailed as error:
+            _log.warning("%s", error)
+        for fd in (self.wake, self.done, self.own_pidfd):
+            os.close(fd)
+
+
+class WorkerProcess:
+    """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
+
+    Attributes:
+        arena: the control area, then whatever :meth:`extend` has added.
+        deaths: how many workers have been replaced.
+    """
+
+    def __init__(self, policy: WorkerOffload, cores: Sequence[int], lanes: int) -> None:
+        from . import _native
+
+        self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
+        self._pid = os.getpid()
+        self.arena = GrowingArena.create("zero_opt worker", _native.control_nbytes(lanes, _MAX_RUNS))
+        self._connect()
+        self._held = _Held()
+        self._close = weakref.finalize(self, self._held.close)
+        self.deaths = 0
+        self._fruitless = 0
+        self._at_death: tuple[int, ...] = ()
+
+    def _connect(self) -> None:
+        from . import _native
+
+        arena = self.arena
+        self._control = _native.Control(arena.address, arena.bytes.numel(), lanes=self._lanes, max_runs=_MAX_RUNS)
+
+    def require_own(self) -> None:
+        """Raise WorkerFailed in a process that was forked from the one that made this."""
+        if os.getpid() != self._pid:
+            raise WorkerFailed(
+                f"this optimizer's worker belongs to process {self._pid}, of which this one ({os.getpid()}) is a fork; "
+                "construct the optimizer in the process that calls step()"
+            )
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def extend(self, nbytes: int) -> int:
+        """Add memory to the arena, all zero, and return where in the arena it begins. No step may be under way.
+
+        The arena is mapped anew: views of it are to be made again. :meth:`start` is to be called.
+
+        Raises:
+            OutOfMemory: there is not so much; nothing has changed.
+        """
+        self.require_own()
+        require_memory(nbytes, "the optimizer state and gradients of this rank's worker")
+        self._held.end_child()
+        start = self.arena.bytes.numel()
+        self.arena.grow(start + nbytes)
+        self._connect()
+        return start
+
+    # -- the process --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a worker unless one runs, and return when it is ready: it has finished what it found undone.
+
+        Raises:
+            WorkerFailed: it does not become ready; the message has what it said.
+        """
+        self.require_own()
+        if self._held.child is not None:
+            return
+        generation, waited = self._control.generation, 0.0
+        child = self._spawn()
+        while self._control.generation == generation:
+            before = time.monotonic()
+            if child.dead(_READY_LOOK_MS) or waited > _READY_S:
+                raise WorkerFailed(self._obituary(child, "did not become ready"))
+            waited += min(time.monotonic() - before, _LOOK_S)
+
+    def _spawn(self) -> _Child:
+        from . import _native
+
+        held = self._held
+        fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
+        numbers = [*fds, self._lanes, *self._cores]
+        held.child = _Child([str(_native.__file__), *map(str, numbers)], fds)
+        return held.child
+
+    def _obituary(self, child: _Child, what: str) -> str:
+        """End a worker, and say how it ended and what it said."""
+        said = self._control.error or child.said()
+        return f"worker process {child.pid} {what} ({self._held.end_child()})" + (f": {said}" if said else "")
+
+    def _replace(self, child: _Child, what: str) -> None:
+        """Make sure that a worker is gone, and start a successor, which finishes the step.
+
+        Raises:
+            WorkerDied: too many have gone at the same place.
+        """
+        message = self._obituary(child, what)
+        self.deaths += 1
+        progress = self._control.progress
+        self._fruitless = self._fruitless + 1 if progress == self._at_death else 1
+        self._at_death = progress
+        if self._fruitless >= self._policy.max_deaths:
+            deaths, self._fruitless = self._fruitless, 0
+            raise WorkerDied(
+                f"{message}; {deaths} in a row have not got on with step {self._control.submitted}. Parameters and "
+                "state are intact: opt.flush(), on every rank, tries again"
+            )
+        _log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)
+        self._spawn()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def submit(self, batches: Batches, *, flush_denormals: bool = False) -> int:
+        """Have the worker take a step; returns its sequence number.
+
+        Raises:
+            ValueError: something that the worker cannot do, before anything was submitted.
+        """
+        self.require_own()
+        return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals)
+
+    def wait(self, sequence: int) -> None:
+        """Return when a step is done, however many workers it takes.
+
+        Raises:
+            WorkerDied: they die, or get stuck, without getting on. KeyboardInterrupt: within about 0.1 s; the step is
+            not lost, and may be waited for again.
+        """
+        self.require_own()
+        idle, seen = 0.0, self._control.progress
+        while True:
+            child = self._held.child or self._spawn()
+            before = time.monotonic()
+            state = self._control.wait(sequence, self._held.done, child.pidfd, _LOOK_S)
+            if state == "done":
+                return
+            progress = self._control.progress
+            # What this process has not watched does not count: it may have been stopped itself.
+            idle = idle + min(time.monotonic() - before, _LOOK_S) if progress == seen else 0.0
+            seen = progress
+            if state == "dead":
+                self._replace(child, "died")
+                idle = 0.0
+            elif idle >= self._policy.hang_timeout:
+                self._replace(child, f"made no progress for {self._policy.hang_timeout:g} s and was killed")
+                idle = 0.0
+
+    def close(self) -> None:
+        """End the worker. The arena stays as long as there are tensors over it."""
+        self._close()
+        self.arena.close()
+
+    def __reduce__(self) -> Any:
+        raise WorkerFailed("a worker process cannot be copied")
