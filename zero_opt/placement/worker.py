@@ -15,6 +15,7 @@ from ..collectives import Group
 from ..cpu_adam import CPUAdam, CPUAdamW, require_native
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StateDictError, StepPending, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import WorkerProcess
@@ -106,6 +107,7 @@ class WorkerPlacement:
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
+        self._locked: PageLock | None = None
         self._amsgrad: list[bool] = []
         self._shards: dict[int, ArenaShard] = {}
         self._places: dict[int, tuple[ArenaShard, int]] = {}
@@ -143,7 +145,15 @@ class WorkerPlacement:
                 start = shard.place(arrays, start)
             for shard in shards:
                 shard.bind(self._worker.arena)
+            self._lock_pages(shards)
         self._worker.start()
+
+    def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
+        """Let GPUs, if parameters are there, read and write the arena as it is mapped now."""
+        if any(shard.bucket.device.type == "cuda" for shard in shards):
+            if self._locked is not None:
+                self._locked.release()
+            self._locked = PageLock(self._worker.arena.address, self._worker.arena.bytes.numel())
 
     def require_own(self) -> None:
         """See :class:`Placement`."""
@@ -192,6 +202,8 @@ class WorkerPlacement:
         except ZeroOptError as error:
             _log.warning("the last step is lost: %s", error)
         finally:
+            if self._locked is not None:
+                self._locked.release()
             if self._confined is not None:
                 self._confined.restore()
             self._worker.close()
@@ -266,6 +278,9 @@ class WorkerPlacement:
                 keep.append(home[where])
                 addresses.append(keep[-1].data_ptr())
             used.append(_Used(shard, positions))
+        # The worker reads gradients, and writes over what parameters are copied from: both copies are over by then.
+        for device in {shard.bucket.device for shard, _ in used if shard.bucket.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._worker.submit(list(batches.values()), flush_denormals=self._flush_denormals)
