@@ -15,6 +15,7 @@ from ..collectives import Group
 from ..cpu_adam import CPUAdam, CPUAdamW, require_native
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StateDictError, StepPending, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from ..flat_param import share_counters
 from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
@@ -125,6 +126,8 @@ class WorkerPlacement:
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
+        known = [flat for shard in self._shards.values() for flat in shard.bucket.params]
+        share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         added = [ArenaShard(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         for shard in added:
