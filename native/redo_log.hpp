@@ -19,7 +19,7 @@ namespace zero_opt {
 
 // Elements of a run that are stepped at a time. So few that both logs and the block's home stay in the nearest cache,
 // and that the processor, while it copies one block home, is already fetching the next.
-constexpr std::int64_t kLogNumel = 128;
+constexpr std::int64_t kLogNumel = 256;
 static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
 
 // AdamArrays as offsets.

@@ -105,6 +105,49 @@ AdamRun run_in_place(char* base, const StepRun& run) {
           run.moment_format, run.out_format};
 }
 
+std::int64_t step_staged(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
+                         Staging& staging) {
+  run.to = log_of(run, block.begin, log);
+  return adam_staged(scalars, run, block.begin, block.end - block.begin, staging);
+}
+
+// Whether a step of this run needs none of the ways round through other copies: the usual one.
+inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
+  return run.moment_format == Format::kFloat32 && run.from.remainder == nullptr && run.from.max_exp_avg_sq == nullptr &&
+         (run.grad_format == Format::kFloat32 || run.grad_format == Format::kBfloat16) && converts(scalars, false);
+}
+
+// What adam_staged and copy_home do, with nothing to decide on: for so few elements deciding takes as long as the step.
+std::int64_t step_straight(const AdamScalars& scalars, const AdamRun& run, const Block& block, LogBlock& log,
+                           Staging& staging) {
+  const std::int64_t begin = block.begin;
+  Lanes lanes = {};
+  lanes.numel = block.end - begin;
+  lanes.from.param = static_cast<float*>(run.from.param) + begin;
+  lanes.from.exp_avg = static_cast<float*>(run.from.exp_avg) + begin;
+  lanes.from.exp_avg_sq = static_cast<float*>(run.from.exp_avg_sq) + begin;
+  lanes.to.param = log.param;
+  lanes.to.exp_avg = log.exp_avg;
+  lanes.to.exp_avg_sq = log.exp_avg_sq;
+  bool spoilt;
+  if (run.grad_format == Format::kFloat32) {
+    lanes.grad = static_cast<const float*>(run.grad) + begin;
+    spoilt = adam_loop<false, false, false, false, false, false>(scalars, lanes);
+  } else {
+    lanes.half_grad = static_cast<const std::uint16_t*>(run.grad) + begin;
+    spoilt = adam_loop<true, false, false, false, false, false>(scalars, lanes);
+  }
+  if (run.out != nullptr) write_out(run, begin, lanes.numel, log.param, staging);
+  return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
+}
+
+inline void copy_straight(const AdamRun& run, const Block& block, const LogBlock& log) {
+  const std::int64_t begin = block.begin, n = block.end - begin;
+  copy_array(log.param, begin, n, 4, run.from.param);
+  copy_array(log.exp_avg, begin, n, 4, run.from.exp_avg);
+  copy_array(log.exp_avg_sq, begin, n, 4, run.from.exp_avg_sq);
+}
+
 // Does what is left of the lane's part of the step. Returns how many of its gradients were not finite, counted once
 // whoever did them.
 std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lane) {
@@ -117,17 +160,22 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
   Staging staging;
   Block block = {step.runs, 0, 0};
   AdamRun run = {};
+  bool known = false, straight = false;
   for (; done < count; ++done) {
     const StepRun* last = block.run;
     block = block_of(last, range.first + done);
-    if (block.run != last || run.numel == 0) run = run_in_place(step.base, *block.run);
-    LogBlock& log = lane.logs[done % 2];
-    run.to = log_of(run, block.begin, log);
-    const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;
     const AdamScalars& scalars = step.scalars[block.run->scalars];
-    log.nonfinite = before + adam_staged(scalars, run, block.begin, block.end - block.begin, staging);
+    if (!known || block.run != last) {
+      run = run_in_place(step.base, *block.run);
+      straight = goes_straight(run, scalars);
+      known = true;
+    }
+    LogBlock& log = lane.logs[done % 2];
+    const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;
+    log.nonfinite = before + (straight ? step_straight(scalars, run, block, log, staging)
+                                       : step_staged(scalars, run, block, log, staging));
     commit(lane, progress_word(step.sequence, done + 1));
-    copy_home(run, block, log);
+    straight ? copy_straight(run, block, log) : copy_home(run, block, log);
   }
   end_streams();
   if (done == count) commit(lane, progress_word(step.sequence, count + 1));
