@@ -1,0 +1,94 @@
+"""Variants of the redo log that are wrong, each of which the sweep has to notice.
+
+A mutant is the shipped redo_log.cpp with some of its text replaced. Most are right as long as nobody is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMMIT = "    commit(lane, progress_word(step.sequence, done + 1));\n"
+COPY_HOME = "    if (done > 0) copy_home(step, block_of(step, range.first + done - 1), last);\n"
+COMPUTE_BEGINS = "    if (done < count) {\n"
+COMPUTE = "      const std::int64_t found = compute(step, block_of(step, range.first + done), next);\n"
+COUNT = "      next.nonfinite = found + (done > 0 ? last.nonfinite : 0);\n"
+RETURN = "  return count > 0 ? lane.logs[(count - 1) % 2].nonfinite : 0;\n"
+LOOP = "  for (; done <= count; ++done) {\n"
+COMMITTED = "  return this_step ? static_cast<std::int64_t>(word & 0xffffffffu) : 0;\n"
+COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
+LANES = "  if (head.numel > kAloneNumel) {\n"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Attributes: what is wrong; the texts to replace; whether a step that nobody disturbs comes out right."""
+
+    name: str
+    replacements: tuple[tuple[str, str], ...]
+    right_undisturbed: bool = True
+
+    def applied(self, source: str) -> str:
+        """The mutated source. Raises ValueError unless every text is there exactly once."""
+        for old, new in self.replacements:
+            if source.count(old) != 1:
+                raise ValueError(f"mutant {self.name!r} does not apply: {source.count(old)} times {old!r}")
+            source = source.replace(old, new)
+        return source
+
+
+def _moved(text: str, before: str, name: str) -> Mutant:
+    return Mutant(name, ((text, ""), (before, text + before)))
+
+
+def mutants() -> Iterator[Mutant]:
+    yield _moved(COMMIT, COMPUTE_BEGINS, "a block is committed before it is computed")
+    yield _moved(COMMIT, COUNT, "a block is committed before its count is in the log")
+    yield Mutant("a block is committed before the last one is home", ((COPY_HOME, ""), (COMMIT, COMMIT + COPY_HOME)))
+    yield Mutant(
+        "the last block is committed as home before it is",
+        ((COPY_HOME, COPY_HOME.replace("done > 0", "done > 0 && done < count")), (COMMIT, COMMIT + COPY_HOME)),
+    )
+    yield Mutant("one log for all blocks", (("lane.logs[(done + 1) % 2]", "lane.logs[0]"), ("lane.logs[done % 2]", "lane.logs[0]"), (RETURN, "  return lane.logs[0].nonfinite;\n")))
+    yield Mutant(
+        "a block goes home before it is committed",
+        ((COUNT, COUNT + "      copy_home(step, block_of(step, range.first + done), next);\n"),),
+    )
+    yield Mutant("a moment is written home at once", (("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "at<void>(step.base, home.exp_avg)"), ("AdamArrays log_of(const Block& block, LogBlock& log) {", "AdamArrays log_of(const LoggedStep& step, const Block& block, LogBlock& log) {"), ("log_of(block, log),", "log_of(step, block, log),"), ("array(arrays.exp_avg, log.exp_avg, moment);\n", "")))  # fmt: skip
+    yield Mutant("a successor begins a block early", ((LOOP, "  if (0 < done && done <= count) --done;\n" + LOOP),))
+    yield Mutant("a successor begins a block late", ((LOOP, "  if (0 < done && done < count) ++done;\n" + LOOP),))
+    yield Mutant(
+        "a successor does not copy the committed block home",
+        ((LOOP, "  const std::int64_t begun = done;\n" + LOOP), (COPY_HOME, COPY_HOME.replace("done > 0", "done > begun"))),
+    )
+    yield Mutant(
+        "a successor does not write out of its first block",
+        (
+            ("std::int64_t compute(const LoggedStep& step, const Block& block, LogBlock& log) {", "std::int64_t compute(const LoggedStep& step, const Block& block, LogBlock& log, bool out) {"),
+            ("at<void>(step.base, run.out)", "at<void>(step.base, out ? run.out : 0)"),
+            (LOOP, "  const std::int64_t begun = done;\n" + LOOP),
+            (COMPUTE, COMPUTE.replace("next)", "next, done == 0 || done != begun)")),
+        ),
+    )
+    yield Mutant(
+        "gradients that are not finite are counted again",
+        (
+            (COUNT, "      lane.logs[0].nonfinite = found + (done > 0 ? lane.logs[0].nonfinite : 0);\n"),
+            (RETURN, "  return count > 0 ? lane.logs[0].nonfinite : 0;\n"),
+        ),
+    )
+    yield Mutant(
+        "gradients that a dead worker counted are forgotten",
+        (
+            (LOOP, "  std::int64_t all = 0;\n" + LOOP),
+            (COUNT, "      all += found;\n"),
+            (RETURN, "  return all;\n"),
+        ),
+    )
+    yield Mutant("a lane's last block never goes home", ((LOOP, LOOP.replace("<=", "<")),), right_undisturbed=False)
+    yield Mutant(
+        "the commit word is that of any step",
+        (("word >> 32 == (sequence & 0xffffffffu)", "sequence != 0"),),
+        right_undisturbed=False,
+    )
+    yield Mutant("a step is complete before it is made", ((COMPLETED, ""), (LANES, COMPLETED + LANES)))
