@@ -7,13 +7,14 @@ a variant of redo_log.cpp, that is compiled and takes the place of its object. W
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import setuptools  # noqa: F401, I001  distutils is setuptools' own
-from distutils.core import run_setup
+import setuptools  # noqa: F401  makes distutils its own
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).resolve().parent
@@ -26,7 +27,7 @@ def _build(folder: Path) -> Any:
     objects, libraries = str(folder / "objects"), str(folder / "libraries")
     arguments = ["-q", "build_ext", "--build-temp", objects, "--build-lib", str(folder / "package")]
     arguments += ["build_clib", "--build-temp", objects, "--build-clib", libraries]
-    distribution = run_setup("setup.py", arguments, stop_after="commandline")
+    distribution = importlib.import_module("distutils.core").run_setup("setup.py", arguments, stop_after="commandline")
     for name in ("build_clib", "build_ext"):
         distribution.run_command(name)
     return distribution.get_command_obj("build_ext")
@@ -40,7 +41,9 @@ def _compiled(command: Any, sources: list[Path], folder: Path) -> list[str]:
         target = folder / (source.stem + ".o")
         needed = [source, *OWN.glob("*.hpp"), *(ROOT / "native").glob("*.hpp")]
         if not target.exists() or target.stat().st_mtime < max(path.stat().st_mtime for path in needed):
-            with _inside(source.parent):  # distutils puts an object where its source lies, below the output's folder
+            with contextlib.chdir(
+                source.parent
+            ):  # distutils puts an object where its source lies, below the output's folder
                 command.compiler.compile(
                     [source.name],
                     output_dir=str(folder),
@@ -50,17 +53,6 @@ def _compiled(command: Any, sources: list[Path], folder: Path) -> list[str]:
                 )
         found.append(str(target))
     return found
-
-
-class _inside:
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._before = folder, Path.cwd()
-
-    def __enter__(self) -> None:
-        os.chdir(self._folder)
-
-    def __exit__(self, *_: object) -> None:
-        os.chdir(self._before)
 
 
 def main(build: str, *programs: str) -> None:

@@ -15,18 +15,23 @@ COMPUTE = "      const std::int64_t found = compute(step, block_of(step, range.f
 COUNT = "      next.nonfinite = found + (done > 0 ? last.nonfinite : 0);\n"
 RETURN = "  return count > 0 ? lane.logs[(count - 1) % 2].nonfinite : 0;\n"
 LOOP = "  for (; done <= count; ++done) {\n"
-COMMITTED = "  return this_step ? static_cast<std::int64_t>(word & 0xffffffffu) : 0;\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
 LANES = "  if (head.numel > kAloneNumel) {\n"
+BEGUN = "  const std::int64_t begun = done;\n"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Attributes: what is wrong; the texts to replace; whether a step that nobody disturbs comes out right."""
+    """
+    Attributes:
+        name: what is wrong.
+        replacements: texts and what comes in their place.
+        deaths: how many it takes to show; with 0, a step that nobody disturbs is wrong.
+    """
 
     name: str
     replacements: tuple[tuple[str, str], ...]
-    right_undisturbed: bool = True
+    deaths: int = 1
 
     def applied(self, source: str) -> str:
         """The mutated source. Raises ValueError unless every text is there exactly once."""
@@ -49,25 +54,40 @@ def mutants() -> Iterator[Mutant]:
         "the last block is committed as home before it is",
         ((COPY_HOME, COPY_HOME.replace("done > 0", "done > 0 && done < count")), (COMMIT, COMMIT + COPY_HOME)),
     )
-    yield Mutant("one log for all blocks", (("lane.logs[(done + 1) % 2]", "lane.logs[0]"), ("lane.logs[done % 2]", "lane.logs[0]"), (RETURN, "  return lane.logs[0].nonfinite;\n")))
+    yield Mutant(
+        "one log for all blocks",
+        (
+            ("lane.logs[(done + 1) % 2]", "lane.logs[0]"),
+            ("lane.logs[done % 2]", "lane.logs[0]"),
+            (RETURN, "  return lane.logs[0].nonfinite;\n"),
+        ),
+    )
     yield Mutant(
         "a block goes home before it is committed",
         ((COUNT, COUNT + "      copy_home(step, block_of(step, range.first + done), next);\n"),),
     )
-    yield Mutant("a moment is written home at once", (("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "at<void>(step.base, home.exp_avg)"), ("AdamArrays log_of(const Block& block, LogBlock& log) {", "AdamArrays log_of(const LoggedStep& step, const Block& block, LogBlock& log) {"), ("log_of(block, log),", "log_of(step, block, log),"), ("array(arrays.exp_avg, log.exp_avg, moment);\n", "")))  # fmt: skip
+    yield Mutant(
+        "a moment is written home at once",
+        (
+            ("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "at<void>(base, home.exp_avg)"),
+            ("AdamArrays log_of(", "AdamArrays log_of(char* base, "),
+            ("log_of(block, log),", "log_of(step.base, block, log),"),
+            ("array(arrays.exp_avg, log.exp_avg, moment);\n", ""),
+        ),
+    )
     yield Mutant("a successor begins a block early", ((LOOP, "  if (0 < done && done <= count) --done;\n" + LOOP),))
     yield Mutant("a successor begins a block late", ((LOOP, "  if (0 < done && done < count) ++done;\n" + LOOP),))
     yield Mutant(
         "a successor does not copy the committed block home",
-        ((LOOP, "  const std::int64_t begun = done;\n" + LOOP), (COPY_HOME, COPY_HOME.replace("done > 0", "done > begun"))),
+        ((LOOP, BEGUN + LOOP), (COPY_HOME, COPY_HOME.replace("done > 0", "done > begun"))),
     )
     yield Mutant(
         "a successor does not write out of its first block",
         (
-            ("std::int64_t compute(const LoggedStep& step, const Block& block, LogBlock& log) {", "std::int64_t compute(const LoggedStep& step, const Block& block, LogBlock& log, bool out) {"),
+            ("std::int64_t compute(", "std::int64_t compute(bool out, "),
             ("at<void>(step.base, run.out)", "at<void>(step.base, out ? run.out : 0)"),
-            (LOOP, "  const std::int64_t begun = done;\n" + LOOP),
-            (COMPUTE, COMPUTE.replace("next)", "next, done == 0 || done != begun)")),
+            (LOOP, BEGUN + LOOP),
+            (COMPUTE, COMPUTE.replace("compute(", "compute(done == 0 || done != begun, ")),
         ),
     )
     yield Mutant(
@@ -85,10 +105,20 @@ def mutants() -> Iterator[Mutant]:
             (RETURN, "  return all;\n"),
         ),
     )
-    yield Mutant("a lane's last block never goes home", ((LOOP, LOOP.replace("<=", "<")),), right_undisturbed=False)
+    yield Mutant("a lane's last block never goes home", ((LOOP, LOOP.replace("<=", "<")),), deaths=0)
     yield Mutant(
         "the commit word is that of any step",
         (("word >> 32 == (sequence & 0xffffffffu)", "sequence != 0"),),
-        right_undisturbed=False,
+        deaths=0,
     )
     yield Mutant("a step is complete before it is made", ((COMPLETED, ""), (LANES, COMPLETED + LANES)))
+    yield Mutant(
+        "a successor begins with the first log whatever the block",
+        (
+            ("lane.logs[(done + 1) % 2]", "lane.logs[(done + 1 - begun) % 2]"),
+            ("lane.logs[done % 2]", "lane.logs[(done - begun) % 2]"),
+            (LOOP, BEGUN + "  if (0 < done && done <= count) lane.logs[1] = lane.logs[(done + 1) % 2];\n" + LOOP),
+            (RETURN, RETURN.replace("(count - 1)", "(begun <= count ? count + 1 - begun : count - 1)")),
+        ),
+        deaths=2,
+    )

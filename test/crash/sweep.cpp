@@ -8,7 +8,7 @@
 // Usage: sweep ISA SCENARIO SHAPE LANES EVERY NESTED_EVERY [first]
 // Every EVERY-th instruction is looked at, and the recovery from every NESTED_EVERY-th of the images found is swept (0:
 // of none). With "first" the sweep ends at the first divergence. Prints one line of JSON; the status is 1 if anything
-// diverged.
+// diverged, 4 if processes cannot be traced here.
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -32,6 +32,8 @@ using crash::Case;
 // A step that takes more instructions than this does not end.
 constexpr std::uint64_t kMost = 50'000'000;
 
+struct CannotTrace {};
+
 struct Counts {
   std::uint64_t points = 0, images = 0, divergent = 0;
 };
@@ -48,7 +50,7 @@ class Traced {
       syscall(SYS_exit_group, 0);
     }
     wait();
-    if (!stopped_) throw std::runtime_error("a child cannot be traced");
+    if (!stopped_) throw CannotTrace();
   }
   ~Traced() {
     if (!stopped_) return;
@@ -182,6 +184,9 @@ int main(int argc, char** argv) {
     print(sweep.nested(), "nested");
     std::printf("\"blocks\": %llu}\n", static_cast<unsigned long long>(step.blocks()));
     return undisturbed && !sweep.diverged() ? 0 : 1;
+  } catch (const CannotTrace&) {
+    std::fprintf(stderr, "processes cannot be traced here\n");
+    return 4;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 3;

@@ -1,0 +1,88 @@
+"""The programs of this folder: built when out of date, and run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from test.crash.mutants import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "crash"
+# The long form takes minutes: make crash.
+LONG = os.environ.get("ZERO_OPT_CRASH") == "long"
+PATIENCE_S = 1800  # nothing hangs
+DIVERGED, CANNOT_TRACE = 1, 4
+
+
+@functools.cache
+def built(program: str) -> Path:
+    """A program with the shipped objects."""
+    _build(program)
+    return BUILD / program
+
+
+def built_mutant(mutant: Mutant) -> Path:
+    """The sweep over a wrong variant of the redo log."""
+    built("sweep")
+    source = BUILD / "mutants" / (mutant.name.replace(" ", "_") + ".cpp")
+    source.parent.mkdir(exist_ok=True)
+    text = mutant.applied((ROOT / "native" / "redo_log.cpp").read_text())
+    if not source.exists() or source.read_text() != text:
+        source.write_text(text)
+    _build(f"sweep={source}")
+    return source.with_suffix("")
+
+
+def _build(what: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("build.py")), str(BUILD), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Instructions after which a worker was killed, how many different contents of memory that left, failures."""
+
+    points: int
+    images: int
+    divergent: int
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.points + other.points, self.images + other.images, self.divergent + other.divergent)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep has found; ``nested`` counts the deaths of successors. Crashed if it did not come to its end."""
+
+    undisturbed: bool = False
+    first: Counts = Counts(0, 0, 0)
+    nested: Counts = Counts(0, 0, 0)
+    crashed: bool = False
+    said: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.undisturbed and not (self.crashed or self.first.divergent or self.nested.divergent)
+
+
+def sweep(program: Path, *arguments: object) -> Swept:
+    """Run the sweep; its arguments are described in sweep.cpp. Skips the test where processes cannot be traced."""
+    command = [str(program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if done.returncode == CANNOT_TRACE:
+        pytest.skip(done.stderr)
+    if done.returncode not in (0, DIVERGED):
+        return Swept(crashed=True, said=f"status {done.returncode}: {done.stderr}")
+    found = json.loads(done.stdout)
+    swept = Swept(found["undisturbed"], Counts(**found["first"]), Counts(**found["nested"]), said=done.stderr)
+    assert swept.right == (done.returncode == 0)
+    return swept
