@@ -41,9 +41,8 @@ def _compiled(command: Any, sources: list[Path], folder: Path) -> list[str]:
         target = folder / (source.stem + ".o")
         needed = [source, *OWN.glob("*.hpp"), *(ROOT / "native").glob("*.hpp")]
         if not target.exists() or target.stat().st_mtime < max(path.stat().st_mtime for path in needed):
-            with contextlib.chdir(
-                source.parent
-            ):  # distutils puts an object where its source lies, below the output's folder
+            # distutils puts an object where its source lies, below the output's folder.
+            with contextlib.chdir(source.parent):
                 command.compiler.compile(
                     [source.name],
                     output_dir=str(folder),

@@ -5,7 +5,6 @@ A mutant is the shipped redo_log.cpp with some of its text replaced. Most are ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 COMMIT = "    commit(lane, progress_word(step.sequence, done + 1));\n"
@@ -46,27 +45,27 @@ def _moved(text: str, before: str, name: str) -> Mutant:
     return Mutant(name, ((text, ""), (before, text + before)))
 
 
-def mutants() -> Iterator[Mutant]:
-    yield _moved(COMMIT, COMPUTE_BEGINS, "a block is committed before it is computed")
-    yield _moved(COMMIT, COUNT, "a block is committed before its count is in the log")
-    yield Mutant("a block is committed before the last one is home", ((COPY_HOME, ""), (COMMIT, COMMIT + COPY_HOME)))
-    yield Mutant(
+MUTANTS = (
+    _moved(COMMIT, COMPUTE_BEGINS, "a block is committed before it is computed"),
+    _moved(COMMIT, COUNT, "a block is committed before its count is in the log"),
+    Mutant("a block is committed before the last one is home", ((COPY_HOME, ""), (COMMIT, COMMIT + COPY_HOME))),
+    Mutant(
         "the last block is committed as home before it is",
         ((COPY_HOME, COPY_HOME.replace("done > 0", "done > 0 && done < count")), (COMMIT, COMMIT + COPY_HOME)),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "one log for all blocks",
         (
             ("lane.logs[(done + 1) % 2]", "lane.logs[0]"),
             ("lane.logs[done % 2]", "lane.logs[0]"),
             (RETURN, "  return lane.logs[0].nonfinite;\n"),
         ),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "a block goes home before it is committed",
         ((COUNT, COUNT + "      copy_home(step, block_of(step, range.first + done), next);\n"),),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "a moment is written home at once",
         (
             ("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "at<void>(base, home.exp_avg)"),
@@ -74,14 +73,14 @@ def mutants() -> Iterator[Mutant]:
             ("log_of(block, log),", "log_of(step.base, block, log),"),
             ("array(arrays.exp_avg, log.exp_avg, moment);\n", ""),
         ),
-    )
-    yield Mutant("a successor begins a block early", ((LOOP, "  if (0 < done && done <= count) --done;\n" + LOOP),))
-    yield Mutant("a successor begins a block late", ((LOOP, "  if (0 < done && done < count) ++done;\n" + LOOP),))
-    yield Mutant(
+    ),
+    Mutant("a successor begins a block early", ((LOOP, "  if (0 < done && done <= count) --done;\n" + LOOP),)),
+    Mutant("a successor begins a block late", ((LOOP, "  if (0 < done && done < count) ++done;\n" + LOOP),)),
+    Mutant(
         "a successor does not copy the committed block home",
         ((LOOP, BEGUN + LOOP), (COPY_HOME, COPY_HOME.replace("done > 0", "done > begun"))),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "a successor does not write out of its first block",
         (
             ("std::int64_t compute(", "std::int64_t compute(bool out, "),
@@ -89,30 +88,30 @@ def mutants() -> Iterator[Mutant]:
             (LOOP, BEGUN + LOOP),
             (COMPUTE, COMPUTE.replace("compute(", "compute(done == 0 || done != begun, ")),
         ),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "gradients that are not finite are counted again",
         (
             (COUNT, "      lane.logs[0].nonfinite = found + (done > 0 ? lane.logs[0].nonfinite : 0);\n"),
             (RETURN, "  return count > 0 ? lane.logs[0].nonfinite : 0;\n"),
         ),
-    )
-    yield Mutant(
+    ),
+    Mutant(
         "gradients that a dead worker counted are forgotten",
         (
             (LOOP, "  std::int64_t all = 0;\n" + LOOP),
             (COUNT, "      all += found;\n"),
             (RETURN, "  return all;\n"),
         ),
-    )
-    yield Mutant("a lane's last block never goes home", ((LOOP, LOOP.replace("<=", "<")),), deaths=0)
-    yield Mutant(
+    ),
+    Mutant("a lane's last block never goes home", ((LOOP, LOOP.replace("<=", "<")),), deaths=0),
+    Mutant(
         "the commit word is that of any step",
         (("word >> 32 == (sequence & 0xffffffffu)", "sequence != 0"),),
         deaths=0,
-    )
-    yield Mutant("a step is complete before it is made", ((COMPLETED, ""), (LANES, COMPLETED + LANES)))
-    yield Mutant(
+    ),
+    Mutant("a step is complete before it is made", ((COMPLETED, ""), (LANES, COMPLETED + LANES))),
+    Mutant(
         "a successor begins with the first log whatever the block",
         (
             ("lane.logs[(done + 1) % 2]", "lane.logs[(done + 1 - begun) % 2]"),
@@ -121,4 +120,5 @@ def mutants() -> Iterator[Mutant]:
             (RETURN, RETURN.replace("(count - 1)", "(begun <= count ? count + 1 - begun : count - 1)")),
         ),
         deaths=2,
-    )
+    ),
+)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.crash.mutants import Mutant, mutants
+from test.crash.mutants import MUTANTS, Mutant
 from test.crash.programs import LONG, ROOT, Counts, built, built_mutant, sweep
 from zero_opt import _native
 
@@ -17,9 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memf
 SCENARIOS = ("plain", "bf16", "amsgrad", "compact")
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [("short", 1, 7), ("short", 2, 7), ("cut", 1, 1009), ("cut", 2, 1009)] if LONG else [("short", 2, 150)]
-MUTANTS = list(mutants())
 # In the short form there is time for some.
-TRIED = MUTANTS if LONG else [MUTANTS[0], MUTANTS[2], MUTANTS[-1]]
+TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], MUTANTS[-1])
 NONE = Counts(0, 0, 0)
 
 
