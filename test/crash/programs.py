@@ -42,8 +42,8 @@ def built_mutant(mutant: Mutant) -> Path:
 
 
 def _build(what: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("build.py")), str(BUILD), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    command = [sys.executable, "-m", "test.crash.build", str(BUILD), what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
