@@ -88,6 +88,12 @@ std::size_t data_bytes(const Scenario& scenario) {
   return reinterpret_cast<std::uintptr_t>(places.next());
 }
 
+// Of a word, atomic or not.
+template <typename T>
+std::uint64_t value_of(const T& word) {
+  return word;
+}
+
 class Event {
  public:
   Event() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
@@ -219,7 +225,7 @@ bool Case::finished(const char* base, std::string& what) const {
   const std::uint64_t counted = control.nonfinite.load();
   if (counted != static_cast<std::uint64_t>(nonfinite_)) what += " " + std::to_string(counted) + " not finite";
   for (std::size_t lane = 0; lane < scenario_.lanes; ++lane) {
-    if (view.lanes()[lane].progress.load() == 0) what += " no progress of lane " + std::to_string(lane);
+    if (value_of(view.lanes()[lane].progress) == 0) what += " no progress of lane " + std::to_string(lane);
   }
   return what.empty();
 }
