@@ -57,7 +57,7 @@ def extension() -> Extension:
                 "dispatch",
                 "host_exchange",
                 "peer_words",
-                "redo_log",
+                "logged_step",
                 "step",
                 "thread_pool",
                 "worker",

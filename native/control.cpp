@@ -171,7 +171,7 @@ std::string Control::error() const {
 std::vector<std::uint64_t> Control::progress() const {
   std::vector<std::uint64_t> words;
   for (std::size_t lane = 0; lane < lanes_; ++lane) {
-    words.push_back(view_.lanes()[lane].progress.load(std::memory_order_acquire));
+    words.push_back(__atomic_load_n(&view_.lanes()[lane].progress, __ATOMIC_ACQUIRE));
   }
   return words;
 }

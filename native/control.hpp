@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "control_block.hpp"
-#include "redo_log.hpp"
+#include "logged_step.hpp"
 #include "step.hpp"
 
 namespace zero_opt {

@@ -10,37 +10,16 @@
 #include <cstdint>
 
 #include "kernels.hpp"
+#include "redo_log.hpp"
 
 namespace zero_opt {
 
 using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
 
-// Elements of a run that are stepped at a time: the unit of the redo log.
-#if !defined(ZERO_OPT_LOG_NUMEL)
-#define ZERO_OPT_LOG_NUMEL 1024
-#endif
-constexpr std::int64_t kLogNumel = ZERO_OPT_LOG_NUMEL;
-static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
-
 constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
 constexpr std::uint64_t kControlVersion = 1;
 constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
-
-// AdamArrays as offsets.
-struct StepArrays {
-  std::uint64_t param, remainder, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base, max_exp_avg_sq;
-};
-
-// AdamRun as offsets; the state is written where it was read, by way of the log.
-struct StepRun {
-  std::int64_t numel;
-  std::int64_t first_block;  // number of its first block; blocks are numbered through all runs of the step
-  std::int64_t scalars;      // number of its scalars
-  StepArrays arrays;
-  std::uint64_t grad, out;
-  Format grad_format, moment_format, out_format;
-};
 
 // A step as submitted; the runs and scalars follow in their tables.
 struct StepHead {
@@ -60,25 +39,6 @@ struct alignas(64) ControlBlock {
   Word error_bytes;           // of error, what a worker said before it gave up; 0 for nothing
   char error[kErrorBytes];
   StepHead step;
-};
-
-// The new state of one block before it goes home. The arrays are apart from each other by less than their size and
-// more, so that they do not all compete for one part of the nearest cache.
-struct alignas(64) LogBlock {
-  std::int64_t nonfinite;  // gradients of the lane that were not finite, up to and with this block
-  alignas(64) std::uint16_t exp_avg_base[kLogNumel / kCutNumel];
-  alignas(64) std::uint16_t exp_avg_sq_base[kLogNumel / kCutNumel];
-  alignas(64) float param[kLogNumel];
-  alignas(64) float exp_avg[kLogNumel];
-  alignas(64) float exp_avg_sq[kLogNumel];
-  alignas(64) float max_exp_avg_sq[kLogNumel];
-  alignas(64) std::int16_t remainder[kLogNumel];
-};
-
-// What one thread of the worker has done of the step: see redo_log.hpp.
-struct alignas(64) Lane {
-  Word progress;
-  LogBlock logs[2];
 };
 
 // Where the parts of a control area lie.

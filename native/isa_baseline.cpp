@@ -1,11 +1,12 @@
 // The kernels compiled for whatever the platform guarantees: SSE2 on x86-64, NEON on aarch64.
 #include "mean.inl"
 #include "one_pass.inl"
+#include "redo_log.inl"
 
 namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
 const Kernels kKernelsBaseline = {
-    "baseline", adam, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "baseline", adam, run_lane, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -1,11 +1,12 @@
 // The kernels compiled for x86-64-v4 (AVX-512 F, BW, CD, DQ, VL).
 #include "mean.inl"
 #include "one_pass.inl"
+#include "redo_log.inl"
 
 namespace zero_opt {
 
 extern const Kernels kKernelsV4;
 const Kernels kKernelsV4 = {
-    "v4", adam, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "v4", adam, run_lane, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

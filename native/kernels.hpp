@@ -106,12 +106,18 @@ struct MeanRun {
   void* out;
 };
 
+struct LoggedStep;
+struct BlockRange;
+struct Lane;
+
 // The kernels of one instruction set. Every table computes the same bits.
 struct Kernels {
   const char* name;
   // Steps the elements from begin, a multiple of kCutNumel, to end; returns how many of their gradients, after
   // the factor, are not finite.
   std::int64_t (*adam)(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end);
+  // The same through the redo log: see redo_log.hpp.
+  std::int64_t (*run_lane)(const LoggedStep& step, const BlockRange& range, Lane& lane);
   GradSum (*grad_sum)(const void* grad, Format format, std::int64_t numel);
   void (*fma)(const FmaRun& run);
   void (*convert)(const ConvertRun& run);

@@ -1,46 +1,72 @@
 // A step that survives the death of its process at any instruction, by a redo log.
 //
 // A lane is a fixed range of the step's blocks. Its thread computes block k from its home into log k % 2, commits k,
-// and then copies the block home while nothing else is read from there. The commit word says what a successor has to
-// do: with n blocks committed, block n - 1 is in its log and may be home in part, all before it are home, and of those
-// after it nothing has been written but ``out``, which nothing reads. So the successor runs the same function, which
-// begins where the word says.
+// and then copies the block home. The commit word says what a successor has to do: with n blocks committed, block n - 1
+// is in its log and may be home in part, all before it are home, and of those after it nothing has been written but
+// ``out``, which nothing reads. So the successor copies block n - 1 home, once more or for the first time, and goes on.
 //
 // After a process is killed, memory holds for each of its threads a prefix of the stores in the program's order. The
 // function keeps the compiler from changing that order around the commits; within a block every order will do.
+//
+// Included by the per-ISA files, so nothing here may emit code and only <cstdint> may be included.
 #pragma once
 
 #include <cstdint>
 
-#include "control_block.hpp"
-#include "dispatch.hpp"
+#include "kernels.hpp"
 
 namespace zero_opt {
+
+// Elements of a run that are stepped at a time. So few that both logs and the block's home stay in the nearest cache,
+// and that the processor, while it copies one block home, is already fetching the next.
+constexpr std::int64_t kLogNumel = 128;
+static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
+
+// AdamArrays as offsets.
+struct StepArrays {
+  std::uint64_t param, remainder, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base, max_exp_avg_sq;
+};
+
+// AdamRun as offsets; the state is written where it was read, by way of the log.
+struct StepRun {
+  std::int64_t numel;
+  std::int64_t first_block;  // number of its first block; blocks are numbered through all runs of the step
+  std::int64_t scalars;      // number of its scalars
+  StepArrays arrays;
+  std::uint64_t grad, out;
+  Format grad_format, moment_format, out_format;
+};
+
+// The new state of one block before it goes home.
+struct alignas(64) LogBlock {
+  std::int64_t nonfinite;  // gradients of the lane that were not finite, up to and with this block
+  alignas(64) std::uint16_t exp_avg_base[kLogNumel / kCutNumel];
+  alignas(64) std::uint16_t exp_avg_sq_base[kLogNumel / kCutNumel];
+  alignas(64) float param[kLogNumel];
+  alignas(64) float exp_avg[kLogNumel];
+  alignas(64) float exp_avg_sq[kLogNumel];
+  alignas(64) float max_exp_avg_sq[kLogNumel];
+  alignas(64) std::int16_t remainder[kLogNumel];
+};
+
+// What one thread of the worker has done of the step. Two processes see ``progress``: atomic builtins only.
+struct alignas(64) Lane {
+  std::uint64_t progress;
+  LogBlock logs[2];
+};
 
 // A submitted step in this process.
 struct LoggedStep {
   char* base;  // of the arena
   const StepRun* runs;
   const AdamScalars* scalars;
-  std::int64_t run_count, blocks;
+  std::int64_t run_count;
   std::uint64_t sequence;
-  const Kernels* kernels;
 };
 
 // The step's blocks from first on, before last.
 struct BlockRange {
   std::int64_t first, last;
 };
-
-// Those of one of several lanes.
-BlockRange blocks_of_lane(std::int64_t blocks, std::int64_t lane, std::int64_t lanes);
-
-// Does what is left of the lane's part of the step. Returns how many of its gradients were not finite, counted once
-// whoever did them.
-std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lane);
-
-// Finishes the step that was submitted, if it is not finished, with a thread for each lane. Throws std::runtime_error,
-// with nothing written, if the step needs more of the arena than is mapped here or kernels that there are none of.
-void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int lanes);
 
 }  // namespace zero_opt

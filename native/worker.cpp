@@ -18,7 +18,7 @@
 
 #include "control_block.hpp"
 #include "huge_pages.hpp"
-#include "redo_log.hpp"
+#include "logged_step.hpp"
 #include "thread_pool.hpp"
 
 #if defined(__linux__)

@@ -124,10 +124,10 @@ def spread(buckets: Iterable[GradBucket], group: Group) -> None:
 
     For when the ranks may not be at the same point of their exchanges.
     """
-    for bucket in buckets:
+    for bucket in buckets if group.world_size > 1 else ():
         dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype)
-        for rank in range(group.world_size) if group.world_size > 1 else ():
+        for rank in range(group.world_size):
             copies, chunk = _Copies(), staging[: bucket.layout.shard(rank).numel]
             copies.add(bucket, rank, chunk)
             if rank == group.rank:

@@ -1,0 +1,274 @@
+"""What it costs to step in a worker process, and what it hides.
+
+    python docs/benchmarks/worker.py [--mi 64] [--rounds 7] [--write docs/benchmarks/results/]
+
+Everything that is compared runs in turns in one process, so that both meet the same machine; medians count.
+
+- *Starting* a worker, the memory it has of its own, and a step of nothing.
+- *The redo log*: one step of the native kernel in place, and the same through the log, both in this process.
+- *delay=0*: ``step()`` beside that of CPUAdamW in this process; how long it waits, and how long it copies.
+- *delay=1*: the same, while this process multiplies matrices on one core and the worker has the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from support.machine import command, load, machine, spread, today, write_result
+from torch import Tensor
+
+import zero_opt
+from zero_opt import _native
+from zero_opt.policies import WorkerOffload
+from zero_opt.worker_process import WorkerProcess
+
+SCRIPT = "docs/benchmarks/worker.py"
+HYPERS = _native.AdamHypers(
+    lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False
+)
+GAP_BYTES = 8192  # arrays at distances of a power of two compete for one bank of memory
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def cores() -> tuple[int, ...]:
+    """Those this process may use."""
+    import os
+
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def private_mb(pid: int) -> float:
+    """Memory that a process shares with nobody, in MB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
+
+
+def starting(rounds: int) -> dict[str, str]:
+    """Time to be ready, memory, and a step of nothing."""
+    ready, steps = [], []
+    for _ in range(rounds):
+        worker = WorkerProcess(WorkerOffload(), cores(), len(cores()))
+        ready.append(timed(worker.start))
+        memory = private_mb(worker._held.child.pid)  # type: ignore[union-attr]
+        steps += [timed(lambda: worker.wait(worker.submit([]))) * 1e3 for _ in range(200)]  # noqa: B023
+        worker.close()
+    return {
+        "ready after, ms": spread(ready, 1),
+        "memory of its own, MB": f"{memory:.1f}",
+        "submit and wait for nothing, us": spread(steps, 0),
+    }
+
+
+class Arrays:
+    """One step's arrays in an arena, as a worker has them: fp32, or a bf16 gradient and out."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, threads: int) -> None:
+        self.threads = threads
+        self.worker = WorkerProcess(WorkerOffload(), cores(), threads)
+        half = dtype is not torch.float32
+        kinds = {"param": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "grad": dtype}
+        kinds.update({"out": dtype} if half else {})
+        sizes = {role: numel * kind.itemsize + GAP_BYTES for role, kind in kinds.items()}
+        at = self.worker.extend(sum(sizes.values()))
+        self.tensors: dict[str, Tensor] = {}
+        for role, kind in kinds.items():
+            self.tensors[role] = self.worker.arena.view(at, numel, kind)
+            at += sizes[role]
+        generator = torch.Generator().manual_seed(0)
+        self.tensors["param"].normal_(generator=generator)
+        self.tensors["grad"].copy_(torch.randn(numel, generator=generator))
+        name = str(dtype).removeprefix("torch.")
+        addresses = {role: tensor.data_ptr() for role, tensor in self.tensors.items() if role != "grad"}
+        self.run = _native.AdamRun(numel, addresses, grad_dtype=name, out_dtype=name if half else "float32", step=10.0)
+        self.batches = [(HYPERS, [self.run], [self.tensors["grad"].data_ptr()])]
+
+    def plain(self) -> None:
+        """In place, in this process."""
+        _native.adam_step(self.batches, threads=self.threads)
+
+    def logged(self) -> None:
+        """Through the redo log, in this process, by the function that the worker calls."""
+        control = self.worker._control
+        control.submit(self.batches, self.worker._held.wake)
+        control.finish()
+
+    def worked(self) -> None:
+        """By the worker."""
+        self.worker.wait(self.worker.submit(self.batches))
+
+
+def redo_log(numel: int, rounds: int) -> Iterator[tuple[str, str, list[float]]]:
+    """(format, path, times in ms) of interleaved steps; pairs of the same index ran one after the other."""
+    for name, dtype in DTYPES.items():
+        arrays = Arrays(numel, dtype, len(cores()))
+        paths = {"in place": arrays.plain, "through the log": arrays.logged}
+        times: dict[str, list[float]] = {path: [] for path in (*paths, "in the worker")}
+        for number in range(rounds + 1):
+            for path, call in paths.items():
+                took = timed(call)
+                times[path] += [took] if number else []
+        arrays.worker.start()
+        for number in range(rounds + 1):
+            took = timed(arrays.worked)
+            times["in the worker"] += [took] if number else []
+        arrays.worker.close()
+        yield from ((name, path, found) for path, found in times.items())
+
+
+@contextmanager
+def timing_waits(times: list[float]) -> Iterator[None]:
+    """Collect how long the trainer waits for the worker, in ms."""
+    wait = WorkerProcess.wait
+
+    def timed_wait(self: WorkerProcess, sequence: int) -> None:
+        begin = time.perf_counter()
+        wait(self, sequence)
+        times.append((time.perf_counter() - begin) * 1e3)
+
+    WorkerProcess.wait = timed_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WorkerProcess.wait = wait  # type: ignore[method-assign]
+
+
+class Trainer:
+    """A parameter with an optimizer, and a gradient that backward accumulates."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, offload: WorkerOffload | None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.param = torch.nn.Parameter(torch.randn(numel, generator=generator).to(dtype))
+        self.grad = torch.randn(numel, generator=generator).to(dtype)
+        if offload is None:
+            self.optimizer = zero_opt.CPUAdamW([self.param], state=zero_opt.AdamState(master="float32"))
+        else:
+            self.optimizer = zero_opt.ShardedOptimizer([self.param], torch.optim.AdamW, fused=True, offload=offload)
+
+    def backward(self) -> None:
+        """A gradient arrives."""
+        self.optimizer.zero_grad()
+        self.param.backward(self.grad)
+
+    def step(self) -> float:
+        """Milliseconds of one step."""
+        return timed(self.optimizer.step)
+
+
+def at_once(numel: int, rounds: int) -> Iterator[tuple[str, list[float], list[float], list[float]]]:
+    """(format, in process, with the worker, of it waiting) in ms."""
+    for name, dtype in DTYPES.items():
+        plain, offloaded = Trainer(numel, dtype, None), Trainer(numel, dtype, WorkerOffload())
+        waits: list[float] = []
+        times: tuple[list[float], list[float]] = ([], [])
+        with timing_waits(waits):
+            for number in range(rounds + 2):
+                for trainer, found in zip((plain, offloaded), times):
+                    trainer.backward()
+                    time.sleep(0.02)
+                    took = trainer.step()
+                    found += [took] if number > 1 else []
+        offloaded.optimizer.close()
+        yield name, times[0], times[1], waits[-rounds:]
+
+
+def multiplied(side: Tensor, least_ms: float) -> float:
+    """Milliseconds per product, of as many as take ``least_ms``."""
+    begin, count = time.perf_counter(), 0
+    while (time.perf_counter() - begin) * 1e3 < least_ms:
+        side @ side
+        count += 1
+    return (time.perf_counter() - begin) * 1e3 / count
+
+
+def a_step_later(numel: int, rounds: int, in_process_ms: dict[str, float]) -> Iterator[tuple[str, list[float], ...]]:
+    """(format, step, of it waiting, product alone, product beside the worker) in ms."""
+    torch.set_num_threads(1)
+    side = torch.randn(512, 512)
+    for name, dtype in DTYPES.items():
+        trainer = Trainer(numel, dtype, WorkerOffload(delay=1))
+        waits: list[float] = []
+        steps, alone, beside = [], [], []
+        long = 2.5 * in_process_ms[name]  # at least as long as the worker takes with one thread
+        with timing_waits(waits):
+            for _ in range(rounds + 2):
+                trainer.optimizer.flush()
+                alone.append(multiplied(side, long))
+                trainer.backward()
+                trainer.step()
+                trainer.backward()
+                beside.append(multiplied(side, long))
+                waits.clear()
+                steps.append((trainer.step(), sum(waits)))
+        trainer.optimizer.close()
+        whole, waiting = [list(found) for found in zip(*steps[2:])]
+        yield name, whole, waiting, alone[2:], beside[2:]
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The result as markdown."""
+    numel, rounds = arguments.mi << 20, arguments.rounds
+    median = statistics.median
+    lines = [
+        f"### Stepping in a worker process, {today()}",
+        "",
+        f"`{command(SCRIPT)}`",
+        "",
+        f"{machine()}; {load()}.",
+        "",
+    ]
+    lines += ["| a worker | median (least - most) |", "| --- | ---: |"]
+    lines += [f"| {name} | {value} |" for name, value in starting(3).items()]
+    head = f"{arguments.mi} Mi elements, {len(cores())} threads"
+    lines += ["", f"| one native step, {head} | ms, median (least - most) | over in place, median of pairs |"]
+    lines += ["| --- | ---: | ---: |"]
+    base: list[float] = []
+    for name, path, times in redo_log(numel, rounds):
+        base = times if path == "in place" else base
+        ratio = median(a / b for a, b in zip(times, base))
+        lines.append(f"| {name}, {path} | {spread(times, 1)} | {100 * (ratio - 1):+.1f} % |")
+    lines += ["", f"| `step()`, delay=0, {head} | in process, ms | with the worker, ms | of it waiting, ms |"]
+    lines += ["| --- | ---: | ---: | ---: |"]
+    in_process: dict[str, float] = {}
+    for name, plain, offloaded, waits in at_once(numel, rounds):
+        in_process[name] = median(plain)
+        lines.append(f"| {name} | {spread(plain, 1)} | {spread(offloaded, 1)} | {spread(waits, 1)} |")
+    lines += ["", f"| delay=1, {arguments.mi} Mi elements, 1 thread each | `step()`, ms | of it waiting, ms "]
+    lines[-1] += "| waiting / step in process | matrix products beside the worker / alone |"
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for name, whole, waits, alone, beside in a_step_later(numel, rounds, in_process):
+        share, slower = median(waits) / in_process[name], median(b / a for a, b in zip(alone, beside))
+        lines.append(f"| {name} | {spread(whole, 1)} | {spread(waits, 2)} | {100 * share:.1f} % | {slower:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mi", type=int, default=64, help="elements, in Mi")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    arguments = parser.parse_args()
+    if len(cores()) < 2:
+        sys.exit("this needs two cores: one for the worker")
+    text = report(arguments)
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "worker", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+#include "logged_step.hpp"
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.hpp"
+#include "flush_denormals.hpp"
+#include "thread_pool.hpp"
+
+namespace zero_opt {
+namespace {
+
+// Waking the threads takes about as long as this many elements.
+constexpr std::int64_t kAloneNumel = 65536;
+
+}  // namespace
+
+BlockRange blocks_of_lane(std::int64_t blocks, std::int64_t lane, std::int64_t lanes) {
+  return {blocks * lane / lanes, blocks * (lane + 1) / lanes};
+}
+
+void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
+  ControlBlock& control = arena.control();
+  const std::uint64_t sequence = control.submitted.load(std::memory_order_acquire);
+  if (control.completed.load(std::memory_order_acquire) == sequence) return;
+  const StepHead& head = control.step;
+  if (head.arena_bytes > mapped_bytes) throw std::runtime_error("the arena has grown since this worker was started");
+  const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), head.runs, sequence};
+  const Kernels& kernels = kernels_named(std::string(head.isa));
+  std::atomic<std::int64_t> nonfinite{0};
+  const auto work = [&](int lane) {
+    const FlushDenormals mode(head.flush_denormals != 0);
+    nonfinite += kernels.run_lane(step, blocks_of_lane(head.blocks, lane, lanes), arena.lanes()[lane]);
+  };
+  if (head.numel > kAloneNumel) {
+    run_parallel(lanes, work);
+  } else {
+    for (int lane = 0; lane < lanes; ++lane) work(lane);
+  }
+  control.nonfinite.store(static_cast<std::uint64_t>(nonfinite.load()), std::memory_order_relaxed);
+  control.completed.store(sequence, std::memory_order_release);
+}
+
+}  // namespace zero_opt
