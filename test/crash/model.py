@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A process. ``stage``: born, locked, lanes (in finish_step), counted, idle, gone; ``lanes``: where each lane is."""
+    """A process. ``stage``: born, locked, lanes (in finish_step), counted, idle, gone. ``lanes``: where each one is."""
 
     stage: str
     mapped: int = 0
@@ -86,7 +86,7 @@ class Model:
         steps: how many the trainer makes.
         max_deaths: as of WorkerOffload.
         budget: what may go wrong.
-        broken: names of what is left out or wrong: reap, lock, log, early commit, early completion, start early.
+        broken: what is left out (reap, lock, log: there is one only) or wrong (early commit, early completion).
     """
 
     lanes: int
@@ -171,9 +171,12 @@ class Model:
             yield "Control.stop", less._replace(memory=memory._replace(stop=True))
 
     def _extending(self, state: State) -> Iterator[Step]:
-        yield "extend: grow", self._spawned(
-            state._replace(memory=state.memory._replace(size=state.memory.size + 1)),
-            state.trainer._replace(phase="starting"),
+        yield (
+            "extend: grow",
+            self._spawned(
+                state._replace(memory=state.memory._replace(size=state.memory.size + 1)),
+                state.trainer._replace(phase="starting"),
+            ),
         )
 
     def _starting(self, state: State) -> Iterator[Step]:
@@ -248,7 +251,7 @@ class Model:
         if memory.submitted != memory.completed:
             if worker.mapped != memory.size:
                 raise AssertionError("a worker that has not mapped all of the arena got a step")
-            lanes = ("ready",) * self.lanes
+            lanes = ("new",) * self.lanes
             begun = worker._replace(stage="lanes", sequence=memory.submitted, lanes=lanes)
             if "early completion" in self.broken:
                 memory = memory._replace(completed=memory.submitted)
@@ -279,29 +282,33 @@ class Model:
     def _run_lane(self, memory: Memory, worker: Worker, lane: int) -> Iterator[tuple[str, Memory, str]]:
         where, (sequence, committed) = worker.lanes[lane], memory.words[lane]
         done = committed if sequence == worker.sequence else 0
-        if where == "ready" and 0 < done <= self.blocks:
+        if where == "new" and not 0 < done <= self.blocks:
+            where = "home"
+        if where in ("new", "committed"):
             yield "copy_home begins", self._home(memory, lane, done - 1, TORN), "copying"
         elif where == "copying":
             log = memory.logs[lane][self._turn(done - 1)]
             yield "copy_home ends", self._home(memory, lane, done - 1, TORN if log is None else log[0]), "home"
-        elif done < self.blocks and where in ("ready", "home"):
+        elif where == "home" and done < self.blocks:
             after = self._log(memory, lane, done, None)
             if "early commit" in self.broken:
                 after = self._commit(after, worker.sequence, lane, done + 1)
-            yield "compute begins", after, "computing"
+            yield "adam begins", after, "computing"
         elif where == "computing":
             block = done - 1 if "early commit" in self.broken else done
-            version = memory.homes[lane][block]
-            before = memory.logs[lane][self._turn(block - 1)] if block > 0 else (0, 0)
-            count = 1 + (before[1] if before is not None else -100)
-            value = (version + 1 if version != TORN else TORN, count)
-            yield (
-                "compute ends",
-                self._log(memory, lane, block, value),
-                "ready" if "early commit" in self.broken else "computed",
-            )
-        elif where == "computed" or (where == "home" and done == self.blocks):
-            yield "commit", self._commit(memory, worker.sequence, lane, done + 1), "ready"
+            yield "adam ends", self._log(memory, lane, block, self._computed(memory, lane, block)), "computed"
+        elif where == "computed":
+            committed = done if "early commit" in self.broken else done + 1
+            yield "commit", self._commit(memory, worker.sequence, lane, committed), "committed"
+        elif where == "home" and done == self.blocks:
+            yield "commit the lane", self._commit(memory, worker.sequence, lane, done + 1), "home"
+
+    def _computed(self, memory: Memory, lane: int, block: int) -> tuple[int, int]:
+        """What goes into the log: the version after the one at home, and the count of the log before and one more."""
+        version = memory.homes[lane][block]
+        before = memory.logs[lane][self._turn(block - 1)] if block > 0 else (0, 0)
+        count = 1 + before[1] if before is not None else TORN
+        return (version + 1 if version != TORN else TORN), count
 
     def _turn(self, block: int) -> int:
         return 0 if "log" in self.broken else block % 2

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from test.crash.mutants import Mutant
+from test.crash.mutants import PROTOCOL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "native"
 BUILD = ROOT / "build" / "crash"
 # The long form takes minutes: make crash.
 LONG = os.environ.get("ZERO_OPT_CRASH") == "long"
@@ -29,20 +30,23 @@ def built(program: str) -> Path:
     return BUILD / program
 
 
-def built_mutant(mutant: Mutant) -> Path:
-    """The sweep over a wrong variant of the redo log."""
+def built_mutant(mutant: Mutant, isa: str) -> Path:
+    """The sweep over a wrong variant of the redo log, for one instruction set."""
     built("sweep")
-    source = BUILD / "mutants" / (mutant.name.replace(" ", "_") + ".cpp")
-    source.parent.mkdir(exist_ok=True)
-    text = mutant.applied((ROOT / "native" / "redo_log.cpp").read_text())
-    if not source.exists() or source.read_text() != text:
-        source.write_text(text)
-    _build(f"sweep={source}")
-    return source.with_suffix("")
+    folder = BUILD / "mutants" / mutant.name.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    # A file includes those that lie beside it before others of the same name.
+    for name in {mutant.file, PROTOCOL, f"isa_{isa}.cpp"}:
+        text = (NATIVE / name).read_text()
+        text, target = mutant.applied(text) if name == mutant.file else text, folder / name
+        if not target.exists() or target.read_text() != text:
+            target.write_text(text)
+    _build("sweep", str(folder), isa)
+    return folder / "sweep"
 
 
-def _build(what: str) -> None:
-    command = [sys.executable, "-m", "test.crash.build", str(BUILD), what]
+def _build(*arguments: str) -> None:
+    command = [sys.executable, "-m", "test.crash.build", str(BUILD), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "dispatch.hpp"
+#include "logged_step.hpp"
 #include "step.hpp"
 
 namespace crash {
@@ -88,12 +89,6 @@ std::size_t data_bytes(const Scenario& scenario) {
   return reinterpret_cast<std::uintptr_t>(places.next());
 }
 
-// Of a word, atomic or not.
-template <typename T>
-std::uint64_t value_of(const T& word) {
-  return word;
-}
-
 class Event {
  public:
   Event() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
@@ -124,7 +119,7 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
-  found.numels = shape == "cut" ? std::vector<std::int64_t>{block + 70, 20} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
+  found.numels = shape == "cut" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
   return found;
 }
 
@@ -225,7 +220,7 @@ bool Case::finished(const char* base, std::string& what) const {
   const std::uint64_t counted = control.nonfinite.load();
   if (counted != static_cast<std::uint64_t>(nonfinite_)) what += " " + std::to_string(counted) + " not finite";
   for (std::size_t lane = 0; lane < scenario_.lanes; ++lane) {
-    if (value_of(view.lanes()[lane].progress) == 0) what += " no progress of lane " + std::to_string(lane);
+    if (view.lanes()[lane].progress == 0) what += " no progress of lane " + std::to_string(lane);
   }
   return what.empty();
 }

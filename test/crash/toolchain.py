@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Toolchain:
         found = []
         for source in sources:
             target = self.folder / (source.stem + ".o")
-            own = [*source.parent.glob("*.hpp"), Path(__file__).parent / "scenario.hpp"]
+            own = [*source.parent.glob("*.hpp"), *source.parent.glob("*.inl"), Path(__file__).parent / "scenario.hpp"]
             if _older(target, [source, *own, *NATIVE.glob("*.hpp"), *NATIVE.glob("*.inl")]):
                 # distutils puts an object where its source lies, below the output's folder.
                 with contextlib.chdir(source.parent):
@@ -71,13 +71,17 @@ class Toolchain:
             found.append(str(target))
         return found
 
-    def kernels(self) -> list[str]:
-        """Objects of the kernels, with the flags of their libraries and the further ones."""
-        return [
-            built
-            for _, library in self._distribution.libraries
-            for built in self.compiled(map(Path.absolute, map(Path, library["sources"])), library["cflags"])
-        ]
+    def kernels(self, isas: Collection[str], folder: Path = NATIVE) -> list[str]:
+        """Objects of the kernels for some instruction sets from sources in a folder, with the flags of their libraries.
+
+        What they include is looked for there first.
+        """
+        found = []
+        for name, library in self._distribution.libraries:
+            if name.rpartition("_")[2] in isas:
+                sources = [folder / Path(source).name for source in library["sources"]]
+                found += self.compiled(sources, library["cflags"])
+        return found
 
     def link(self, objects: Sequence[str], program: Path, flags: Sequence[str] = ()) -> None:
         """A program of these objects and the libraries that were built here."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from test.crash.toolchain import NATIVE, Toolchain
 
 OWN = Path(__file__).resolve().parent
+ISAS = ("baseline", "v3", "v4")
 WRAPPED = ("mmap", "read", "write")
 
 
@@ -19,10 +20,10 @@ def main(folder: str, program: str, sanitizers: str, mutant: str = "") -> None:
     """Build it."""
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
     tools = Toolchain(Path(folder), flags)
-    skipped = {"bindings", "isa_baseline", "isa_v3", "isa_v4", *(["control"] if mutant else [])}
+    skipped = {"bindings", *(f"isa_{isa}" for isa in ISAS), *(["control"] if mutant else [])}
     sources = [path for path in sorted(NATIVE.glob("*.cpp")) if path.stem not in skipped]
     own = [OWN / f"{program}.cpp", OWN.parent / "crash" / "scenario.cpp", *map(Path, [mutant] if mutant else [])]
-    objects = [*tools.compiled([*sources, *own]), *tools.kernels()]
+    objects = [*tools.compiled([*sources, *own]), *tools.kernels(ISAS)]
     wraps = [f"-Wl,--wrap={name}" for name in WRAPPED] if program == "race" else []
     tools.link(objects, tools.folder / program, wraps)
 
