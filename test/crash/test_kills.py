@@ -24,7 +24,7 @@ from test.distributed.test_worker_offload import assert_as_simulated, make, simu
 SECONDS = 1200 if LONG else 60  # nothing hangs
 # On each of two ranks, with and without a delay.
 KILLS = 520 if LONG else 30
-STOPPED_STEPS = 60 if LONG else 8
+STOPPED_STEPS = 90 if LONG else 8
 NUMEL = 300_000
 DELAYS = pytest.mark.parametrize("delay", [0, 1])
 
