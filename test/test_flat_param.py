@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_opt.errors import UnsupportedParam
-from zero_opt.flat_param import FlatParam, contiguous_strides, is_dense, overlaps
+from zero_opt.flat_param import FlatParam, contiguous_strides, is_dense, overlaps, own_writes, share_counters
 from zero_opt.layout import ParamSpec, Span
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -225,3 +225,31 @@ def test_a_mirror_can_become_an_alias_and_back() -> None:
     flat.follow()
     assert flat.mirrored
     assert flat.flat.tolist() == [1, 3, 5, 7, 9, 11]
+
+
+def counted(params: list[Tensor], known: int) -> list[FlatParam]:
+    flats = [FlatParam(param, f"parameter {number}") for number, param in enumerate(params)]
+    share_counters([], flats[:known])
+    share_counters(flats[:known], flats[known:])
+    return flats
+
+
+@pytest.mark.parametrize("known", range(6))
+@pytest.mark.parametrize("parted", [False, True], ids=["views", "their memory has parted"])
+def test_own_writes_to_a_parameter_are_no_edits_of_those_with_the_same_counter(known: int, parted: bool) -> None:
+    first, second = torch.randn(20), torch.randn(20)
+    params = [torch.nn.Parameter(t) for t in (first[:5], torch.randn(3), second[:9], first[5:], second[9:], first)]
+    if parted:
+        for param in params:
+            param.data = param.data.clone()
+    flats = counted(params, known)
+    before = [flat.edits for flat in flats]
+    with own_writes(flats[:2]), torch.no_grad():
+        params[0].add_(1)
+        params[1].add_(1)
+        params[0].add_(1)
+    assert [flat.edits for flat in flats] == before
+    with torch.no_grad():
+        params[4].add_(1)
+    changed = [flat.edits != edits for flat, edits in zip(flats, before)]
+    assert changed == [False, False, True, False, True, False]

@@ -6,7 +6,7 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,13 @@ def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(1 if size == 1 else stride for stride, size in zip(order, shape, strict=True))
 
 
+class _VersionCounter:
+    """How much of what a version counter counts are writes of ours."""
+
+    def __init__(self) -> None:
+        self.own_writes = 0
+
+
 class FlatParam:
     """One parameter and its 1-D storage-order view.
 
@@ -80,7 +87,7 @@ class FlatParam:
         self.param, self.label = param, label
         check_memory(param, label)
         self._planned = self._identity()
-        self._own_writes = 0
+        self._counter = _VersionCounter()
         self.follow()
 
     def _identity(self) -> tuple[Any, ...]:
@@ -107,7 +114,7 @@ class FlatParam:
     @property
     def edits(self) -> int:
         """Changes whenever somebody else has written to the parameter, as far as its version counter tells."""
-        return 0 if self.param.is_inference() else self.param._version - self._own_writes
+        return 0 if self.param.is_inference() else self.param._version - self._counter.own_writes
 
     def spec(self, group: int) -> ParamSpec:
         """What the planner needs to know."""
@@ -170,7 +177,40 @@ class FlatParam:
 @contextmanager
 def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
     """What is written to these parameters within it is no edit of the user's."""
-    before = [(flat, flat.edits) for flat in flats]
+    before = {id(flat._counter): (flat, flat.edits) for flat in flats}
     yield
-    for flat, edits in before:
-        flat._own_writes += flat.edits - edits
+    for flat, edits in before.values():
+        flat._counter.own_writes += flat.edits - edits
+
+
+def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:
+    """Find out which added parameters have a version counter in common with others, as views of one tensor do.
+
+    A write to one of them raises the counter of all. Which do is not to be seen, also where their memory has parted
+    since (``model.to``), but from raising counters.
+    """
+    old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
+    before = [flat.param._version for flat in (*old, *fresh)]
+    _raise(fresh)
+    raised = [(flat, flat.param._version - was) for flat, was in zip((*old, *fresh), before, strict=True)]
+    with_known = any(count for _, count in raised[: len(old)])
+    rest = []
+    for flat, count in raised:
+        if count > 1 or (count and with_known):
+            rest.append((flat, count))
+        else:
+            flat._counter.own_writes += count
+    while rest:
+        was = [flat.param._version for flat, _ in rest]
+        _raise([rest[0][0]])
+        sharing = [flat for (flat, _), version in zip(rest, was, strict=True) if flat.param._version != version]
+        counter = sharing[0]._counter  # of a known one, if there is one: they come first
+        counter.own_writes += 1 + rest[0][1]
+        for flat in sharing:
+            flat._counter = counter
+        rest = [(flat, count) for flat, count in rest if flat._counter is not counter]
+
+
+def _raise(flats: Sequence[FlatParam]) -> None:
+    if flats:
+        torch.autograd.graph.increment_version([flat.param for flat in flats])

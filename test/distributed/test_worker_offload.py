@@ -179,6 +179,26 @@ def test_without_a_process_group(delay: int) -> None:
 # -- a step later -----------------------------------------------------------------------------------------------------
 
 
+def _train_views(optimizer: Any) -> Tensor:
+    flat = values(31, 0, 0, 0, (3000,))
+    params = [nn.Parameter(flat[start : start + 750]) for start in range(0, 3000, 750)]  # one version counter
+    stepper = optimizer(params)
+    for step in range(4):
+        torch.autograd.backward(params, [values(step, 1, 0, index, (750,)) for index in range(4)])
+        stepper.step()
+        stepper.zero_grad()
+    if isinstance(stepper, zero_opt.ShardedOptimizer):
+        stepper.flush()
+        stepper.close()
+    return flat
+
+
+@pytest.mark.parametrize("offload", [NOW, LATER])
+def test_parameters_that_are_views_of_one_tensor(offload: Any) -> None:
+    plain = _train_views(lambda params: zero_opt.CPUAdamW(params, lr=0.1))
+    assert_bitwise([_train_views(lambda params: make(params, offload=offload, lr=0.1))], [plain])
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_update_lands_a_step_later(world_size: int) -> None:
     def run(rank: int, world_size: int) -> Any:

@@ -159,13 +159,16 @@ class ArenaShard:
             self._known[position] = flat.edits
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there."""
+        """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
+
+        From an accelerator the copies may still be under way on its current stream.
+        """
         home = self.bucket.lodging if self.lodged else self._arrays["grad0"]
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
                 whole = grad.numel() == self.flats[position].param.numel()
-                (self.flats[position].shaped(target) if whole else target).copy_(grad)
+                (self.flats[position].shaped(target) if whole else target).copy_(grad, non_blocking=True)
         return home
 
     def lend_grads(self) -> None:
@@ -205,7 +208,7 @@ class ArenaShard:
         self.bucket.reclaim()
 
     def write_params(self, positions: Sequence[int]) -> None:
-        """Bring what was stepped into the parameters."""
+        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
         for position in positions:
             if position not in self._copies:
                 target = self.flats[position].flat[slice(*self.pieces[position].in_param)]
@@ -214,6 +217,7 @@ class ArenaShard:
         flats = [self.flats[position] for position in positions]
         with own_writes(flats):
             if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+                targets, sources = zip(*pairs, strict=True)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             for flat in flats:
                 flat.store()

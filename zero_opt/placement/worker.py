@@ -15,6 +15,8 @@ from ..collectives import Group
 from ..cpu_adam import CPUAdam, CPUAdamW, require_native
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StateDictError, StepPending, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from ..flat_param import share_counters
+from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import WorkerProcess
@@ -106,6 +108,7 @@ class WorkerPlacement:
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
+        self._locked: PageLock | None = None
         self._amsgrad: list[bool] = []
         self._shards: dict[int, ArenaShard] = {}
         self._places: dict[int, tuple[ArenaShard, int]] = {}
@@ -123,6 +126,8 @@ class WorkerPlacement:
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
+        known = [flat for shard in self._shards.values() for flat in shard.bucket.params]
+        share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         added = [ArenaShard(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         for shard in added:
@@ -143,7 +148,15 @@ class WorkerPlacement:
                 start = shard.place(arrays, start)
             for shard in shards:
                 shard.bind(self._worker.arena)
+            self._lock_pages(shards)
         self._worker.start()
+
+    def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
+        """Let GPUs, if parameters are there, read and write the arena as it is mapped now."""
+        if any(shard.bucket.device.type == "cuda" for shard in shards):
+            if self._locked is not None:
+                self._locked.release()
+            self._locked = PageLock(self._worker.arena.address, self._worker.arena.bytes.numel())
 
     def require_own(self) -> None:
         """See :class:`Placement`."""
@@ -192,6 +205,8 @@ class WorkerPlacement:
         except ZeroOptError as error:
             _log.warning("the last step is lost: %s", error)
         finally:
+            if self._locked is not None:
+                self._locked.release()
             if self._confined is not None:
                 self._confined.restore()
             self._worker.close()
@@ -266,6 +281,9 @@ class WorkerPlacement:
                 keep.append(home[where])
                 addresses.append(keep[-1].data_ptr())
             used.append(_Used(shard, positions))
+        # The worker reads gradients, and writes over what parameters are copied from: both copies are over by then.
+        for device in {shard.bucket.device for shard, _ in used if shard.bucket.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._worker.submit(list(batches.values()), flush_denormals=self._flush_denormals)

@@ -1,0 +1,58 @@
+"""WorkerOffload with parameters on one GPU: the bits of CPUAdamW given the same gradients. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_opt
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = [(33, 9), (65,), (100_000,), (), (7, 64)]
+
+
+def params_on(device: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(size, generator=generator).to(device, dtype)) for size in SIZES]
+
+
+def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
+    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
+    opt = zero_opt.ShardedOptimizer(
+        ours, torch.optim.AdamW, offload=zero_opt.WorkerOffload(delay=delay), lr=0.01, fused=True
+    )
+    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    for step in range(10):
+        grads = gradients(step, dtype)
+        torch.autograd.backward(ours, [grad.cuda() for grad in grads])
+        for param, grad in zip(plain, grads, strict=True):
+            param.grad = grad.clone()
+        opt.step()
+        opt.zero_grad()
+        reference.step()
+    opt.flush()
+    assert all(torch.equal(a.detach().cpu(), b.detach()) for a, b in zip(ours, plain, strict=True))
+    opt.close()
+
+
+def test_memory_that_grows_is_locked_anew() -> None:
+    opt = zero_opt.ShardedOptimizer(
+        params_on("cuda", torch.float32), torch.optim.AdamW, offload=zero_opt.WorkerOffload(), fused=True
+    )
+    added = params_on("cuda", torch.bfloat16)
+    opt.add_param_group({"params": added})
+    torch.autograd.backward(added, [grad.cuda() for grad in gradients(0, torch.bfloat16)])
+    before = [param.detach().clone() for param in added]
+    opt.step()
+    torch.cuda.synchronize()
+    assert not any(torch.equal(a, b) for a, b in zip(before, added, strict=True) if a.numel())
+    opt.close()
