@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memf
 
 SCENARIOS = ("plain", "bf16", "amsgrad", "compact")
 # Shape, lanes, and of how many images the recovery from one is swept too.
-FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 400)]
+FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.
 TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], MUTANTS[-1])
 NONE = Counts(0, 0, 0)
