@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 NATIVE := $(wildcard native/*)
 RANKS ?= 2
 
-.PHONY: demo test lint types unit bench setup clean
+.PHONY: demo test lint types unit crash sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -30,6 +30,14 @@ types: setup
 unit: setup
 	@echo "== pytest"
 	$(BIN)/python -m pytest test
+
+# What the tests show of crashes, in full: about ten minutes.
+crash: setup
+	ZERO_OPT_CRASH=long $(BIN)/python -m pytest -s test/crash
+
+# The native code under ThreadSanitizer, AddressSanitizer and UBSan.
+sanitize: setup
+	$(BIN)/python -m pytest -s test/sanitize/checks.py
 
 bench: setup
 	@for script in docs/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

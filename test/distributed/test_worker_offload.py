@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -383,72 +378,3 @@ def _edit_while_pending(rank: int, world_size: int) -> None:
 
 def test_an_edit_while_a_step_is_pending_is_refused() -> None:
     run_processes(2, _edit_while_pending, timeout=SECONDS)
-
-
-# -- what happens to workers ------------------------------------------------------------------------------------------
-
-
-def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, int, int], None]:
-    def strike(optimizer: zero_opt.ShardedOptimizer, step: int, rank: int) -> None:
-        child = worker_of(optimizer)._held.child
-        if random.Random(f"{step} {rank}").random() < 0.5 and child is not None:
-            os.kill(child.pid, signals[step % len(signals)])
-
-    return strike
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_workers_die_and_stop_in_training(delay: int) -> None:
-    offload = zero_opt.WorkerOffload(delay, hang_timeout=0.3)
-
-    def run(rank: int, world_size: int) -> Any:
-        strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-        return train_ranks(rank, world_size, 12, meanwhile=strike, offload=offload)
-
-    found = run_processes(2, run, timeout=SECONDS)
-    assert_as_simulated(found, simulate(2, 12, delay))
-    assert all(deaths for _, _, deaths in found)
-
-
-KILLS = int(os.environ.get("ZERO_OPT_KILLS", "30"))  # per rank; more make a long test of it
-
-
-def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> Any:
-    """Steps of a few milliseconds, and a thread that kills whatever worker there is at random times."""
-    generator = torch.Generator().manual_seed(5)
-    params = [nn.Parameter(torch.randn(300_000, generator=generator)) for _ in range(2)]
-    optimizer = make(params, offload=offload, reduction=zero_opt.Overlapped(1))
-    worker, over = worker_of(optimizer), threading.Event()
-
-    def fire() -> None:
-        chance = random.Random(rank)
-        while not over.wait(chance.random() * 0.01):
-            child = worker._held.child
-            if child is not None and worker.deaths < kills:
-                with contextlib.suppress(OSError):  # it is being replaced already
-                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
-
-    gun = threading.Thread(target=fire)
-    if kills:
-        gun.start()
-    step = 0
-    while step < 2 * KILLS:
-        optimizer.zero_grad()
-        torch.autograd.backward(params, [values(step % 7, 1, rank, i, (300_000,)) for i in range(2)])
-        optimizer.step()
-        step += 1
-    over.set()
-    if kills:
-        gun.join(SECONDS)
-    optimizer.flush()
-    optimizer.close()
-    return [param.detach() for param in params], worker.deaths
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_workers_are_killed_at_any_time(delay: int) -> None:
-    offload = zero_opt.WorkerOffload(delay, max_deaths=1000)
-    calm, fired = (run_processes(2, _train_under_fire, offload, kills, timeout=SECONDS + KILLS) for kills in (0, KILLS))
-    for (one, _), (other, deaths) in zip(calm, fired, strict=True):
-        assert_bitwise(one, other)
-        assert deaths

@@ -1,0 +1,38 @@
+"""Programs of this folder, linked with the objects that setup.py makes for the extension.
+
+``python -m test.crash.build BUILD PROGRAM`` builds the extension below BUILD, as setup.py does, and there PROGRAM from
+PROGRAM.cpp, scenario.cpp and the extension's objects, with the same compiler and flags.
+``python -m test.crash.build BUILD PROGRAM FOLDER ISA`` then builds one in FOLDER, from the variants of native sources
+that lie there and, for the rest, those objects; it has the kernels of the one instruction set that are made from there.
+What is up to date is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from test.crash.toolchain import Toolchain
+
+OWN = Path(__file__).resolve().parent
+# What a worker is made of, without Python.
+PARTS = ("control", "dispatch", "logged_step", "step", "thread_pool")
+
+
+def main(build: str, program: str, folder: str = "", isa: str = "") -> None:
+    """Build it."""
+    tools = Toolchain(Path(build))
+    shipped = tools.shipped()
+    objects = {part: shipped[part] for part in PARTS}
+    own, kernels, target = [OWN / f"{program}.cpp", OWN / "scenario.cpp"], [], tools.folder / program
+    if folder:
+        variants = Toolchain(Path(folder))
+        sources = [path for path in variants.folder.glob("*.cpp") if path.stem in PARTS]
+        objects |= {source.stem: variants.compiled([source])[0] for source in sources}
+        kernels, target = variants.kernels([isa], variants.folder), variants.folder / program
+    # Without lazy binding: the step itself is to be traced.
+    tools.link([*tools.compiled(own), *kernels, *objects.values()], target, ["-Wl,-z,now"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,228 @@
+#include "scenario.hpp"
+
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "dispatch.hpp"
+#include "logged_step.hpp"
+#include "step.hpp"
+
+namespace crash {
+namespace {
+
+using zero_opt::AdamRun;
+using zero_opt::ArenaView;
+using zero_opt::Format;
+using zero_opt::kCutNumel;
+
+constexpr std::size_t kAlign = 64;
+const zero_opt::AdamHypers kHypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, true, false};
+
+std::uint64_t mixed(std::uint64_t number) {
+  number = (number ^ (number >> 30)) * 0xbf58476d1ce4e5b9ull;
+  number = (number ^ (number >> 27)) * 0x94d049bb133111ebull;
+  return number ^ (number >> 31);
+}
+
+// From -1 to 1.
+float chance(std::uint64_t seed, std::int64_t i) {
+  const std::uint64_t bits = mixed(seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(i) + 1);
+  return static_cast<float>(static_cast<std::int64_t>(bits >> 40) - (1 << 23)) / (1 << 23);
+}
+
+void write_floats(const float* values, std::int64_t numel, Format format, void* to) {
+  if (format == Format::kFloat32) {
+    std::memcpy(to, values, static_cast<std::size_t>(numel) * 4);
+  } else {
+    zero_opt::kernels_named("baseline").convert({numel, values, to, Format::kFloat32, format});
+  }
+}
+
+// Hands out addresses one behind the other.
+class Places {
+ public:
+  explicit Places(char* next) : next_(next) {}
+
+  template <typename T>
+  T* take(std::int64_t bytes, bool wanted = true) {
+    if (!wanted) return nullptr;
+    char* found = next_;
+    next_ += (static_cast<std::size_t>(bytes) + kAlign - 1) / kAlign * kAlign;
+    return reinterpret_cast<T*>(found);
+  }
+  char* next() const { return next_; }
+
+ private:
+  char* next_;
+};
+
+AdamRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
+  const bool blocks = scenario.moments == Format::kBlock8;
+  const std::int64_t moment = n * zero_opt::bytes_of(scenario.moments);
+  const std::int64_t bases = (n + kCutNumel - 1) / kCutNumel * 2;
+  AdamRun run = {};
+  run.numel = n;
+  run.from.param = places.take<void>(n * (scenario.has_remainder ? 2 : 4));
+  run.from.remainder = places.take<std::int16_t>(n * 2, scenario.has_remainder);
+  run.from.exp_avg = places.take<void>(moment);
+  run.from.exp_avg_sq = places.take<void>(moment);
+  run.from.exp_avg_base = places.take<std::uint16_t>(bases, blocks);
+  run.from.exp_avg_sq_base = places.take<std::uint16_t>(bases, blocks);
+  run.from.max_exp_avg_sq = places.take<float>(n * 4, scenario.amsgrad);
+  run.to = run.from;
+  run.grad = places.take<void>(n * zero_opt::bytes_of(scenario.grad));
+  run.out = places.take<void>(n * zero_opt::bytes_of(scenario.out), scenario.has_out);
+  run.grad_format = scenario.grad;
+  run.moment_format = scenario.moments;
+  run.out_format = scenario.out;
+  return run;
+}
+
+std::size_t data_bytes(const Scenario& scenario) {
+  Places places(nullptr);
+  for (const std::int64_t numel : scenario.numels) placed(scenario, numel, places);
+  return reinterpret_cast<std::uintptr_t>(places.next());
+}
+
+class Event {
+ public:
+  Event() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+  ~Event() { close(fd_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+}  // namespace
+
+Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes) {
+  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes};
+  if (name == "bf16") {
+    found.grad = found.out = Format::kBfloat16;
+    found.has_out = true;
+  } else if (name == "amsgrad") {
+    found.out = Format::kFloat16;
+    found.has_out = found.amsgrad = true;
+  } else if (name == "compact") {
+    found.grad = Format::kFloat16;
+    found.moments = Format::kBlock8;
+    found.has_remainder = true;
+  } else if (name != "plain") {
+    throw std::invalid_argument("there is no scenario " + name);
+  }
+  const std::int64_t block = zero_opt::kLogNumel;
+  found.numels = shape == "cut" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
+  return found;
+}
+
+Arena::Arena(std::size_t bytes) : bytes_(bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) throw std::bad_alloc();
+  base_ = static_cast<char*>(base);
+}
+
+Arena::~Arena() { munmap(base_, bytes_); }
+
+void Arena::load(const Image& image) { std::memcpy(base_, image.data(), bytes_); }
+
+void Arena::load(const Arena& other) { std::memcpy(base_, other.base_, bytes_); }
+
+Case::Case(const Scenario& scenario, const std::string& isa)
+    : scenario_(scenario),
+      isa_(isa),
+      control_bytes_(ArenaView(nullptr, scenario.lanes, kMaxRuns).control_bytes()),
+      bytes_(control_bytes_ + data_bytes(scenario)) {
+  make_reference();
+  const Event wake;
+  Arena arena(bytes_);
+  fill(arena.base());
+  zero_opt::Control control(arena.base(), bytes_, scenario_.lanes, kMaxRuns);
+  control.submit(batches(arena.base(), 1.0), wake.fd(), false, isa_);
+  control.finish();
+  fill_gradients(arena.base(), 2);
+  control.submit(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+  begun_ = arena.image();
+}
+
+void Case::make_reference() {
+  Arena arena(bytes_);
+  fill(arena.base());
+  const zero_opt::Kernels& kernels = zero_opt::kernels_named(isa_);
+  zero_opt::adam_step(kernels, batches(arena.base(), 1.0), {1, false});
+  fill_gradients(arena.base(), 2);
+  nonfinite_ = zero_opt::adam_step(kernels, batches(arena.base(), 2.0), {1, false});
+  reference_ = arena.image();
+}
+
+std::vector<zero_opt::AdamBatch> Case::batches(char* base, double step) const {
+  Places places(data(base));
+  std::vector<zero_opt::AdamBatch> found;
+  for (const std::int64_t numel : scenario_.numels) {
+    zero_opt::AdamHypers hypers = kHypers;
+    hypers.lr *= static_cast<double>(found.size() + 1);
+    found.push_back({hypers, {{placed(scenario_, numel, places), step, nullptr}}});
+  }
+  return found;
+}
+
+void Case::fill(char* base) const {
+  for (const zero_opt::AdamBatch& batch : batches(base, 1.0)) {
+    const AdamRun& run = batch.runs[0].run;
+    std::vector<float> values(static_cast<std::size_t>(run.numel));
+    for (std::int64_t i = 0; i < run.numel; ++i) values[static_cast<std::size_t>(i)] = chance(7, i + run.numel);
+    write_floats(values.data(), run.numel, scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32,
+                 run.from.param);
+  }
+  fill_gradients(base, 1);
+}
+
+void Case::fill_gradients(char* base, std::uint64_t seed) const {
+  std::uint64_t number = 0;
+  for (const zero_opt::AdamBatch& batch : batches(base, 1.0)) {
+    const AdamRun& run = batch.runs[0].run;
+    std::vector<float> values(static_cast<std::size_t>(run.numel));
+    for (std::int64_t i = 0; i < run.numel; ++i) {
+      // In another number of places in every run, but for the second step, which has all the others finite.
+      const bool bad = i % 31 == 5 && static_cast<std::uint64_t>(i / 31) <= number;
+      values[static_cast<std::size_t>(i)] = bad && seed == 2 ? INFINITY : chance(seed * 100 + number, i);
+    }
+    write_floats(values.data(), run.numel, scenario_.grad, const_cast<void*>(run.grad));
+    ++number;
+  }
+}
+
+std::uint64_t Case::blocks() const {
+  const auto* control = reinterpret_cast<const zero_opt::ControlBlock*>(begun_.data());
+  return static_cast<std::uint64_t>(control->step.blocks);
+}
+
+void Case::finish(char* base) const {
+  zero_opt::finish_step(ArenaView(base, scenario_.lanes, kMaxRuns), bytes_, static_cast<int>(scenario_.lanes));
+}
+
+bool Case::finished(const char* base, std::string& what) const {
+  const ArenaView view(const_cast<char*>(base), scenario_.lanes, kMaxRuns);
+  what.clear();
+  for (std::size_t at = control_bytes_; at < bytes_ && what.empty(); ++at) {
+    if (std::memcmp(base + at, reference_.data() + at, bytes_ - at) == 0) break;
+    if (base[at] != reference_[at]) what = "byte " + std::to_string(at - control_bytes_) + " of the data";
+  }
+  const zero_opt::ControlBlock& control = view.control();
+  if (control.submitted.load() != 2 || control.completed.load() != 2) what += " sequence numbers";
+  const std::uint64_t counted = control.nonfinite.load();
+  if (counted != static_cast<std::uint64_t>(nonfinite_)) what += " " + std::to_string(counted) + " not finite";
+  for (std::size_t lane = 0; lane < scenario_.lanes; ++lane) {
+    if (view.lanes()[lane].progress == 0) what += " no progress of lane " + std::to_string(lane);
+  }
+  return what.empty();
+}
+
+}  // namespace crash

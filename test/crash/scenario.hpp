@@ -1,0 +1,78 @@
+// A small step in an arena of its own, for programs that disturb it: what is stepped, and what has to come of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "control.hpp"
+
+namespace crash {
+
+using Image = std::vector<char>;
+
+constexpr std::size_t kMaxRuns = 16;
+
+// How the state is stored, and how many elements the runs have.
+struct Scenario {
+  std::string name;
+  zero_opt::Format grad, moments, out;
+  bool has_out, has_remainder, amsgrad;
+  std::vector<std::int64_t> numels;
+  std::size_t lanes;
+};
+
+// The scenario of that name with runs that are short, or cut within ("cut"). Throws std::invalid_argument for another.
+Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
+
+// Memory that a fork shares with this process.
+class Arena {
+ public:
+  explicit Arena(std::size_t bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  char* base() const { return base_; }
+  std::size_t bytes() const { return bytes_; }
+  Image image() const { return Image(base_, base_ + bytes_); }
+  void load(const Image& image);
+  void load(const Arena& other);
+
+ private:
+  char* base_;
+  std::size_t bytes_;
+};
+
+// Two steps of a scenario: the first done, the second submitted and to be made.
+class Case {
+ public:
+  Case(const Scenario& scenario, const std::string& isa);
+
+  std::size_t bytes() const { return begun_.size(); }
+  std::size_t lanes() const { return scenario_.lanes; }
+  std::uint64_t blocks() const;
+  const Image& begun() const { return begun_; }
+
+  // What a worker does with the step, or with what is left of it. Throws what finish_step throws.
+  void finish(char* base) const;
+  // Whether all that counts is there: the bits of a plain step in all arrays, how many gradients were not finite, and
+  // the words. If not, ``what`` says where.
+  bool finished(const char* base, std::string& what) const;
+
+ private:
+  std::vector<zero_opt::AdamBatch> batches(char* base, double step) const;
+  void fill(char* base) const;
+  void fill_gradients(char* base, std::uint64_t seed) const;
+  void make_reference();
+  char* data(char* base) const { return base + control_bytes_; }
+
+  Scenario scenario_;
+  std::string isa_;
+  std::size_t control_bytes_, bytes_;
+  Image begun_, reference_;
+  std::int64_t nonfinite_ = 0;
+};
+
+}  // namespace crash

@@ -1,0 +1,106 @@
+"""Workers of two ranks in training, killed and stopped at random: the bits stay those of a run in peace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_opt
+from test.crash.programs import LONG
+from test.distributed.harness import assert_bitwise, run_processes
+from test.distributed.scenario import values
+from test.distributed.test_worker_offload import assert_as_simulated, make, simulate, train_ranks, worker_of
+
+SECONDS = 1200 if LONG else 60  # nothing hangs
+# On each of two ranks, with and without a delay.
+KILLS = 520 if LONG else 30
+STOPPED_STEPS = 90 if LONG else 8
+NUMEL = 300_000
+DELAYS = pytest.mark.parametrize("delay", [0, 1])
+
+
+def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, int, int], None]:
+    def strike(optimizer: zero_opt.ShardedOptimizer, step: int, rank: int) -> None:
+        child = worker_of(optimizer)._held.child
+        if random.Random(f"{step} {rank}").random() < 0.5 and child is not None:
+            os.kill(child.pid, signals[step % len(signals)])
+
+    return strike
+
+
+@DELAYS
+def test_workers_die_and_stop_in_training(delay: int) -> None:
+    offload = zero_opt.WorkerOffload(delay, hang_timeout=0.3)
+
+    def run(rank: int, world_size: int) -> Any:
+        strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        return train_ranks(rank, world_size, 12, meanwhile=strike, offload=offload)
+
+    found = run_processes(2, run, timeout=SECONDS)
+    assert_as_simulated(found, simulate(2, 12, delay))
+    assert all(deaths for _, _, deaths in found)
+
+
+@DELAYS
+def test_workers_are_stopped_between_steps(delay: int) -> None:
+    offload, begin = zero_opt.WorkerOffload(delay, hang_timeout=0.2, max_deaths=50), time.monotonic()
+
+    def run(rank: int, world_size: int) -> Any:
+        return train_ranks(rank, world_size, STOPPED_STEPS, meanwhile=_killer((signal.SIGSTOP,)), offload=offload)
+
+    found = run_processes(2, run, timeout=SECONDS)
+    assert_as_simulated(found, simulate(2, STOPPED_STEPS, delay))
+    stops = [deaths for _, _, deaths in found]
+    assert sum(stops) >= (50 if LONG else 2)
+    print(f"\nSIGSTOP, delay {delay}: {stops} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
+
+
+def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> Any:
+    """Steps of a few milliseconds, and a thread that kills whatever worker there is at random times."""
+    generator = torch.Generator().manual_seed(5)
+    params = [nn.Parameter(torch.randn(NUMEL, generator=generator)) for _ in range(2)]
+    optimizer = make(params, offload=offload, reduction=zero_opt.Overlapped(1))
+    worker, over = worker_of(optimizer), threading.Event()
+
+    def fire() -> None:
+        chance = random.Random(rank)
+        while not over.wait(chance.random() * 0.01):
+            child = worker._held.child
+            if child is not None and worker.deaths < kills:
+                with contextlib.suppress(OSError):  # it is being replaced already
+                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+    gun = threading.Thread(target=fire)
+    if kills:
+        gun.start()
+    for step in range(2 * KILLS):
+        optimizer.zero_grad()
+        torch.autograd.backward(params, [values(step % 7, 1, rank, i, (NUMEL,)) for i in range(2)])
+        optimizer.step()
+    over.set()
+    if kills:
+        gun.join(SECONDS)
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach() for param in params], worker.deaths
+
+
+@DELAYS
+def test_workers_are_killed_at_any_time(delay: int) -> None:
+    offload, begin = zero_opt.WorkerOffload(delay, max_deaths=1000), time.monotonic()
+    calm, fired = (run_processes(2, _train_under_fire, offload, kills, timeout=SECONDS) for kills in (0, KILLS))
+    for (one, _), (other, deaths) in zip(calm, fired, strict=True):
+        assert_bitwise(one, other)
+        assert deaths > (0.95 * KILLS if LONG else 0)
+    kills = [deaths for _, deaths in fired]
+    print(f"\nSIGKILL, delay {delay}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")

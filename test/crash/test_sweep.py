@@ -1,0 +1,76 @@
+"""A worker killed after every instruction of a step, and its successors likewise: nothing is ever lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from test.crash.mutants import MUTANTS, Mutant
+from test.crash.programs import LONG, NATIVE, Counts, built, built_mutant, sweep
+from zero_opt import _native
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memfd are Linux's")
+
+SCENARIOS = ("plain", "bf16", "amsgrad", "compact")
+# Shape, lanes, and of how many images the recovery from one is swept too.
+FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
+# In the short form there is time for some.
+TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], MUTANTS[-1])
+NONE = Counts(0, 0, 0)
+
+
+class Totals:
+    def __init__(self) -> None:
+        self.first, self.nested, self.begin = NONE, NONE, time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[Totals]:
+    found = Totals()
+    yield found
+    print(
+        f"\nsweep: {found.first.points} points, {found.first.images} images, {found.first.divergent} divergent; "
+        f"nested: {found.nested.points} points, {found.nested.images} images, {found.nested.divergent} divergent; "
+        f"{time.monotonic() - found.begin:.0f} s"
+    )
+
+
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Totals, isa: str, scenario: str) -> None:
+    first, nested = NONE, NONE
+    for shape, lanes, nested_every in FORMS:
+        swept = sweep(built("sweep"), isa, scenario, shape, lanes, 1, nested_every)
+        assert swept.right, swept.said
+        first, nested = first + swept.first, nested + swept.nested
+    assert first.points > 2000
+    assert nested.points > (10_000 if LONG else 500)
+    totals.first, totals.nested = totals.first + first, totals.nested + nested
+    print(f"\nsweep {isa} {scenario}: {first}; nested {nested}")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_apply(mutant: Mutant) -> None:
+    source = (NATIVE / mutant.file).read_text()
+    assert mutant.applied(source) != source
+
+
+def test_a_mutant_that_does_not_apply_is_noticed() -> None:
+    with pytest.raises(ValueError, match="does not apply: 0 times"):
+        MUTANTS[0].applied("")
+
+
+@pytest.mark.parametrize("mutant", TRIED, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant) -> None:
+    isa = _native.isas()[-1]
+    program = built_mutant(mutant, isa)
+    nested_every = 3 if mutant.deaths > 1 else 0
+    swept = sweep(program, isa, "bf16", "short", 1, 1, nested_every, "first")
+    assert swept.undisturbed == (mutant.deaths > 0)
+    assert not swept.right
+    assert bool(swept.first.divergent) == (mutant.deaths < 2)
+    where = f"{swept.first.points} points and {swept.nested.points} nested"
+    print(f"\nmutant caught after {where}: {mutant.name}")

@@ -1,0 +1,187 @@
+// For ThreadSanitizer: what is done by several processes, done by threads of one, on one mapping of what they share.
+//
+// Usage: race worker | exchange
+// "worker": a trainer that submits and waits, and the worker's whole life beside it. "exchange": three ranks of a host
+// exchanging buckets. The linker is to wrap mmap, read and write: a second mapping would hide what is shared, and the
+// events would look as though they ordered memory, which sequence numbers alone are to do.
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "control.hpp"
+#include "host_exchange.hpp"
+#include "worker.hpp"
+
+namespace {
+
+char* shared_base = nullptr;
+int shared_fd = -1;
+
+}  // namespace
+
+extern "C" {
+void* __real_mmap(void* address, std::size_t bytes, int protection, int flags, int fd, off_t offset);
+
+void* __wrap_mmap(void* address, std::size_t bytes, int protection, int flags, int fd, off_t offset) {
+  if (fd >= 0 && fd == shared_fd && shared_base != nullptr) return shared_base;
+  return __real_mmap(address, bytes, protection, flags, fd, offset);
+}
+
+ssize_t __wrap_read(int fd, void* to, std::size_t bytes) { return syscall(SYS_read, fd, to, bytes); }
+
+ssize_t __wrap_write(int fd, const void* from, std::size_t bytes) { return syscall(SYS_write, fd, from, bytes); }
+}
+
+namespace {
+
+using zero_opt::AdamRun;
+using zero_opt::Format;
+using zero_opt::HostRun;
+
+constexpr int kLanes = 2, kSteps = 12, kMaxRuns = 4;
+// So long that the lanes get threads of their own.
+constexpr std::int64_t kNumel = 70'001;
+constexpr auto kPatience = std::chrono::seconds(120);
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+char* arena_of(std::size_t bytes) {
+  const int fd = memfd_create("race", MFD_CLOEXEC);
+  require(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0, "no memory");
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  require(base != MAP_FAILED, "no mapping");
+  shared_fd = fd;
+  shared_base = static_cast<char*>(base);
+  return shared_base;
+}
+
+// Four arrays of kNumel floats: param, exp_avg, exp_avg_sq, gradient.
+AdamRun run_at(float* first) {
+  AdamRun run = {};
+  run.numel = kNumel;
+  run.from.param = first;
+  run.from.exp_avg = first + kNumel;
+  run.from.exp_avg_sq = first + 2 * kNumel;
+  run.to = run.from;
+  run.grad = first + 3 * kNumel;
+  return run;
+}
+
+std::vector<zero_opt::AdamBatch> batch_at(float* first, int step) {
+  const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, true, false};
+  return {{hypers, {{run_at(first), static_cast<double>(step), nullptr}}}};
+}
+
+void fill_gradient(float* first, int step) {
+  for (std::int64_t i = 0; i < kNumel; ++i) first[3 * kNumel + i] = static_cast<float>((i * 37 + step * 101) % 997) - 498;
+}
+
+template <typename Condition>
+void await(const Condition& condition, const char* what) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!condition()) require(std::chrono::steady_clock::now() < deadline, what);
+}
+
+void train(zero_opt::Control& control, float* arrays, int wake, int done, int pidfd) {
+  std::vector<float> own(4 * kNumel);
+  for (int step = 1; step <= kSteps; ++step) {
+    fill_gradient(arrays, step);
+    fill_gradient(own.data(), step);
+    const std::uint64_t sequence = control.submit(batch_at(arrays, step), wake, false, "baseline");
+    await(
+        [&] {
+          (void)control.progress();
+          (void)control.error();
+          return control.wait(sequence, done, pidfd, 0.01) == zero_opt::Waited::kDone;
+        },
+        "a step is not made");
+    zero_opt::adam_step(zero_opt::kernels_named("baseline"), batch_at(own.data(), step), {1, false});
+    require(std::memcmp(arrays, own.data(), own.size() * sizeof(float)) == 0, "other bits");
+    require(control.nonfinite() == 0, "gradients that are not finite");
+  }
+}
+
+// Does not return: the worker ends the process when it is asked to go.
+void worker() {
+  const std::size_t control_bytes = zero_opt::ArenaView(nullptr, kLanes, kMaxRuns).control_bytes();
+  const std::size_t bytes = control_bytes + 4 * kNumel * sizeof(float);
+  char* base = arena_of(bytes);
+  const int wake = eventfd(0, EFD_NONBLOCK), done = eventfd(0, EFD_NONBLOCK);
+  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
+  zero_opt::Control control(base, bytes, kLanes, kMaxRuns);
+  std::thread life([&] { zero_opt::worker_run({shared_fd, wake, done, pidfd}, {}, kLanes); });
+  await([&] { return control.generation() != 0; }, "the worker does not become ready");
+  train(control, reinterpret_cast<float*>(base + control_bytes), wake, done, pidfd);
+  std::printf("%d steps\n", kSteps);
+  std::fflush(stdout);
+  control.stop(wake);
+  std::this_thread::sleep_for(kPatience);
+  throw std::runtime_error("the worker does not go");
+}
+
+constexpr int kRanks = 3, kExchanges = 20;
+constexpr std::int64_t kDataAt = 4096, kSlotBytes = 1024;
+
+// Steps of one rank: the mean of a bucket, and back; every element of rank r is r + 1 + its number.
+void exchange_as(int rank, const std::vector<char*>& arenas) {
+  const std::int64_t shard = 700, numel = shard * kRanks - 13;
+  std::vector<float> values(static_cast<std::size_t>(numel)), mean(static_cast<std::size_t>(shard));
+  zero_opt::HostRanks ranks(rank, arenas, kDataAt, kSlotBytes);
+  zero_opt::HostBucket bucket = {
+      {{0, numel, reinterpret_cast<char*>(values.data()), false}}, {0, shard, 2 * shard, 3 * shard}, Format::kFloat32};
+  for (int number = 0; number < kExchanges; ++number) {
+    for (std::int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>(rank + 1 + i);
+    const auto ident = static_cast<std::uint64_t>(2 * number + 1);
+    zero_opt::HostProgress progress = {zero_opt::Staged::kNotYet, 0, 0};
+    await(
+        [&] {
+          progress = ranks.reduce(ident, bucket, reinterpret_cast<char*>(mean.data()), progress.published, 1.0);
+          return progress.state == zero_opt::Staged::kSlot0;
+        },
+        "a peer does not come");
+    const std::int64_t begin = shard * rank, end = std::min(begin + shard, numel);
+    for (std::int64_t i = begin; i < end; ++i) values[i] = mean[i - begin];
+    progress.published = 0;
+    await(
+        [&] {
+          progress = ranks.gather(ident + 1, bucket, progress.published, 1.0);
+          return progress.state == zero_opt::Staged::kSlot0;
+        },
+        "a peer does not come");
+    for (std::int64_t i = 0; i < numel; ++i) require(values[i] == static_cast<float>(2 + i), "another mean");
+  }
+}
+
+void exchange() {
+  char* base = arena_of(kRanks * (kDataAt + 2 * kSlotBytes));
+  std::vector<char*> arenas;
+  for (int rank = 0; rank < kRanks; ++rank) arenas.push_back(base + rank * (kDataAt + 2 * kSlotBytes));
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) ranks.emplace_back([&, rank] { exchange_as(rank, arenas); });
+  for (std::thread& rank : ranks) rank.join();
+  std::printf("%d exchanges\n", kExchanges);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    argc > 1 && std::strcmp(argv[1], "exchange") == 0 ? exchange() : worker();
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    std::fflush(stderr);
+    _exit(3);
+  }
+}
