@@ -105,6 +105,10 @@ AdamRun run_in_place(char* base, const StepRun& run) {
           run.moment_format, run.out_format};
 }
 
+// Steps a block into the log. Returns how many of its gradients are not finite.
+using StepBlock = std::int64_t (*)(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
+                                   Staging& staging);
+
 std::int64_t step_staged(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
                          Staging& staging) {
   run.to = log_of(run, block.begin, log);
@@ -117,8 +121,8 @@ inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
          (run.grad_format == Format::kFloat32 || run.grad_format == Format::kBfloat16) && converts(scalars, false);
 }
 
-// What adam_staged and copy_home do, with nothing to decide on: for so few elements deciding takes as long as the step.
-std::int64_t step_straight(const AdamScalars& scalars, const AdamRun& run, const Block& block, LogBlock& log,
+// What step_staged does, with nothing to decide on: for so few elements deciding takes as long as the step.
+std::int64_t step_straight(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
                            Staging& staging) {
   const std::int64_t begin = block.begin;
   Lanes lanes = {};
@@ -141,13 +145,6 @@ std::int64_t step_straight(const AdamScalars& scalars, const AdamRun& run, const
   return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
 }
 
-inline void copy_straight(const AdamRun& run, const Block& block, const LogBlock& log) {
-  const std::int64_t begin = block.begin, n = block.end - begin;
-  copy_array(log.param, begin, n, 4, run.from.param);
-  copy_array(log.exp_avg, begin, n, 4, run.from.exp_avg);
-  copy_array(log.exp_avg_sq, begin, n, 4, run.from.exp_avg_sq);
-}
-
 // Does what is left of the lane's part of the step. Returns how many of its gradients were not finite, counted once
 // whoever did them.
 std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lane) {
@@ -160,22 +157,20 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
   Staging staging;
   Block block = {step.runs, 0, 0};
   AdamRun run = {};
-  bool known = false, straight = false;
+  StepBlock step_block = nullptr;
   for (; done < count; ++done) {
     const StepRun* last = block.run;
     block = block_of(last, range.first + done);
     const AdamScalars& scalars = step.scalars[block.run->scalars];
-    if (!known || block.run != last) {
+    if (step_block == nullptr || block.run != last) {
       run = run_in_place(step.base, *block.run);
-      straight = goes_straight(run, scalars);
-      known = true;
+      step_block = goes_straight(run, scalars) ? step_straight : step_staged;
     }
     LogBlock& log = lane.logs[done % 2];
     const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;
-    log.nonfinite = before + (straight ? step_straight(scalars, run, block, log, staging)
-                                       : step_staged(scalars, run, block, log, staging));
+    log.nonfinite = before + step_block(scalars, run, block, log, staging);
     commit(lane, progress_word(step.sequence, done + 1));
-    straight ? copy_straight(run, block, log) : copy_home(run, block, log);
+    copy_home(run, block, log);
   }
   end_streams();
   if (done == count) commit(lane, progress_word(step.sequence, count + 1));

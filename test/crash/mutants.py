@@ -14,10 +14,9 @@ BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
 SUCCESSOR_COPIES = "    copy_home(run_in_place(step.base, *block.run), block, lane.logs[(done + 1) % 2]);\n"
 LOG = "    LogBlock& log = lane.logs[done % 2];\n"
-TO = "    run.to = log_of(run, block.begin, log);\n"
 BEFORE = "    const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
 COUNT = "    log.nonfinite = before + "
-COMPUTE = COUNT + "adam_staged(scalars, run, block.begin, block.end - block.begin, staging);\n"
+COMPUTE = COUNT + "step_block(scalars, run, block, log, staging);\n"
 COMMIT = "    commit(lane, progress_word(step.sequence, done + 1));\n"
 COPY_HOME = "    copy_home(run, block, log);\n"
 END = "  end_streams();\n"
@@ -90,6 +89,7 @@ MUTANTS = (
         "a moment is written home at once",
         (
             ("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "home.exp_avg"),
+            ("  lanes.to.exp_avg = log.exp_avg;\n", "  lanes.to.exp_avg = lanes.from.exp_avg;\n"),
             ("  copy_array(log.exp_avg, begin, n, moment, home.exp_avg);\n", ""),
         ),
     ),
@@ -102,7 +102,7 @@ MUTANTS = (
         "a successor does not write out of its first block",
         (
             (BEGIN, BEGUN + BEGIN),
-            (TO, TO + "    run.out = 0 < done && done == begun ? nullptr : at<void>(step.base, block.run->out);\n"),
+            (LOG, LOG + "    run.out = 0 < done && done == begun ? nullptr : at<void>(step.base, block.run->out);\n"),
         ),
     ),
     Mutant(

@@ -72,10 +72,18 @@ class Arena:
         self._used = _native.control_nbytes(lanes, MAX_RUNS)
         self.nbytes = self._used + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create("test", os.MFD_CLOEXEC)
+        self.wake, self.done = (os.eventfd(0, os.EFD_CLOEXEC) for _ in range(2))
+        self._map()
+
+    def _map(self) -> None:
         os.ftruncate(self.fd, self.nbytes)
         self.bytes = torch.frombuffer(mmap.mmap(self.fd, self.nbytes), dtype=torch.uint8)
-        self.wake, self.done = (os.eventfd(0, os.EFD_CLOEXEC) for _ in range(2))
         self.control = self.mapped_control()
+
+    def grow(self, nbytes: int) -> None:
+        """More room, in a new mapping; tensors stay in the old one."""
+        self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map()
 
     def mapped_control(self) -> _native.Control:
         return _native.Control(self.bytes.data_ptr(), self.nbytes, lanes=self.lanes, max_runs=MAX_RUNS)
