@@ -352,6 +352,37 @@ def test_edits_are_noticed(world_size: int, offload: Any, dtype: torch.dtype) ->
         assert_bitwise(found, plain)
 
 
+def _edit_unused(rank: int, world_size: int, offload: Any, reduction: Any) -> Any:
+    """One with gaps is edited, and is not used in the next step; the other one in its bucket is."""
+    gaps, other = params = nn.Parameter(torch.ones(4, 10)[:, ::2]), nn.Parameter(torch.ones(50))
+    plain: Any = zero_opt.CPUAdamW
+    optimizer = plain(params) if offload is None else make(params, offload=offload, reduction=reduction)
+    seen = []
+    for used in ([gaps, other], [other], [gaps, other]):
+        optimizer.zero_grad()
+        torch.autograd.backward(used, [torch.ones(param.shape) for param in used])
+        optimizer.step()
+        if offload is not None:
+            optimizer.flush()
+        seen.append([gaps.detach().clone(), other.detach().clone()])
+        if len(seen) == 1:
+            with torch.no_grad():
+                gaps.fill_(7.0)
+    if offload is not None:
+        optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.AtStep(exchange="backend")])
+@pytest.mark.parametrize("offload", [NOW, LATER])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_edited_parameter_that_a_step_does_not_use(world_size: int, offload: Any, reduction: Any) -> None:
+    plain = _edit_unused(0, 1, None, reduction)
+    assert (plain[1][0] == 7).all()
+    for found in run_processes(world_size, _edit_unused, offload, reduction, timeout=SECONDS):
+        assert_bitwise(found, plain)
+
+
 def _edit_while_pending(rank: int, world_size: int) -> None:
     params = make_params()
     optimizer = make(params, offload=LATER)

@@ -228,7 +228,7 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         before = list(self.land())
         self._submit(grads, groups)
-        yield from self.land() if not self._delay else before
+        yield from self._land() if not self._delay else before
 
     def wait(self) -> None:
         """See :class:`Placement`."""
@@ -237,6 +237,16 @@ class WorkerPlacement:
 
     def land(self) -> Iterator[int]:
         """See :class:`Placement`."""
+        self._load_mirrors()
+        yield from self._land()
+
+    def _load_mirrors(self) -> None:
+        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
+        for shard in self._shards.values():
+            for flat in shard.bucket.params:
+                flat.load()
+
+    def _land(self) -> Iterator[int]:
         self.wait()
         pending, self._pending = self._pending, None
         if pending is None:
