@@ -309,6 +309,21 @@ def test_it_goes_with_its_trainer(stopped: bool) -> None:
     assert gone(pid)
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+def test_closed_standard_streams(closed: tuple[int, ...]) -> None:
+    def train() -> int:
+        for fd in closed:
+            os.close(fd)
+        trainer = Trainer()
+        trainer.step()
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.step()
+        trainer.worker.close()
+        return trainer.worker.deaths
+
+    assert in_fork(train) == 1
+
+
 def test_daemonic_processes_can_have_one() -> None:
     def train() -> int:
         trainer = Trainer()

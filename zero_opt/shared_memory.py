@@ -23,6 +23,21 @@ def page_aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+def above_stdio(fd: int) -> int:
+    """The same open file above descriptor 2, closing ``fd`` if that is not.
+
+    Where standard streams are closed new files get their numbers, and are replaced in processes started from here.
+    """
+    if fd > 2:
+        return fd
+    import fcntl  # not on every platform
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 class Arena:
     """A memfd mapped into this process.
 
@@ -57,7 +72,7 @@ class Arena:
             raise OSError(f"there is no memfd on {sys.platform}")
         import fcntl  # not on every platform
 
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = above_stdio(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             os.ftruncate(fd, page_aligned(nbytes))
             seals = sum(getattr(fcntl, seal) for seal in cls._sealed_against)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import WorkerDied, WorkerFailed
 from .policies import WorkerOffload
-from .shared_memory import GrowingArena, require_memory
+from .shared_memory import GrowingArena, above_stdio, require_memory
 
 if TYPE_CHECKING:
     from . import _native
@@ -55,7 +55,7 @@ class _Child:
         self._owner = os.getpid()
         if not sys.executable:
             raise WorkerFailed("cannot start a worker: sys.executable does not name a Python interpreter")
-        self._stderr = os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC)
+        self._stderr = above_stdio(os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC))
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_MAIN), *arguments],
@@ -70,7 +70,7 @@ class _Child:
             os.close(self._stderr)
             raise WorkerFailed(f"cannot start a worker: {error}") from error
         self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)  # our child, and not reaped: the pid is its own
+        self.pidfd = above_stdio(os.pidfd_open(self.pid))  # our child, and not reaped: the pid is its own
         self._poll = select.poll()
         self._poll.register(self.pidfd, select.POLLIN)
 
@@ -107,9 +107,9 @@ class _Held:
     """What outlives nobody: the file descriptors, and the process that runs."""
 
     def __init__(self) -> None:
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.done = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.own_pidfd = os.pidfd_open(os.getpid())
+        self.wake = above_stdio(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.done = above_stdio(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self.own_pidfd = above_stdio(os.pidfd_open(os.getpid()))
         self.child: _Child | None = None
 
     def end_child(self) -> str:
