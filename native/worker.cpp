@@ -23,6 +23,7 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/prctl.h>
 #endif
 
 namespace zero_opt {
@@ -52,8 +53,12 @@ void unblock(int fd) {
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) fail("an event of the worker");
 }
 
-// Ends the process with the trainer, in mid-step too.
+// Ends the process with the trainer, in mid-step too. The kernel does when the thread that started this process ends,
+// which works on a stopped one; the pidfd does where that cannot be had.
 void watch(int trainer_pidfd) {
+#if defined(__linux__)
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
   std::thread([trainer_pidfd] {
     for (;;) {
       pollfd trainer = {trainer_pidfd, POLLIN, 0};

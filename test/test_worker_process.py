@@ -283,9 +283,41 @@ def test_a_fork_leaves_it_alone(trainers: Callable[..., Trainer]) -> None:
     assert trainer.worker.deaths == 0
 
 
+@pytest.mark.parametrize("moment", ["Popen", "pidfd_open"])
+def test_ctrl_c_loses_no_worker(trainers: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Just after the process has come into being."""
+    trainer = trainers()
+    os.kill(trainer.pid, signal.SIGKILL)
+    assert gone(trainer.pid)
+    sequence = trainer.submit()
+    main, begun = threading.main_thread().ident, []
+    assert main is not None
+    module: Any = worker_process.subprocess if moment == "Popen" else worker_process.os
+    real = getattr(module, moment)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        begun.append(found.pid if moment == "Popen" else args[0])
+        if len(begun) == 1:
+            signal.pthread_kill(main, signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.worker.wait(sequence)
+        trainer.worker.wait(sequence)
+    trainer.check()
+    assert begun == [trainer.pid]
+    trainer.worker.extend(4096)
+    trainer.worker.start()
+    trainer.step()
+    assert gone(begun[0])
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_it_goes_with_its_trainer(stopped: bool) -> None:
-    """Even in the middle of a step; one that is stopped cannot, until it runs."""
+    """Even in the middle of a step, and when it is stopped."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -303,10 +335,33 @@ def test_it_goes_with_its_trainer(stopped: bool) -> None:
     pid = ours.recv()
     process.kill()
     process.join(PATIENCE_S)
-    if stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
     assert gone(pid)
+
+
+def test_it_goes_when_exec_replaces_its_trainer() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def train() -> None:
+        theirs.send(Trainer().pid)
+        os.execv("/bin/sleep", ["sleep", str(10 * PATIENCE_S)])
+
+    process = context.Process(target=train)
+    start(process)
+    assert ours.poll(PATIENCE_S)
+    assert gone(ours.recv())
+    assert process.is_alive()
+    process.kill()
+    process.join(PATIENCE_S)
+
+
+def test_it_outlives_the_thread_that_made_it(trainers: Callable[..., Trainer]) -> None:
+    made: list[Trainer] = []
+    thread = threading.Thread(target=lambda: made.append(trainers()))
+    thread.start()
+    thread.join(PATIENCE_S)
+    made[0].step()
+    assert made[0].worker.deaths == 0
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])

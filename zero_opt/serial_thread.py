@@ -70,6 +70,16 @@ class SerialThread:
         self._jobs.put((future, call, arguments))
         return future
 
+    @property
+    def runs(self) -> bool:
+        """Whether there is a thread: from the first call to interpreter exit, and in no fork."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread."""
+        return self._thread is threading.current_thread()
+
     def close(self) -> None:
         """Let the thread end once it has run what is queued; does not wait for it."""
         self._stop()

@@ -15,17 +15,19 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import WorkerDied, WorkerFailed
 from .policies import WorkerOffload
+from .serial_thread import SerialThread
 from .shared_memory import GrowingArena, above_stdio, require_memory
 
 if TYPE_CHECKING:
     from . import _native
 
+_T = TypeVar("_T")
 Batches = Sequence[tuple["_native.AdamHypers", Sequence["_native.AdamRun"], Sequence[int]]]
 
 _log = logging.getLogger("zero_opt")
@@ -38,7 +40,10 @@ _READY_LOOK_MS = 2
 _READY_S = 120.0
 # How long the kernel may take to end a process that was killed.
 _END_S = 10.0
+# How long the starter's thread may take for a call.
+_CALL_S = 60.0
 _STDERR_BYTES = 2000
+_SIGNAL = "signal "
 
 
 def allowed_threads(requested: int) -> int:
@@ -49,28 +54,35 @@ def allowed_threads(requested: int) -> int:
 
 
 class _Child:
-    """One worker process. Belongs to the process that started it: a fork of that one leaves it alone."""
+    """One worker process. Belongs to the process that started it: a fork of that one leaves it alone.
 
-    def __init__(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
-        self._owner = os.getpid()
+    Attributes:
+        generation: how many workers had become ready in the arena when it was started.
+    """
+
+    def __init__(self, arguments: Sequence[str], fds: Sequence[int], generation: int) -> None:
+        self._owner, self.generation = os.getpid(), generation
         if not sys.executable:
             raise WorkerFailed("cannot start a worker: sys.executable does not name a Python interpreter")
-        self._stderr = above_stdio(os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC))
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_MAIN), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
-                pass_fds=tuple(fds),
-                cwd="/",
-                start_new_session=True,  # a terminal's Ctrl-C is for the trainer
-            )
-        except OSError as error:
-            os.close(self._stderr)
-            raise WorkerFailed(f"cannot start a worker: {error}") from error
-        self.pid = self._popen.pid
-        self.pidfd = above_stdio(os.pidfd_open(self.pid))  # our child, and not reaped: the pid is its own
+        with contextlib.ExitStack() as undo:
+            try:
+                self._stderr = above_stdio(os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC))
+                undo.callback(os.close, self._stderr)
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_MAIN), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stderr,
+                    stderr=self._stderr,
+                    pass_fds=tuple(fds),
+                    cwd="/",
+                    start_new_session=True,  # a terminal's Ctrl-C is for the trainer
+                )
+                undo.callback(self._kill)
+                self.pid = self._popen.pid
+                self.pidfd = above_stdio(os.pidfd_open(self.pid))  # our child, and not reaped: the pid is its own
+            except OSError as error:
+                raise WorkerFailed(f"cannot start a worker: {error}") from error
+            undo.pop_all()
         self._poll = select.poll()
         self._poll.register(self.pidfd, select.POLLIN)
 
@@ -83,6 +95,11 @@ class _Child:
         start = max(os.fstat(self._stderr).st_size - _STDERR_BYTES, 0)
         return os.pread(self._stderr, _STDERR_BYTES, start).decode(errors="replace").strip()
 
+    def _kill(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.kill()
+        return self._popen.wait(timeout=_END_S)
+
     def end(self) -> str:
         """Kill and reap it; how it ended.
 
@@ -92,38 +109,72 @@ class _Child:
         if os.getpid() != self._owner:
             self._popen.returncode = 0  # not ours to reap, nor to warn of
             return ""
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.kill()
         try:
-            code = self._popen.wait(timeout=_END_S)
+            code = self._kill()
         except subprocess.TimeoutExpired:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
         for fd in (self.pidfd, self._stderr):
             os.close(fd)
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
+        return f"{_SIGNAL}{-code}" if code < 0 else f"exit status {code}"
 
 
 class _Held:
-    """What outlives nobody: the file descriptors, and the process that runs."""
+    """What outlives nobody: the file descriptors, and the process that runs.
+
+    Workers are started and ended on a thread of its own, for two reasons. Ctrl-C reaches the main thread alone, so a
+    worker that exists is always recorded. And the kernel ends a worker with the *thread* that started it: this one
+    lasts until this is closed, the process ends, or exec replaces it.
+    """
 
     def __init__(self) -> None:
         self.wake = above_stdio(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self.done = above_stdio(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self.own_pidfd = above_stdio(os.pidfd_open(os.getpid()))
         self.child: _Child | None = None
+        self._thread = SerialThread("zero_opt worker starter")
+
+    def start_child(self, start: Callable[[], _Child]) -> _Child:
+        """The worker that runs; if none does, the one that ``start`` starts."""
+        return self._on_thread(self._start, start)
+
+    def _start(self, start: Callable[[], _Child]) -> _Child:
+        if self.child is None:
+            self.child = start()
+        return self.child
 
     def end_child(self) -> str:
         """End the worker, if one runs; how it ended."""
+        return self._on_thread(self._end)
+
+    def _end(self) -> str:
         child, ended = self.child, ""
         if child is not None:
             ended = child.end()
             self.child = None
         return ended
 
+    def _on_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Interrupted, the call goes on, and the next one comes after it."""
+        try:
+            result: _T = self._thread.submit(call, *arguments).result(_CALL_S)
+        except TimeoutError:
+            raise WorkerFailed(f"a worker process has not been started or ended within {_CALL_S:.0f} s") from None
+        return result
+
     def close(self) -> None:
         """End the worker, and let go of everything."""
+        if not self._thread.runs:
+            self._release()
+            return
+        released = self._thread.submit(self._release)
+        self._thread.close()
+        if not self._thread.is_current:  # garbage is collected on any thread
+            with contextlib.suppress(TimeoutError):
+                released.result(_CALL_S)
+
+    def _release(self) -> None:
         try:
-            self.end_child()
+            self._end()
         except WorkerFailed as error:
             _log.warning("%s", error)
         for fd in (self.wake, self.done, self.own_pidfd):
@@ -192,11 +243,8 @@ class WorkerProcess:
             WorkerFailed: it does not become ready; the message has what it said.
         """
         self.require_own()
-        if self._held.child is not None:
-            return
-        generation, waited = self._control.generation, 0.0
-        child = self._spawn()
-        while self._control.generation == generation:
+        child, waited = self._held.child or self._spawn(), 0.0
+        while self._control.generation == child.generation:
             before = time.monotonic()
             if child.dead(_READY_LOOK_MS) or waited > _READY_S:
                 raise WorkerFailed(self._obituary(child, "did not become ready"))
@@ -205,11 +253,10 @@ class WorkerProcess:
     def _spawn(self) -> _Child:
         from . import _native
 
-        held = self._held
+        held, control = self._held, self._control
         fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
-        numbers = [*fds, self._lanes, *self._cores]
-        held.child = _Child([str(_native.__file__), *map(str, numbers)], fds)
-        return held.child
+        arguments = [str(_native.__file__), *map(str, [*fds, self._lanes, *self._cores])]
+        return held.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:
         """End a worker, and say how it ended and what it said."""
