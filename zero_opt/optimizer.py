@@ -121,7 +121,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
             self._sharded.add_groups()
         except BaseException:
-            groups.close()
+            if self._sharded is None:
+                groups.close()
+            else:
+                self._sharded.close()  # a traceback may keep it, and with it the worker and the trainer's cores
             raise
         self._finalizer = weakref.finalize(self, groups.close)
         self._finalizer.atexit = False

@@ -24,8 +24,8 @@ from .exchange import Exchange
 from .grad_norm import total_norm
 from .param_gather import spread
 from .partition import Geometry, Partition
+from .placement import Placement, build_placement, check_params, hypers_of
 from .placement import Policy as Offload
-from .placement import build_placement, check_params, hypers_of
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
@@ -111,6 +111,7 @@ class Wiring:
             not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
         )
         self.agreement = Agreement(groups.control, describe)
+        self.agreement.on_contents(recipe.entries())  # what comes below is collective, and differs with it
         self.partition = Partition(groups.control, geometry, describe)
         self._exchanges: dict[str, Exchange] = {}
         self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
@@ -118,11 +119,27 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        self.placement = build_placement(
-            recipe.offload, recipe.optimizer_class, recipe.defaults, groups.control, recipe.reduction
-        )
+        self.placement = self._build_placement()
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
+
+    def _build_placement(self) -> Placement:
+        """The placement, or an error on all ranks if there can be none on one. Collective."""
+        recipe, error, placement = self._recipe, None, None
+        try:
+            placement = build_placement(
+                recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
+            )
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        try:
+            self.agreement.raise_first_error(error, "ShardedOptimizer()")
+        except BaseException:
+            if placement is not None:
+                placement.close()
+            raise
+        assert placement is not None
+        return placement
 
     def add_groups(self) -> None:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
@@ -133,7 +150,7 @@ class Wiring:
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
         listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
-        self.agreement.on_contents([*self._recipe.entries(), *listed])
+        self.agreement.on_contents(listed)
         self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
         before = len(self._params)
         try:
