@@ -306,6 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
                 current state to.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
+            OptimizerClosed: closed with a step pending that was lost.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -393,7 +394,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 
-        Every rank should call it.
+        Every rank should call it. A pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over
+        several ranks, which do not wait for each other here, it is lost, and the log says so: call :meth:`flush` first.
         """
         closed, self._closed = self._closed, True
         if not closed and self._sharded is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .buckets import GradBucket
 from .collectives import AloneGroup, Group, build_exchange
 from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
-from .errors import StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
+from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import total_norm
 from .param_gather import spread
@@ -30,6 +31,8 @@ from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
 from .state_dict import cut
+
+_log = logging.getLogger("zero_opt")
 
 
 def _close_all(exchanges: Mapping[str, Exchange]) -> None:
@@ -106,6 +109,7 @@ class Wiring:
         self._known_groups = 0
         self._full_state: dict[int, dict[str, Any]] | None = None
         self._failure: Exception | None = None
+        self._closed = False
         self._owed = False  # ranks may not have all of each other's updates
         geometry = Geometry(
             not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
@@ -334,6 +338,8 @@ class Wiring:
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """What :meth:`consolidate` brought here, if still current."""
+        if self.placement.pending and self._closed:
+            raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
         if self.placement.pending:
             raise StepPending(
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
@@ -366,6 +372,7 @@ class Wiring:
 
     def close(self) -> None:
         """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
+        self._closed = True
         with ExitStack() as last_first:
             last_first.callback(self._groups.close)
             last_first.callback(_close_all, self._exchanges)
@@ -373,3 +380,21 @@ class Wiring:
             last_first.callback(self._thread.close)
             last_first.callback(self.reduction.close)
             last_first.callback(self.gather.close)
+            last_first.callback(self._end_pending)
+
+    def _end_pending(self) -> None:
+        """Bring a pending step in, or say that it is lost.
+
+        Over several ranks it is lost: who closes may be the only one that does, and must not wait for the others.
+        """
+        if not self.placement.pending:
+            return
+        reason = "the other ranks need not be there"
+        if self.partition.world_size == 1:
+            try:
+                with torch.no_grad():
+                    self.flush()
+                return
+            except Exception as error:  # whatever it is, the rest is to be closed
+                reason = str(error)
+        _log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)

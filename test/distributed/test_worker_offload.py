@@ -287,16 +287,6 @@ def test_what_is_pending() -> None:
     optimizer.close()
 
 
-def test_closing_with_a_step_pending() -> None:
-    params = make_params()
-    optimizer = make(params, offload=LATER)
-    backward(params, 1, 0)
-    optimizer.step()
-    optimizer.close()
-    with pytest.raises(zero_opt.OptimizerClosed):
-        optimizer.flush()
-
-
 # -- what the user does to parameters ---------------------------------------------------------------------------------
 
 
