@@ -211,6 +211,26 @@ def test_workers_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Trainer()
 
 
+@pytest.mark.parametrize("kills", [2, 3])
+def test_workers_that_are_killed_while_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
+    path, count = tmp_path / "main.py", tmp_path / "count"
+    count.write_text("")
+    path.write_text(
+        f"import os, runpy\nopen({str(count)!r}, 'a').write('x')\n"
+        f"if os.path.getsize({str(count)!r}) <= {kills}: os.kill(os.getpid(), 9)\n"
+        f"runpy.run_path({str(worker_process._MAIN)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(worker_process, "_MAIN", path)
+    if kills == 3:
+        with pytest.raises(WorkerDied, match=r"did not become ready \(signal 9\)"):
+            Trainer(max_deaths=3)
+        return
+    trainer = Trainer(max_deaths=3)
+    trainer.step()
+    assert trainer.worker.deaths == kills
+    trainer.worker.close()
+
+
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for executable in ("/nowhere/python", ""):
         monkeypatch.setattr("sys.executable", executable)

@@ -90,6 +90,11 @@ class _Child:
         """Whether the process has ended, or does within that time."""
         return bool(self._poll.poll(patience_ms))
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, once it has been ended."""
+        return (self._popen.returncode or 0) < 0
+
     def said(self) -> str:
         """The end of what it has written to its standard error."""
         start = max(os.fstat(self._stderr).st_size - _STDERR_BYTES, 0)
@@ -239,16 +244,26 @@ class WorkerProcess:
     def start(self) -> None:
         """Start a worker unless one runs, and return when it is ready: it has finished what it found undone.
 
+        One that is killed meanwhile is replaced; one that ends by itself would do so again.
+
         Raises:
             WorkerFailed: it does not become ready; the message has what it said.
         """
         self.require_own()
-        child, waited = self._held.child or self._spawn(), 0.0
+        child, waited, killed = self._held.child or self._spawn(), 0.0, 0
         while self._control.generation == child.generation:
             before = time.monotonic()
-            if child.dead(_READY_LOOK_MS) or waited > _READY_S:
-                raise WorkerFailed(self._obituary(child, "did not become ready"))
+            dead = child.dead(_READY_LOOK_MS)
             waited += min(time.monotonic() - before, _LOOK_S)
+            if not dead and waited <= _READY_S:
+                continue
+            message = self._obituary(child, "did not become ready")
+            killed += 1
+            if not dead or not child.was_killed or killed >= self._policy.max_deaths:
+                raise (WorkerDied if child.was_killed and dead else WorkerFailed)(message)
+            self.deaths += 1
+            _log.warning("%s; a successor is started (%d so far)", message, self.deaths)
+            child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
         from . import _native
