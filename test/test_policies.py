@@ -96,7 +96,7 @@ def test_a_reduce_dtype_that_cannot_work_is_quoted() -> None:
     ("field", "values"),
     [
         ("delay", [2, -1]),
-        ("threads", [0, -3]),
+        ("threads", [0, -3, 1025]),
         ("cores", [(), (1, 1), (-1,)]),
         ("hang_timeout", [0, math.inf]),
         ("max_deaths", [0]),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 EXCHANGES = ("auto", "backend")
 MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
+# Of a worker. A slip of the pen would take all the processes that the system grants.
+_MOST_THREADS = 1024
 
 
 def _check_positive(owner: str, field: str, value: object) -> None:
@@ -116,7 +118,7 @@ class WorkerOffload:
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
             next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind.
-        threads: of the worker; ``None``: all cores it may use with ``delay=0``, half of them with ``delay=1``.
+        threads: of the worker, at most 1024; ``None``: all cores it may use with ``delay=0``, half with ``delay=1``.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
         hang_timeout: seconds without any progress after which a worker is killed and replaced.
         max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
@@ -135,6 +137,8 @@ class WorkerOffload:
             raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
         if self.threads is not None:
             _check_count("WorkerOffload", "threads", self.threads)
+            if self.threads > _MOST_THREADS:
+                raise ConfigError(f"WorkerOffload.threads must be at most {_MOST_THREADS}, got {self.threads!r}")
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_positive("WorkerOffload", "hang_timeout", self.hang_timeout)
