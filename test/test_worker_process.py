@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import threading
@@ -160,6 +161,26 @@ def test_too_little_memory_is_said_before_any_is_taken(
         trainer.worker.extend(5 << 20)
     assert trainer.pid == before
     trainer.step()
+
+
+def test_a_limit_of_the_process() -> None:
+    def train() -> list[str]:
+        trainer, said = Trainer(), []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (trainer.worker.arena.bytes.numel() + 4096,) * 2)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for call in (lambda: trainer.worker.extend(5 << 20), lambda: Trainer(BIG)):
+            try:
+                call()
+            except OutOfMemory as error:
+                said.append(str(error))
+        trainer.worker.start()
+        trainer.step()
+        trainer.worker.close()
+        return said
+
+    said = in_fork(train)
+    assert len(said) == 2
+    assert all("MiB of host memory, and the system refuses it" in text for text in said)
 
 
 def test_a_killed_worker_is_replaced(trainers: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:

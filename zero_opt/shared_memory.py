@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -138,6 +140,20 @@ def require_memory(nbytes: int, what: str) -> None:
             f"{what} needs {_mib(nbytes)} MiB of host memory, and {_mib(left)} MiB may still be had (MemAvailable, and "
             "the limits of this process's memory cgroups); use more ranks, or offload=None"
         )
+
+
+@contextlib.contextmanager
+def memory_errors(nbytes: int, what: str) -> Iterator[None]:
+    """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOMEM, errno.EFBIG, errno.ENOSPC):
+            raise
+        raise OutOfMemory(
+            f"{what} needs {_mib(nbytes)} MiB of host memory, and the system refuses it ({error}) though "
+            f"{_mib(memory_left())} MiB may still be had; see the limits of this process (ulimit -a)"
+        ) from error
 
 
 def _mib(nbytes: int) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .errors import WorkerDied, WorkerFailed
 from .policies import WorkerOffload
 from .serial_thread import SerialThread
-from .shared_memory import GrowingArena, above_stdio, require_memory
+from .shared_memory import GrowingArena, above_stdio, memory_errors, require_memory
 
 if TYPE_CHECKING:
     from . import _native
@@ -199,7 +199,9 @@ class WorkerProcess:
 
         self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
         self._pid = os.getpid()
-        self.arena = GrowingArena.create("zero_opt worker", _native.control_nbytes(lanes, _MAX_RUNS))
+        nbytes = _native.control_nbytes(lanes, _MAX_RUNS)
+        with memory_errors(nbytes, "the control area of this rank's worker"):
+            self.arena = GrowingArena.create("zero_opt worker", nbytes)
         self._connect()
         self._held = _Held()
         self._close = weakref.finalize(self, self._held.close)
@@ -232,10 +234,12 @@ class WorkerProcess:
             OutOfMemory: there is not so much; nothing has changed.
         """
         self.require_own()
-        require_memory(nbytes, "the optimizer state and gradients of this rank's worker")
+        what = "the optimizer state and gradients of this rank's worker"
+        require_memory(nbytes, what)
         self._held.end_child()
         start = self.arena.bytes.numel()
-        self.arena.grow(start + nbytes)
+        with memory_errors(nbytes, what):
+            self.arena.grow(start + nbytes)
         self._connect()
         return start
 
