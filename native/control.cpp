@@ -115,25 +115,18 @@ std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd
   head.flush_denormals = flush_denormals || FlushDenormals::own();
   isa.copy(head.isa, kIsaBytes - 1);
   std::int64_t scalars = 0;
-  for (const AdamBatch& batch : batches) {
-    double last = 0.0;  // step of the last scalars; counts from 1
-    for (const CountedRun& counted : batch.runs) {
-      if (counted.run.numel == 0) continue;
-      if (head.runs == static_cast<std::int64_t>(max_runs_)) {
-        throw std::invalid_argument("more runs than the " + std::to_string(max_runs_) + " there is room for");
-      }
-      if (const double step = step_of(counted); last == 0.0 || step != last) {
-        last = step;
-        view_.scalars()[scalars++] = adam_scalars(batch.hypers, step);
-      }
-      StepRun run = translated(counted.run);
-      run.scalars = scalars - 1;
-      run.first_block = head.blocks;
-      view_.runs()[head.runs++] = run;
-      head.blocks += (run.numel + kLogNumel - 1) / kLogNumel;
-      head.numel += run.numel;
+  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
+    if (head.runs == static_cast<std::int64_t>(max_runs_)) {
+      throw std::invalid_argument("more runs than the " + std::to_string(max_runs_) + " there is room for");
     }
-  }
+    if (fresh != nullptr) view_.scalars()[scalars++] = *fresh;
+    StepRun run = translated(given);
+    run.scalars = scalars - 1;
+    run.first_block = head.blocks;
+    view_.runs()[head.runs++] = run;
+    head.blocks += log_blocks(run.numel);
+    head.numel += run.numel;
+  });
   block.step = head;
   block.submitted.store(sequence + 1, std::memory_order_release);
   ring(wake_fd);

@@ -9,12 +9,6 @@
 #include "thread_pool.hpp"
 
 namespace zero_opt {
-namespace {
-
-// Waking the threads takes about as long as this many elements.
-constexpr std::int64_t kAloneNumel = 65536;
-
-}  // namespace
 
 BlockRange blocks_of_lane(std::int64_t blocks, std::int64_t lane, std::int64_t lanes) {
   return {blocks * lane / lanes, blocks * (lane + 1) / lanes};
@@ -26,7 +20,7 @@ void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
   if (control.completed.load(std::memory_order_acquire) == sequence) return;
   const StepHead& head = control.step;
   if (head.arena_bytes > mapped_bytes) throw std::runtime_error("the arena has grown since this worker was started");
-  const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), head.runs, sequence};
+  const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), sequence};
   const Kernels& kernels = kernels_named(std::string(head.isa));
   std::atomic<std::int64_t> nonfinite{0};
   const auto work = [&](int lane) {

@@ -22,6 +22,9 @@ namespace zero_opt {
 constexpr std::int64_t kLogNumel = 256;
 static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
 
+// Of each translation unit's own, like bytes_of.
+static inline constexpr std::int64_t log_blocks(std::int64_t numel) { return (numel + kLogNumel - 1) / kLogNumel; }
+
 // AdamArrays as offsets.
 struct StepArrays {
   std::uint64_t param, remainder, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base, max_exp_avg_sq;
@@ -60,7 +63,6 @@ struct LoggedStep {
   char* base;  // of the arena
   const StepRun* runs;
   const AdamScalars* scalars;
-  std::int64_t run_count;
   std::uint64_t sequence;
 };
 

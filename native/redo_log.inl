@@ -31,11 +31,9 @@ struct Block {
   std::int64_t begin, end;
 };
 
-inline std::int64_t blocks_of(const StepRun& run) { return (run.numel + kLogNumel - 1) / kLogNumel; }
-
-// The block of a number, whose run is not before ``from``; runs without elements have none.
+// The block of a number, whose run is not before ``from``.
 inline Block block_of(const StepRun* from, std::int64_t number) {
-  while (number >= from->first_block + blocks_of(*from)) ++from;
+  while (number >= from->first_block + log_blocks(from->numel)) ++from;
   const std::int64_t begin = (number - from->first_block) * kLogNumel;
   return {from, begin, from->numel - begin < kLogNumel ? from->numel : begin + kLogNumel};
 }
@@ -127,9 +125,8 @@ std::int64_t step_straight(const AdamScalars& scalars, AdamRun& run, const Block
   const std::int64_t begin = block.begin;
   Lanes lanes = {};
   lanes.numel = block.end - begin;
-  lanes.from.param = static_cast<float*>(run.from.param) + begin;
-  lanes.from.exp_avg = static_cast<float*>(run.from.exp_avg) + begin;
-  lanes.from.exp_avg_sq = static_cast<float*>(run.from.exp_avg_sq) + begin;
+  point_at_param(run.from, begin, lanes.from);
+  point_at_moments(run.from, Format::kFloat32, begin, lanes.from);
   lanes.to.param = log.param;
   lanes.to.exp_avg = log.exp_avg;
   lanes.to.exp_avg_sq = log.exp_avg_sq;

@@ -15,8 +15,6 @@ namespace {
 // What a thread takes at a time: long enough for the memory's prefetching, short enough to even out the threads.
 constexpr std::int64_t kBlockNumel = 32768;
 static_assert(kBlockNumel % kCutNumel == 0 && kBlockNumel % kSumNumel == 0, "cuts must not change bits");
-// Waking the pool takes about as long as this many elements.
-constexpr std::int64_t kAloneNumel = 65536;
 
 // The blocks of several arrays, numbered through.
 class Blocks {
@@ -119,18 +117,12 @@ std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& bat
   std::vector<const AdamRun*> runs;
   std::vector<std::size_t> scalars_of;
   std::vector<AdamScalars> scalars;
-  for (const AdamBatch& batch : batches) {
-    double step = 0.0;  // of the last scalars; counts from 1
-    for (const CountedRun& counted : batch.runs) {
-      if (const double next = step_of(counted); step == 0.0 || next != step) {
-        step = next;
-        scalars.push_back(adam_scalars(batch.hypers, step));
-      }
-      blocks.add(counted.run.numel);
-      runs.push_back(&counted.run);
-      scalars_of.push_back(scalars.size() - 1);
-    }
-  }
+  for_runs(batches, [&](const AdamRun& run, const AdamScalars* fresh) {
+    if (fresh != nullptr) scalars.push_back(*fresh);
+    blocks.add(run.numel);
+    runs.push_back(&run);
+    scalars_of.push_back(scalars.size() - 1);
+  });
   std::atomic<std::int64_t> nonfinite{0};
   for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
     const std::int64_t found = kernels.adam(scalars[scalars_of[i]], *runs[i], begin, end);

@@ -30,6 +30,25 @@ struct AdamBatch {
   std::vector<CountedRun> runs;
 };
 
+// Calls work(run, scalars) for every run that has elements; scalars is null if they are those of the run before.
+template <typename Work>
+void for_runs(const std::vector<AdamBatch>& batches, const Work& work) {
+  for (const AdamBatch& batch : batches) {
+    double last = 0.0;  // step of the last scalars; counts from 1
+    for (const CountedRun& counted : batch.runs) {
+      if (counted.run.numel == 0) continue;
+      const double step = step_of(counted);
+      if (step == last) {
+        work(counted.run, nullptr);
+      } else {
+        const AdamScalars scalars = adam_scalars(batch.hypers, step);
+        work(counted.run, &scalars);
+      }
+      last = step;
+    }
+  }
+}
+
 // Steps every run; returns how many gradient elements, after the factor, were not finite. The bits do not depend
 // on the threads.
 std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel);

@@ -1,9 +1,9 @@
 #include "thread_pool.hpp"
 
-#include <pthread.h>
 #include <signal.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -42,20 +42,6 @@ std::vector<int> allowed_cpus() {
   }
 #endif
   return cpus;
-}
-
-void set_cpus([[maybe_unused]] std::thread& thread, [[maybe_unused]] const std::vector<int>& cpus) {
-#if defined(__linux__)
-  const int limit = cpus.back() + 1;
-  cpu_set_t* mask = CPU_ALLOC(limit);
-  if (mask == nullptr) return;
-  const std::size_t size = CPU_ALLOC_SIZE(limit);
-  CPU_ZERO_S(size, mask);
-  for (const int cpu : cpus) CPU_SET_S(cpu, size, mask);
-  // A CPU may have gone since: then the thread runs where it is.
-  pthread_setaffinity_np(thread.native_handle(), size, mask);
-  CPU_FREE(mask);
-#endif
 }
 
 // CPUs' worth of time that one cgroup folder grants; infinite without a limit. v2: "max 100000" or "150000 100000".
@@ -120,7 +106,8 @@ class Pool {
   void place(const std::vector<int>& cpus) {
     const bool one_each = threads_.size() == cpus.size();
     for (std::size_t i = 0; i < threads_.size(); ++i) {
-      set_cpus(threads_[i], one_each ? std::vector<int>{cpus[i]} : cpus);
+      // A CPU may have gone since: then the thread runs where it is.
+      set_cpus(threads_[i].native_handle(), one_each ? std::vector<int>{cpus[i]} : cpus);
     }
     placed_ = cpus;
   }
@@ -183,6 +170,22 @@ double cgroup_cpus(const std::string& listing, const std::string& root) {
 
 // Likewise read once, while the library is loaded.
 static const double quota = cgroup_cpus("/proc/self/cgroup", "/sys/fs/cgroup");
+
+int set_cpus([[maybe_unused]] pthread_t thread, [[maybe_unused]] const std::vector<int>& cpus) {
+#if defined(__linux__)
+  const int limit = *std::max_element(cpus.begin(), cpus.end()) + 1;
+  cpu_set_t* mask = CPU_ALLOC(limit);
+  if (mask == nullptr) return ENOMEM;
+  const std::size_t size = CPU_ALLOC_SIZE(limit);
+  CPU_ZERO_S(size, mask);
+  for (const int cpu : cpus) CPU_SET_S(cpu, size, mask);
+  const int error = pthread_setaffinity_np(thread, size, mask);
+  CPU_FREE(mask);
+  return error;
+#else
+  return 0;
+#endif
+}
 
 int usable_threads(int requested) {
   const int cpus = static_cast<int>(allowed_cpus().size());

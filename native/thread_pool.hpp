@@ -1,8 +1,12 @@
 // A fork-join pool of our own, so that no second OpenMP runtime comes into the process.
 #pragma once
 
+#include <pthread.h>
+
+#include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace zero_opt {
 
@@ -13,6 +17,12 @@ int usable_threads(int requested);
 // CPUs' worth of time that the cgroups grant, the least among those in ``listing`` (as /proc/self/cgroup) and all
 // above them, mounted at ``root``; infinite without a limit.
 double cgroup_cpus(const std::string& listing, const std::string& root);
+
+// Lets a thread run on these CPUs only; returns an error number, 0 where that is done or cannot be asked for.
+int set_cpus(pthread_t thread, const std::vector<int>& cpus);
+
+// Waking the threads takes about as long as stepping this many elements.
+constexpr std::int64_t kAloneNumel = 65536;
 
 // Calls task(index) for every index in [0, count), each on its own thread of the pool, and returns when all are
 // done. With count 1, where threads cannot be had, or while another thread has the pool, the caller makes all the

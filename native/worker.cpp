@@ -22,7 +22,6 @@
 #include "thread_pool.hpp"
 
 #if defined(__linux__)
-#include <sched.h>
 #include <sys/prctl.h>
 #endif
 
@@ -65,21 +64,6 @@ void watch(int trainer_pidfd) {
       if (poll(&trainer, 1, kSliceMs) > 0) _exit(0);
     }
   }).detach();
-}
-
-void set_affinity([[maybe_unused]] const std::vector<int>& cpus) {
-#if defined(__linux__)
-  if (cpus.empty()) return;
-  const int limit = *std::max_element(cpus.begin(), cpus.end()) + 1;
-  cpu_set_t* mask = CPU_ALLOC(limit);
-  if (mask == nullptr) throw std::bad_alloc();
-  const std::size_t size = CPU_ALLOC_SIZE(limit);
-  CPU_ZERO_S(size, mask);
-  for (const int cpu : cpus) CPU_SET_S(cpu, size, mask);
-  const int failed = sched_setaffinity(0, size, mask);
-  CPU_FREE(mask);
-  if (failed != 0) fail("the worker's CPUs");
-#endif
 }
 
 // Record locks are the process's own and end after its last thread: whoever has it is alone with the arena.
@@ -214,7 +198,7 @@ void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int lane
   try {
     unblock(files.wake);
     unblock(files.done);
-    set_affinity(cpus);
+    if (!cpus.empty() && (errno = set_cpus(pthread_self(), cpus)) != 0) fail("the worker's CPUs");
     lock_arena(files.arena);
     worker = new Worker(files, lanes);
     worker->serve();

@@ -123,6 +123,17 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
   return found;
 }
 
+AdamRun plain_run(float* first, std::int64_t numel) {
+  AdamRun run = {};
+  run.numel = numel;
+  run.from.param = first;
+  run.from.exp_avg = first + numel;
+  run.from.exp_avg_sq = first + 2 * numel;
+  run.to = run.from;
+  run.grad = first + 3 * numel;
+  return run;
+}
+
 Arena::Arena(std::size_t bytes) : bytes_(bytes) {
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();

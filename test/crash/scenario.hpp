@@ -26,6 +26,9 @@ struct Scenario {
 // The scenario of that name with runs that are short, or cut within ("cut"). Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
+// A run over four arrays of floats, one after the other: param, exp_avg, exp_avg_sq, gradient.
+zero_opt::AdamRun plain_run(float* first, std::int64_t numel);
+
 // Memory that a fork shares with this process.
 class Arena {
  public:

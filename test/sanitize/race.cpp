@@ -19,6 +19,7 @@
 
 #include "control.hpp"
 #include "host_exchange.hpp"
+#include "scenario.hpp"
 #include "worker.hpp"
 
 namespace {
@@ -43,7 +44,6 @@ ssize_t __wrap_write(int fd, const void* from, std::size_t bytes) { return sysca
 
 namespace {
 
-using zero_opt::AdamRun;
 using zero_opt::Format;
 using zero_opt::HostRun;
 
@@ -66,21 +66,9 @@ char* arena_of(std::size_t bytes) {
   return shared_base;
 }
 
-// Four arrays of kNumel floats: param, exp_avg, exp_avg_sq, gradient.
-AdamRun run_at(float* first) {
-  AdamRun run = {};
-  run.numel = kNumel;
-  run.from.param = first;
-  run.from.exp_avg = first + kNumel;
-  run.from.exp_avg_sq = first + 2 * kNumel;
-  run.to = run.from;
-  run.grad = first + 3 * kNumel;
-  return run;
-}
-
 std::vector<zero_opt::AdamBatch> batch_at(float* first, int step) {
   const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, true, false};
-  return {{hypers, {{run_at(first), static_cast<double>(step), nullptr}}}};
+  return {{hypers, {{crash::plain_run(first, kNumel), static_cast<double>(step), nullptr}}}};
 }
 
 void fill_gradient(float* first, int step) {
