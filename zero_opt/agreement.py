@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -141,6 +142,16 @@ class Agreement:
             name, message = json.loads(other)
             kind = getattr(errors, name, ZeroOptError)
             raise (kind if issubclass(kind, ZeroOptError) else ZeroOptError)(f"rank {rank}: {message}")
+
+    @contextmanager
+    def together(self, call: str = "") -> Iterator[None]:
+        """What fails within it on one rank is raised on all, at its end; see :meth:`raise_first_error`. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        self.raise_first_error(error, call)
 
     def on_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
         """Compare what the ranks hold, as (name of the thing, its JSON value), in order.

@@ -90,13 +90,9 @@ class Consolidation:
     def _listing(self, to: int) -> bytes:
         """What this rank will send, as JSON, once all ranks can and mean the same receiver. Collective."""
         mine: list[Entry] = []
-        error: Exception | None = None
-        try:
+        with self._agreement.together("consolidate_state_dict()"):
             check_rank(to, self._group.world_size, "to")
             mine.extend(self._entries())
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        self._agreement.raise_first_error(error, "consolidate_state_dict()")
         self._agreement.on_contents([("rank to consolidate to", to)])
         return json.dumps(mine).encode()
 

@@ -111,13 +111,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
-        error: Exception | None = None
         try:
-            self._validate(params)
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        try:
-            Agreement(groups.control, self._describe).raise_first_error(error, "ShardedOptimizer()")
+            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                self._validate(params)
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
             self._sharded.add_groups()
         except BaseException:
@@ -168,16 +164,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._inner.add_param_group(normalized_group(param_group, len(self.param_groups)))
             return
         known = len(self.param_groups)
-        error: Exception | None = None
         try:
-            with adopt_errors():
-                super().add_param_group(normalized_group(param_group, known))
-                template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
-            self._recipe.check_params(self.param_groups, self._describe)
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        try:
-            self._sharded.agreement.raise_first_error(error, "add_param_group()")
+            with self._sharded.agreement.together("add_param_group()"):
+                with adopt_errors():
+                    super().add_param_group(normalized_group(param_group, known))
+                    template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
+                self._recipe.check_params(self.param_groups, self._describe)
             self._sharded.add_groups()
         except BaseException:
             del self.param_groups[known:]

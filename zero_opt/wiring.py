@@ -129,15 +129,12 @@ class Wiring:
 
     def _build_placement(self) -> Placement:
         """The placement, or an error on all ranks if there can be none on one. Collective."""
-        recipe, error, placement = self._recipe, None, None
+        recipe, placement = self._recipe, None
         try:
-            placement = build_placement(
-                recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
-            )
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        try:
-            self.agreement.raise_first_error(error, "ShardedOptimizer()")
+            with self.agreement.together("ShardedOptimizer()"):
+                placement = build_placement(
+                    recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
+                )
         except BaseException:
             if placement is not None:
                 placement.close()
@@ -178,7 +175,8 @@ class Wiring:
             added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
             try:
                 self._connect()
-                self._place(added)
+                with self.agreement.together():
+                    self.placement.add(added)
             except BaseException:
                 self.partition.drop(added)
                 raise
@@ -186,15 +184,6 @@ class Wiring:
             self.reduction.watch(added)
             self.gather.watch()
             self._show_state()
-
-    def _place(self, added: Sequence[GradBucket]) -> None:
-        """Let the placement take charge of new buckets, or fail on all ranks if it cannot on one. Collective."""
-        error: Exception | None = None
-        try:
-            self.placement.add(added)
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        self.agreement.raise_first_error(error)
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -299,18 +288,14 @@ class Wiring:
         self.gather.flush()
         if self._recipe.offload is None:
             return
-        error: Exception | None = None
-        conflict, landed = None, False
+        conflict: ZeroOptError | None = None
         try:
-            self._follow_params()
-            conflict, landed = self.placement.conflict(), self.placement.pending
-            for _ in self.placement.land():
-                self._failure = None
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        self._owed |= landed
-        try:
-            self.agreement.raise_first_error(error, "flush()")
+            with self.agreement.together("flush()"):
+                self._follow_params()
+                conflict = self.placement.conflict()
+                self._owed |= self.placement.pending
+                for _ in self.placement.land():
+                    self._failure = None
         except Exception:
             self._owed = True
             raise

@@ -13,6 +13,7 @@ Everything that is compared runs in turns in one process, so that both meet the 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -46,8 +47,6 @@ def timed(call: Callable[[], object]) -> float:
 
 def cores() -> tuple[int, ...]:
     """Those this process may use."""
-    import os
-
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -194,7 +193,9 @@ def multiplied(side: Tensor, least_ms: float) -> float:
     return (time.perf_counter() - begin) * 1e3 / count
 
 
-def a_step_later(numel: int, rounds: int, in_process_ms: dict[str, float]) -> Iterator[tuple[str, list[float], ...]]:
+def a_step_later(
+    numel: int, rounds: int, in_process_ms: dict[str, float]
+) -> Iterator[tuple[str, list[float], list[float], list[float], list[float]]]:
     """(format, step, of it waiting, product alone, product beside the worker) in ms."""
     torch.set_num_threads(1)
     side = torch.randn(512, 512)

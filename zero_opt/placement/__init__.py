@@ -88,7 +88,7 @@ def build_placement(
     """
     if policy is not None:
         grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
-        return WorkerPlacement(policy, optimizer_class, defaults, group, grad_buffers)
+        return WorkerPlacement(policy, defaults, group, grad_buffers)
     if FusedAdamPlacement.serves(optimizer_class):
         return FusedAdamPlacement(optimizer_class, defaults)
     strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement

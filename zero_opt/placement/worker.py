@@ -97,13 +97,12 @@ class WorkerPlacement:
     def __init__(
         self,
         policy: WorkerOffload,
-        optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         group: Group,
         grad_buffers: int,
     ) -> None:
         self._grad_buffers = grad_buffers
-        self._delay, self._class = policy.delay, optimizer_class
+        self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
