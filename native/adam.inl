@@ -100,13 +100,44 @@ struct Lanes {
   const std::uint16_t* half_grad;  // in place of grad: bf16
 };
 
+// Two bf16 numbers, or remainders, side by side: the first is the lower half of the word.
+typedef std::uint32_t Pair __attribute__((may_alias, aligned(2)));
+constexpr std::uint32_t kUpper = 0xffff0000u;
+
+inline const Pair* pairs_of(const void* array) { return static_cast<const Pair*>(array); }
+inline Pair* pairs_of(void* array) { return static_cast<Pair*>(array); }
+
+inline float first_of(Pair pair) { return float_of(pair << 16); }
+inline float second_of(Pair pair) { return float_of(pair & kUpper); }
+inline std::uint32_t uppers(std::uint32_t first, std::uint32_t second) { return first >> 16 | (second & kUpper); }
+
+// The state of one element.
+struct Element {
+  float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
+};
+
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
 // algorithm 2, line 12), L2 decay, and the maximum of Reddi et al. 2018 (algorithm 2), in the order of
-// operations of torch's fused CPU kernel. Returns whether a gradient is not finite: zero times it is NaN then.
+// operations of torch's fused CPU kernel.
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
-// gradient. The choices are template parameters so that no loop carries a test. bf16 is converted in this loop because
-// the divider leaves the rest of the processor idle in it.
+// gradient. The choices are template parameters so that no loop carries a test.
+template <bool kL2, bool kAmsgrad, bool kTurned>
+inline Element step_element(const AdamScalars& s, float g, const Element& old) {
+  if constexpr (kL2) g = fma32(old.param, s.l2, g);
+  const float p = old.param * s.decay;
+  const float turn = g - old.exp_avg;
+  const float m = kTurned ? fma32(s.weight1 - 1.0f, turn, g) : fma32(s.weight1, turn, old.exp_avg);
+  const float v = fma32(s.weight2 * g, g, old.exp_avg_sq * s.beta2);
+  float root_of = v;
+  // As torch's maximum: NaN on either side stays NaN.
+  if constexpr (kAmsgrad) root_of = ((v > old.max_exp_avg_sq) | (v != v)) ? v : old.max_exp_avg_sq;
+  const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, s.reciprocal) + s.eps;
+  return {p - s.step_size * m / denominator, m, v, root_of};
+}
+
+// Steps all elements. Returns whether a gradient is not finite: zero times it is NaN then. bf16 is converted in this
+// loop because the divider leaves the rest of the processor idle in it.
 template <bool kHalfGrad, bool kSplit, bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
 bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   const AdamScalars s = scalars;
@@ -117,39 +148,62 @@ bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   std::uint32_t spoilt = 0;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
-    float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
+    const float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
     spoilt |= bits_of(g * 0.0f);
-    const float p_old = kSplit ? joined(from.half_param[i], from.remainder[i]) : from.param[i];
-    if constexpr (kL2) g = fma32(p_old, s.l2, g);
-    const float p = p_old * s.decay;
-    const float m_old = kHalf ? bf16_to_float(from.half_exp_avg[i]) : from.exp_avg[i];
-    const float v_old = kHalf ? bf16_to_float(from.half_exp_avg_sq[i]) : from.exp_avg_sq[i];
-    const float m = kTurned ? fma32(s.weight1 - 1.0f, g - m_old, g) : fma32(s.weight1, g - m_old, m_old);
-    const float v = fma32(s.weight2 * g, g, v_old * s.beta2);
-    float root_of = v;
-    if constexpr (kAmsgrad) {
-      // As torch's maximum: NaN on either side stays NaN.
-      const float v_max = from.max_exp_avg_sq[i];
-      root_of = ((v > v_max) | (v != v)) ? v : v_max;
-      to.max_exp_avg_sq[i] = root_of;
-    }
-    const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, s.reciprocal) + s.eps;
+    Element old;
+    old.param = kSplit ? joined(from.half_param[i], from.remainder[i]) : from.param[i];
+    old.exp_avg = kHalf ? bf16_to_float(from.half_exp_avg[i]) : from.exp_avg[i];
+    old.exp_avg_sq = kHalf ? bf16_to_float(from.half_exp_avg_sq[i]) : from.exp_avg_sq[i];
+    old.max_exp_avg_sq = kAmsgrad ? from.max_exp_avg_sq[i] : 0.0f;
+    const Element stepped = step_element<kL2, kAmsgrad, kTurned>(s, g, old);
+    if constexpr (kAmsgrad) to.max_exp_avg_sq[i] = stepped.max_exp_avg_sq;
     if constexpr (kHalf) {
-      const std::uint32_t drawn = chance(bits_of(m), bits_of(v), s.dither);
-      to.half_exp_avg[i] = upper_half<kHalfGrad>(m, drawn >> 16);
-      to.half_exp_avg_sq[i] = upper_half<kHalfGrad>(v, drawn & 0xffffu);
+      const Halves halves = rounded_moments<kHalfGrad>(stepped.exp_avg, stepped.exp_avg_sq, s.dither);
+      to.half_exp_avg[i] = static_cast<std::uint16_t>(halves.exp_avg >> 16);
+      to.half_exp_avg_sq[i] = static_cast<std::uint16_t>(halves.exp_avg_sq >> 16);
     } else {
-      to.exp_avg[i] = m;
-      to.exp_avg_sq[i] = v;
+      to.exp_avg[i] = stepped.exp_avg;
+      to.exp_avg_sq[i] = stepped.exp_avg_sq;
     }
-    const float p_new = p - s.step_size * m / denominator;
     if constexpr (kSplit) {
-      const std::uint32_t bits = separable(p_new);
+      const std::uint32_t bits = separable(stepped.param);
       to.half_param[i] = param_of(bits);
       to.remainder[i] = static_cast<std::int16_t>(bits);
     } else {
-      to.param[i] = p_new;
+      to.param[i] = stepped.param;
     }
+  }
+  return (spoilt & kMagnitude) != 0;
+}
+
+// The same where every array is of 16-bit numbers, two at a time as the halves of a word: numbers are taken out and put
+// back with fewer instructions than it takes to widen and narrow them, which are what this loop would wait for.
+// numel is even.
+bool adam_pairs(const AdamScalars& scalars, const Lanes& lanes) {
+  const AdamScalars s = scalars;
+  const std::int64_t count = lanes.numel / 2;
+  const Pair *grad = pairs_of(lanes.half_grad), *param = pairs_of(lanes.from.half_param),
+             *remainder = pairs_of(lanes.from.remainder), *exp_avg = pairs_of(lanes.from.half_exp_avg),
+             *exp_avg_sq = pairs_of(lanes.from.half_exp_avg_sq);
+  Pair *to_param = pairs_of(lanes.to.half_param), *to_remainder = pairs_of(lanes.to.remainder),
+       *to_exp_avg = pairs_of(lanes.to.half_exp_avg), *to_exp_avg_sq = pairs_of(lanes.to.half_exp_avg_sq);
+  std::uint32_t spoilt = 0;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {  // vectorise
+    const std::uint32_t p = param[i], r = remainder[i], m = exp_avg[i], v = exp_avg_sq[i];
+    const float g1 = s.grad_factor * first_of(grad[i]), g2 = s.grad_factor * second_of(grad[i]);
+    spoilt |= bits_of(g1 * 0.0f) | bits_of(g2 * 0.0f);
+    const float p1 = joined_bits(p << 16, static_cast<std::int32_t>(r << 16) >> 16);
+    const float p2 = joined_bits(p & kUpper, static_cast<std::int32_t>(r) >> 16);
+    const Element one = step_element<false, false, false>(s, g1, {p1, first_of(m), first_of(v), 0.0f});
+    const Element two = step_element<false, false, false>(s, g2, {p2, second_of(m), second_of(v), 0.0f});
+    const Halves moments1 = rounded_moments<true>(one.exp_avg, one.exp_avg_sq, s.dither);
+    const Halves moments2 = rounded_moments<true>(two.exp_avg, two.exp_avg_sq, s.dither);
+    to_exp_avg[i] = uppers(moments1.exp_avg, moments2.exp_avg);
+    to_exp_avg_sq[i] = uppers(moments1.exp_avg_sq, moments2.exp_avg_sq);
+    const std::uint32_t bits1 = separable(one.param), bits2 = separable(two.param);
+    to_param[i] = uppers(bits1 + kRoundParam, bits2 + kRoundParam);
+    to_remainder[i] = (bits1 & ~kUpper) | bits2 << 16;
   }
   return (spoilt & kMagnitude) != 0;
 }
@@ -179,6 +233,10 @@ inline bool converts(const AdamScalars& scalars, bool amsgrad) {
 
 template <bool kHalf>
 bool adam_pick_converting(const AdamScalars& scalars, const Lanes& lanes) {
+  if constexpr (kHalf) {
+    const bool pairs = lanes.half_grad != nullptr && lanes.to.half_param != nullptr && lanes.numel % 2 == 0;
+    if (pairs) return adam_pairs(scalars, lanes);
+  }
   if (lanes.to.half_param == nullptr) return adam_loop<true, false, kHalf, false, false, false>(scalars, lanes);
   return lanes.half_grad != nullptr ? adam_loop<true, true, kHalf, false, false, false>(scalars, lanes)
                                     : adam_loop<false, true, kHalf, false, false, false>(scalars, lanes);

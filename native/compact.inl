@@ -26,9 +26,13 @@
 namespace zero_opt {
 namespace {
 
+// The param in the upper half of ``high``, and nothing in the lower.
+inline float joined_bits(std::uint32_t high, std::int32_t remainder) {
+  return float_of(high + static_cast<std::uint32_t>(remainder));
+}
+
 inline float joined(std::uint16_t param, std::int16_t remainder) {
-  const std::uint32_t high = static_cast<std::uint32_t>(param) << 16;
-  return float_of(high + static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder)));
+  return joined_bits(static_cast<std::uint32_t>(param) << 16, remainder);
 }
 
 // The bits of a master that a pair can stand for.
@@ -37,7 +41,9 @@ inline std::uint32_t separable(float master) {
   return (bits & kMagnitude) > kInfinity ? kQuietNan : bits;
 }
 
-inline std::uint16_t param_of(std::uint32_t bits) { return static_cast<std::uint16_t>((bits + 0x8000u) >> 16); }
+constexpr std::uint32_t kRoundParam = 0x8000u;
+
+inline std::uint16_t param_of(std::uint32_t bits) { return static_cast<std::uint16_t>((bits + kRoundParam) >> 16); }
 
 inline void join_master(const std::uint16_t* __restrict__ param, const std::int16_t* __restrict__ remainder,
                         std::int64_t n, float* __restrict__ master) {
@@ -58,19 +64,26 @@ inline std::uint32_t chance(std::uint32_t exp_avg, std::uint32_t exp_avg_sq, std
   return ((exp_avg ^ dither) + exp_avg_sq) * 0x9e3779b1u;
 }
 
-// kShortNan: a NaN in ``value`` has the payload of a bf16 number or none, and the addition cannot reach the sign.
+// Two bf16 numbers in the upper halves of words, and anything below them.
+struct Halves {
+  std::uint32_t exp_avg, exp_avg_sq;
+};
+
+// kShortNan: a NaN among the moments has the payload of a bf16 number or none, and the addition cannot reach the sign.
 template <bool kShortNan>
-inline std::uint16_t upper_half(float value, std::uint32_t chance16) {
-  const std::uint32_t raised = bits_of(value) + chance16;
-  return static_cast<std::uint16_t>((kShortNan || value == value ? raised : kQuietNan) >> 16);
+inline Halves rounded_moments(float exp_avg, float exp_avg_sq, std::uint32_t dither) {
+  const std::uint32_t drawn = chance(bits_of(exp_avg), bits_of(exp_avg_sq), dither);
+  const std::uint32_t raised = bits_of(exp_avg) + (drawn >> 16), raised_sq = bits_of(exp_avg_sq) + (drawn & 0xffffu);
+  return {kShortNan || exp_avg == exp_avg ? raised : kQuietNan,
+          kShortNan || exp_avg_sq == exp_avg_sq ? raised_sq : kQuietNan};
 }
 
 inline void pack_bf16(const float* __restrict__ exp_avg, const float* __restrict__ exp_avg_sq, std::int64_t n,
                       std::uint32_t dither, std::uint16_t* __restrict__ packed, std::uint16_t* __restrict__ packed_sq) {
   for (std::int64_t i = 0; i < n; ++i) {  // vectorise
-    const std::uint32_t drawn = chance(bits_of(exp_avg[i]), bits_of(exp_avg_sq[i]), dither);
-    packed[i] = upper_half<false>(exp_avg[i], drawn >> 16);
-    packed_sq[i] = upper_half<false>(exp_avg_sq[i], drawn & 0xffffu);
+    const Halves halves = rounded_moments<false>(exp_avg[i], exp_avg_sq[i], dither);
+    packed[i] = static_cast<std::uint16_t>(halves.exp_avg >> 16);
+    packed_sq[i] = static_cast<std::uint16_t>(halves.exp_avg_sq >> 16);
   }
 }
 
