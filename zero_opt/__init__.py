@@ -5,6 +5,7 @@ from __future__ import annotations
 from .collectives import broadcast_params
 from .construction import register_elementwise
 from .cpu_adam import CPUAdam, CPUAdamW
+from .dcp import load_sharded_state_dict, sharded_state_dict
 from .errors import (
     ConfigConflict,
     ConfigError,
@@ -66,5 +67,7 @@ __all__ = [
     "WorkerOffload",
     "ZeroOptError",
     "broadcast_params",
+    "load_sharded_state_dict",
     "register_elementwise",
+    "sharded_state_dict",
 ]

@@ -188,13 +188,20 @@ class Group:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
-        self._pid = os.getpid()
+        self._pid, self._parent = os.getpid(), parent
+        self._mesh: DeviceMesh | None = None
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
     def has_send_recv(self) -> bool:
         """Whether two ranks can exchange a message without the others; the threaded test backend cannot."""
         return self.backend != "threaded"
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self._parent, "cpu")
+        return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order."""

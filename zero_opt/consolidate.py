@@ -45,7 +45,12 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_params: bool) -> Entry:
+def entry_of(index: int, key: str, value: Any, part: Tensor, start: int, whole_params: bool) -> Entry:
+    """The entry that stands for a state value of the slice ``part`` of a parameter, which begins at ``start``.
+
+    Raises:
+        StateDictError: it cannot be sent.
+    """
     if not isinstance(value, Tensor):
         if value is not None and not isinstance(value, (bool, int, float, str)):
             raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
@@ -101,7 +106,7 @@ class Consolidation:
         for index, state in self._state.items():
             start = spans[index].start
             for key, value in state.items():
-                entry = _entry(index, key, value, self._parts[index], start, self._partition.whole)
+                entry = entry_of(index, key, value, self._parts[index], start, self._partition.whole)
                 # What is not cut is the same on every owner: the owner of the first element speaks for all.
                 if entry.kind == "slice" or start == 0:
                     yield entry
@@ -112,7 +117,7 @@ class Consolidation:
         if entry.kind == "value":
             state[entry.key] = entry.value
         elif entry.kind == "inline":
-            state[entry.key] = _inline(entry)
+            state[entry.key] = inline_value(entry)
         elif entry.kind == "tensor":
             whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return whole.view(-1)
@@ -147,7 +152,8 @@ class Consolidation:
                 under_way.popleft()[0].wait()
 
 
-def _inline(entry: Entry) -> Tensor:
+def inline_value(entry: Entry) -> Tensor:
+    """The tensor that travelled inside the listing."""
     raw = bytearray.fromhex(entry.value)
     if not raw:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .collectives import check_rank, resolve_group
+from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
     check_options,
@@ -355,6 +355,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._sharded.load(states, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    # -- for dcp.py ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> Group:
+        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
+
+    def _together(self, call: str) -> AbstractContextManager[None]:
+        """See :meth:`Agreement.together`."""
+        self._require_open()
+        return nullcontext() if self._sharded is None else self._sharded.agreement.together(call)
+
+    def _rows(self) -> dict[int, dict[str, Any]]:
+        """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
+        self._require_open()
+        if self._sharded is not None:
+            return self._sharded.rows()
+        assert self._inner is not None
+        return {
+            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.items()}
+            for index, entry in copied(self._inner.state_dict()["state"]).items()
+        }
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.

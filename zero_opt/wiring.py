@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,10 @@ from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
-from .state_dict import cut
+from .state_dict import cut, is_dtensor
+
+if TYPE_CHECKING:
+    from .sharded_state import ShardedState
 
 _log = logging.getLogger("zero_opt")
 
@@ -321,6 +324,17 @@ class Wiring:
         self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
         self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
 
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """All state, a pending step included, cut by rows over the ranks. Collective."""
+        self.flush()
+        self.agreement.raise_first_error(self._missed(), "sharded_state_dict()")
+        return self._sharded_state().snapshot()
+
+    def _sharded_state(self) -> ShardedState:
+        from .sharded_state import ShardedState  # takes seconds to import, and few need it
+
+        return ShardedState(self.agreement, self.partition, self.placement)
+
     def full_state(self) -> dict[int, dict[str, Any]]:
         """What :meth:`consolidate` brought here, if still current."""
         if self.placement.pending and self._closed:
@@ -340,14 +354,17 @@ class Wiring:
         return self._full_state
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take this rank's slices out of full-shape state."""
+        """Take this rank's slices out of state that has its full shape here, or over all ranks (DTensors)."""
         self.gather.flush()
         self._admit(sum(1 << index for index in states))
-        mine = {
-            piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
-            for piece in self.partition.owned()
-            if piece.param in states
-        }
+        if self.agreement.any(any(is_dtensor(value) for state in states.values() for value in state.values())):
+            mine = self._sharded_state().shards(states)
+        else:
+            mine = {
+                piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
+                for piece in self.partition.owned()
+                if piece.param in states
+            }
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place

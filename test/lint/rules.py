@@ -56,6 +56,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("reduction.overlapped", "result"): _EXCHANGE,
     ("reduction.sparse", "wait"): _TRANSFER,
     ("relay_exchange", "wait"): _EXCHANGE,
+    ("sharded_state", "wait"): _TRANSFER,
     ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
 }
 
