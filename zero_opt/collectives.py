@@ -179,7 +179,7 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        rank: this rank within the group. world_size: number of ranks.
+        parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
@@ -188,7 +188,8 @@ class Group:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
-        self._pid, self._parent = os.getpid(), parent
+        self._pid = os.getpid()
+        self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
@@ -200,7 +201,8 @@ class Group:
     def mesh(self) -> DeviceMesh:
         """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
         if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(self._parent, "cpu")
+            assert self.parent is not None, "a rank alone has no mesh"
+            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -279,7 +281,7 @@ class AloneGroup(Group):
     """The group of a rank that has no others; needs no torch.distributed."""
 
     def __init__(self) -> None:
-        self.inline_bytes, self.backend = 0, _ALONE
+        self.inline_bytes, self.backend, self.parent = 0, _ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
 from .collectives import AloneGroup, Group, check_rank, resolve_group
@@ -23,6 +24,7 @@ from .construction import (
 )
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm, clip_factor
+from .join import ShadowSteps, join_notice
 from .placement import Policy as Offload
 from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
@@ -35,7 +37,7 @@ from .wiring import OwnGroups, Recipe, Wiring
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -89,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
+        Joinable.__init__(self)
         parent = resolve_group(process_group)
         if offload is None and (parent is None or parent.size() == 1):
             self._build_alone(params)
@@ -115,6 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
                 self._validate(params)
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
             if self._sharded is None:
@@ -196,12 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = self._sharded
-        grads = parts.finish()
-        if self._max_grad_norm is not None:
-            parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
-        parts.gather.run(parts.progress.step, parts.step(grads))
-        parts.stepped()
+        self._sharded.take(self._sharded.finish())
         return loss
 
     def _step_alone(self, closure: _Closure | None) -> Any:
@@ -250,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except ZeroOptError as found:
             error = found
         if self._sharded is not None:
-            norm = self._sharded.norm(self._sharded.finish(error))
+            norm = self._sharded.norm(self._sharded.finish(error, clip_to=limit))
             self._sharded.reduction.scale(clip_factor(norm, limit))
             return norm
         if error is not None:
@@ -355,6 +354,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._sharded.load(states, groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
+        """For ``torch.distributed.algorithms.Join``: what a rank does that has run out of inputs.
+
+        It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
+        the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
+        """
+        return ShadowSteps(None if self._sharded is None else self._sharded.shadow_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        device: torch.device = self._params()[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return self._group.parent or resolve_group(None)
 
     # -- for dcp.py ---------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
 from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
-from .grad_norm import total_norm
+from .grad_norm import clip_factor, total_norm
+from .join import follow_hypers
 from .param_gather import spread
 from .partition import Geometry, Partition
 from .placement import Placement, build_placement, check_params, hypers_of
@@ -205,8 +206,11 @@ class Wiring:
                 host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
                 self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+    def finish(self, error: ZeroOptError | None = None, clip_to: float | None = None) -> Sequence[GradShard]:
         """Let parameters arrive, follow those whose data the user re-pointed, and reduce. Collective.
+
+        Args:
+            clip_to: the norm that gradients will be clipped to, if this is not for a step.
 
         Raises:
             UnsupportedParam: on every rank, if a parameter does not fit any more on one.
@@ -216,16 +220,42 @@ class Wiring:
         """
         self.placement.require_own()
         self.gather.flush()
+        self.progress.clip_to = clip_to
         error = error or self._missed()
         try:
             self._follow_params()
         except UnsupportedParam as found:
             error = error or found
         try:
-            return self.reduction.finish(error or self.placement.conflict())
+            grads = self.reduction.finish(error or self.placement.conflict())
         except StepFailed:
             self._owed = True
             raise
+        if self.progress.absentees:
+            follow_hypers(self.agreement.group, self._param_groups, self.progress.absentees)
+        return grads
+
+    def shadow_step(self) -> None:
+        """A step on a rank that has run out of inputs: it contributes zeros, and steps its shard. Collective."""
+        self.progress.absent = True
+        try:
+            for param in self._params:
+                param.grad = None
+            self.reduction.reset()
+            grads = self.finish()
+            while self.progress.clip_to is not None:
+                self.reduction.scale(clip_factor(self.norm(grads), self.progress.clip_to))
+                grads = self.finish()
+            self.take(grads)
+        finally:
+            self.progress.absent = False
+
+    def take(self, grads: Sequence[GradShard]) -> None:
+        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective."""
+        if self._recipe.max_grad_norm is not None:
+            self.reduction.scale(clip_factor(self.norm(grads), self._recipe.max_grad_norm))
+        self.gather.run(self.progress.step, self.step(grads))
+        self.stepped()
 
     def _follow_params(self) -> None:
         moved = self.partition.refresh()

@@ -51,6 +51,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
     ("placement.worker", "wait"): _WORKER,
+    ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
     ("reduction.overlapped", "join"): _STREAMS,
     ("reduction.overlapped", "result"): _EXCHANGE,

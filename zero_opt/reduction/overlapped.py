@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..buckets import BucketState, Fill, GradBucket
 from ..consumed_grad import ConsumedGrad
-from ..errors import GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
+from ..errors import ConfigConflict, GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
 from .base import GradShard, Parts, shard_list
@@ -338,6 +338,10 @@ class OverlappedReduction:
         """
         if self._unscaled is None or self._rounds:
             shards = self.finish()
+            if self._parts.progress.absentees:
+                raise ConfigConflict(
+                    "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
+                )
             grads = [grad for shard in shards for grad in shard.grads if grad is not None]
             found = any(not bool(torch.isfinite(grad).all()) for grad in grads)
             self.scale(inv_scale)
