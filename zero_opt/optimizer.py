@@ -29,7 +29,7 @@ from .placement import Policy as Offload
 from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
-from .reduction import Policy
+from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
 from .state_dict import StateDict, copied, fitted, match, pack_groups
 from .wiring import OwnGroups, Recipe, Wiring
@@ -49,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
-        reduction: :class:`Overlapped`, :class:`AtStep`, or :class:`AlreadyReduced` (under DDP).
+        reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
             process beside this one.
         precision: dtypes of the gradient path.
@@ -376,7 +376,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """See ``torch.distributed.algorithms.Joinable``."""
         return self._group.parent or resolve_group(None)
 
-    # -- for dcp.py ---------------------------------------------------------------------------------------------------
+    # -- for dcp.py and ddp_hook.py -----------------------------------------------------------------------------------
+
+    @property
+    def _reduction(self) -> GradReduction | None:
+        return None if self._sharded is None else self._sharded.reduction
 
     @property
     def _group(self) -> Group:
