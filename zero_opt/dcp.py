@@ -94,10 +94,10 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
         raise StateDictError("expected what zero_opt.sharded_state_dict(opt) returns, with 'state' and 'param_groups'")
     state: Mapping[int, Mapping[str, Any]] = state_dict["state"]
     if _KNOWN not in state_dict:
-        return dict(state)
+        return {int(index): _entry(state, int(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_KNOWN]):
-        found = state.get(index, {})
+        found = _entry(state, index)
         missing = [key for key in keys if key not in found]
         if missing:
             raise StateDictError(
@@ -108,6 +108,11 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
             )
         real[index] = {key: found[key] for key in keys}
     return real
+
+
+def _entry(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
+    """State of one parameter. What is no tensor, torch puts under the number as text, which is how it writes paths."""
+    return {**state.get(index, {}), **state.get(str(index), {})}
 
 
 def _known(text: object) -> Sequence[tuple[int, list[str]]]:

@@ -231,6 +231,32 @@ def test_an_asynchronous_save_has_the_state_of_its_start(tmp_path: Path) -> None
     assert_bitwise(run_processes(3, _load, str(tmp_path), ADAM, {})[0], saved)
 
 
+@zero_opt.register_elementwise
+class Counting(torch.optim.Optimizer):
+    """Keeps a Python number, a float and a tensor per parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state["scale"] = group["lr"] * state["count"]
+                    state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                    param.data.add_(state["sum"], alpha=-state["scale"])
+
+
+def test_numbers_travel_too(tmp_path: Path) -> None:
+    counting = case(Counting, {"lr": 0.02}, lr=0.01)
+    saved = run_processes(2, _save, str(tmp_path), counting, {})[0]
+    assert saved["state"][0]["count"] == 3
+    assert_bitwise(run_processes(3, _load, str(tmp_path), counting, {})[0], saved)
+    assert_bitwise(_load_alone(str(tmp_path), counting), saved)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
