@@ -306,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             assert self._inner is not None
             state_dict = self._inner.state_dict()
         else:
-            state_dict = {"state": copied(self._sharded.full_state()), "param_groups": pack_groups(self.param_groups)}
+            state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
