@@ -47,6 +47,11 @@ class Entry(NamedTuple):
     value: Any
 
     @property
+    def travels(self) -> bool:
+        """Whether there is more to send than this entry."""
+        return self.kind in ("slice", "tensor")
+
+    @property
     def numel(self) -> int:
         """Elements that travel."""
         return torch.Size(self.shape).numel()
@@ -122,8 +127,20 @@ class LocalState:
                 if entry.kind == "slice" or start == 0:
                     yield entry
 
+    def synchronize(self) -> None:
+        """Wait for what other threads have had accelerators do; this one may read the state then."""
+        tensors = (value for state in self._state.values() for value in state.values() if isinstance(value, Tensor))
+        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+            torch.accelerator.synchronize(device)
+
+    def chunks(self, entry: Entry) -> Iterator[Tensor]:
+        """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
+        if entry.travels:
+            run = self.run(entry)
+            yield from (run[span].cpu() for span in spans(entry))
+
     def run(self, entry: Entry) -> Tensor:
-        """The elements of an entry as a contiguous run, where they live."""
+        """The elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()
         if entry.kind == "slice" and value.shape == self._flats[entry.param].param.shape:
             value = self._flats[entry.param].flatten(value)
@@ -179,9 +196,10 @@ def listed(payload: bytes) -> list[Entry]:
 
 def spans(entry: Entry) -> Iterator[slice]:
     """The runs of an entry's elements that travel in one message each."""
-    step = _CHUNK_BYTES // torch_dtype(entry.dtype).itemsize if entry.kind in ("slice", "tensor") else 1
-    for start in range(0, entry.numel if entry.kind in ("slice", "tensor") else 0, step):
-        yield slice(start, min(start + step, entry.numel))
+    if entry.travels:
+        step = _CHUNK_BYTES // torch_dtype(entry.dtype).itemsize
+        for start in range(0, entry.numel, step):
+            yield slice(start, min(start + step, entry.numel))
 
 
 class Consolidation:
@@ -222,11 +240,10 @@ class Consolidation:
         return mine
 
     def _transfer(self, entry: Entry, src: int, to: int, target: Tensor | None, window: Window) -> None:
-        run = self._state.run(entry) if self._group.rank == src else target
+        mine = self._state.chunks(entry) if self._group.rank == src else iter(())
         for span in spans(entry):
-            chunk = None if run is None else run[span].cpu()
-            numel = span.stop - span.start
-            window.add(self._group.move(chunk, src, to, numel, torch_dtype(entry.dtype)), chunk)
+            chunk = next(mine, None if target is None else target[span])
+            window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
 
 
 def _inline(entry: Entry) -> Tensor:

@@ -278,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load.
+        :meth:`state_dict` returns it there until the next step or load. It needs no call of this; see there.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
@@ -294,9 +294,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 
+        Not collective: any rank may call it alone between two steps, and so may several at once. Unless
+        :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
+        go on. They may be anywhere up to the next step, or closed, or about to exit.
+
         Raises:
-            StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
-                current state to.
+            StateNotConsolidated: closed; or the process group has no messages between two ranks.
+            StepDesync: another rank is in a later step. PeerLost: one has ended, or does not get to this step in time.
+            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """

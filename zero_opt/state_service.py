@@ -125,8 +125,8 @@ class StateService:
         self._condition = threading.Condition()
         self._asking = threading.Lock()
         self._pulls = 0
-        # What is sent without waiting, lest ranks wait for each other in a circle: round the ring, of which each rank has
-        # two messages under way at most; and else, where nobody takes some.
+        # What is sent without waiting, lest ranks wait for each other in a circle: round the ring, where each rank has
+        # at most two messages under way; and else, where nobody may take it.
         self._passed: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
@@ -194,8 +194,9 @@ class StateService:
         try:
             with torch.no_grad():
                 self._serve(message)
-        except (ZeroOptError, RuntimeError) as error:
-            _log.debug("rank %d has not taken the state it asked for: %s", message.origin, error)
+        except Exception as error:  # whatever it is, the asking rank must not wait for this one
+            _log.debug("rank %d does not get the state it asked for: %s", message.origin, error)
+            self._side.interrupt()
         finally:
             self._answering.discard(threading.current_thread())
 
@@ -228,6 +229,7 @@ class StateService:
         if error is None and capture is not None:
             try:
                 state = capture()
+                state.synchronize()
                 return state, listing(state)
             except Exception as found:  # whatever it is, the asking rank must not wait for this one
                 error = found
@@ -236,8 +238,7 @@ class StateService:
     def _send_elements(self, state: LocalState, payload: bytes, dst: int, tag: int) -> None:
         window = Window()
         for entry in listed(payload):
-            for span in spans(entry):
-                chunk = state.run(entry)[span].cpu()
+            for chunk in state.chunks(entry):
                 window.add(self._side.send_to(chunk, dst, tag), chunk)
         window.drain()
 
@@ -253,6 +254,11 @@ class StateService:
             StateDictError: state of one cannot be sent. StepFailed and others: why one has no state of this step.
             StateNotConsolidated: closed, or in a fork.
         """
+        if self._closed or self._side.inherited:
+            raise StateNotConsolidated(
+                "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
+                "shard of the optimizer state; call opt.state_dict() before"
+            )
         with self._asking, self._guard.reading() as changes:
             own = self._own_state()
             self._pulls += 1
@@ -271,11 +277,6 @@ class StateService:
             return result.by_param()
 
     def _own_state(self) -> LocalState:
-        if self._closed or self._side.inherited:
-            raise StateNotConsolidated(
-                "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
-                "shard of the optimizer state; call opt.state_dict() before"
-            )
         capture = self._capture
         if capture is None:
             raise PeerLost(f"this rank holds only a shard of the state, and another has ended: {self._lost}")
@@ -354,8 +355,11 @@ class StateService:
 
     def close(self) -> None:
         """Serve the state as it is, until all ranks have closed; does not wait for that."""
+        if self._side.inherited:  # where nothing runs, and locks may be held for ever
+            self._side.close()
+            return
         with self._condition:
-            if self._closed or self._side.inherited:
+            if self._closed:
                 return
             self._closed = True
             self._freeze()
