@@ -43,6 +43,8 @@ _log = logging.getLogger("zero_opt")
 _FOR_EVER_S = 10 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
+# Seconds at most that the process's exit waits for ranks that have not closed.
+_EXIT_S = 1800.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
 # Messages round the ring.
@@ -409,4 +411,4 @@ def _serve_to_the_end() -> None:
         service.close()
     failed = getattr(sys, "last_value", None) is not None
     for service in services:
-        service.join(0.0 if failed else service.patience_s)
+        service.join(0.0 if failed else min(service.patience_s, _EXIT_S))
