@@ -198,7 +198,7 @@ class Group:
         self.backend = _backend_for(parent) if backend is None else backend
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
-        self._pid = os.getpid()
+        self._pid, self._broken = os.getpid(), threading.Lock()
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
@@ -266,6 +266,18 @@ class Group:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
         return _start(f"rank {src}", self.pg.recv, [tensor], src, tag)
 
+    def interrupt(self) -> None:
+        """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
+
+        gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
+        """
+        if os.getpid() != self._pid or not self._broken.acquire(blocking=False):
+            return
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                with contextlib.suppress(PeerLost, RuntimeError):
+                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait(0.001)
+
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
         if os.getpid() != self._pid:
@@ -283,19 +295,6 @@ class SideGroup(Group):
 
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         super().__init__(parent, timeout, "gloo")
-        self._broken = threading.Lock()
-
-    def interrupt(self) -> None:
-        """End every wait in this group with a PeerLost, on this rank and on those that wait for it.
-
-        gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
-        """
-        if os.getpid() != self._pid or not self._broken.acquire(blocking=False):
-            return
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                with contextlib.suppress(PeerLost, RuntimeError):
-                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait(0.001)
 
     @property
     def inherited(self) -> bool:

@@ -25,13 +25,13 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .collectives import SideGroup, Transfer, tensor_bytes
+from .collectives import Group, SideGroup, Transfer, tensor_bytes
 from .consolidate import FullState, LocalState, Window, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 class _Message(NamedTuple):
-    """Round the ring: ``origin`` asks for the state after so many changes, at step ``step``, or has closed."""
+    """Round the ring: ``origin`` asks for the state after so many changes, or has closed after them, in that step."""
 
     kind: int
     origin: int
@@ -110,12 +110,19 @@ class StateService:
     Args:
         capture: this rank's state as it is at the moment.
         flats: all sharded parameters, by global index.
+        control: the group in which the ranks agree on a step.
     """
 
     def __init__(
-        self, side: SideGroup, guard: StateGuard, capture: Callable[[], LocalState], flats: dict[int, FlatParam]
+        self,
+        side: SideGroup,
+        guard: StateGuard,
+        capture: Callable[[], LocalState],
+        flats: dict[int, FlatParam],
+        control: Group,
     ) -> None:
-        self._side, self._guard, self._flats = side, guard, flats
+        self._side, self._guard, self._flats, self._control = side, guard, flats, control
+        self._in_step = False
         self._capture: Callable[[], LocalState] | None = capture
         self._left = (side.rank - 1) % side.world_size
         self._right = (side.rank + 1) % side.world_size
@@ -162,6 +169,8 @@ class StateService:
     def _take(self, message: _Message) -> None:
         if message.kind == _CLOSED:
             self._open.discard(message.origin)
+            if self._in_step and message.changes == self._guard.changes:
+                self._control.interrupt()
             return
         thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state", daemon=True)
         self._answering.add(thread)
@@ -188,6 +197,22 @@ class StateService:
 
     def _send_round(self, kind: int, pull: int, changes: int) -> None:
         self._pass_on(_words(*_Message(kind, self._side.rank, pull, changes, self._guard.step)))
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within it this rank waits for all ranks to enter a step, and not for one that has closed before it.
+
+        Raises:
+            PeerLost: one has, or does so meanwhile.
+        """
+        self._in_step = True
+        try:
+            closed = sorted(set(self._others) - self._open)
+            if closed:
+                raise PeerLost(f"rank {closed[0]} has closed this optimizer, or ended, before step {self._guard.step}")
+            yield
+        finally:
+            self._in_step = False
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +298,7 @@ class StateService:
                     unasked.discard(rank)
                     self._fetch(rank, targets[rank])
             finally:
-                with contextlib.suppress(PeerLost):
+                with contextlib.suppress(RuntimeError):
                     for rank in unasked:
                         self._send(rank, _answer_tag(self._pulls) + 1, _STOP)
             return result.by_param()
@@ -365,8 +390,8 @@ class StateService:
                 return
             self._closed = True
             self._freeze()
-            with contextlib.suppress(PeerLost):
-                self._send_round(_CLOSED, 0, 0)
+            with contextlib.suppress(RuntimeError):
+                self._send_round(_CLOSED, 0, self._guard.changes)
             if self._open and not self._ended:
                 self._expiry = threading.Timer(self._side.timeout_s, self._side.interrupt)
                 self._expiry.daemon = True

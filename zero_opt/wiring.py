@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +62,11 @@ class OwnGroups:
         if self._side is not None and self.service is None:
             # Nothing that leads to the optimizer, so that it can be collected while it is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, partition.flats)
+            self.service = StateService(self._side, guard, capture, partition.flats, self.control)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """See :meth:`StateService.in_step`."""
+        return nullcontext() if self.service is None else self.service.in_step()
 
     def close(self) -> None:
         """Destroy all of them; that of the service once all ranks have closed."""
@@ -248,7 +252,8 @@ class Wiring:
         except UnsupportedParam as found:
             error = error or found
         try:
-            return self.reduction.finish(error or self.placement.conflict())
+            with self._groups.in_step():
+                return self.reduction.finish(error or self.placement.conflict())
         except StepFailed:
             self._owed = True
             raise
