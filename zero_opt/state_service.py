@@ -45,6 +45,8 @@ _FOR_EVER_S = 10 * 365 * 86400.0
 _MARGIN_S = 30.0
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
+# Seconds that a step, which all ranks may have entered and left with an error, has to end once one has closed.
+_GRACE_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
 # Messages round the ring.
@@ -122,7 +124,7 @@ class StateService:
         control: Group,
     ) -> None:
         self._side, self._guard, self._flats, self._control = side, guard, flats, control
-        self._in_step = False
+        self._in_step: object | None = None
         self._capture: Callable[[], LocalState] | None = capture
         self._left = (side.rank - 1) % side.world_size
         self._right = (side.rank + 1) % side.world_size
@@ -169,8 +171,10 @@ class StateService:
     def _take(self, message: _Message) -> None:
         if message.kind == _CLOSED:
             self._open.discard(message.origin)
-            if self._in_step and message.changes == self._guard.changes:
-                self._control.interrupt()
+            if self._in_step is not None and message.changes == self._guard.changes:
+                late = threading.Timer(_GRACE_S, self._leave_step, [self._in_step])
+                late.daemon = True
+                late.start()
             return
         thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state", daemon=True)
         self._answering.add(thread)
@@ -205,14 +209,19 @@ class StateService:
         Raises:
             PeerLost: one has, or does so meanwhile.
         """
-        self._in_step = True
+        self._in_step = object()
         try:
             closed = sorted(set(self._others) - self._open)
             if closed:
                 raise PeerLost(f"rank {closed[0]} has closed this optimizer, or ended, before step {self._guard.step}")
             yield
         finally:
-            self._in_step = False
+            self._in_step = None
+
+    def _leave_step(self, step: object) -> None:
+        """End the wait of a step that a rank will not enter, if it still goes on."""
+        if self._in_step is step:
+            self._control.interrupt()
 
     # -- answering ----------------------------------------------------------------------------------------------------
 

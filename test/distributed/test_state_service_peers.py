@@ -57,7 +57,7 @@ def _one_leaves_early(rank: int, world_size: int, when: float) -> float:
     if rank == 1:
         time.sleep(when)
         optimizer.close()
-        time.sleep(2)
+        time.sleep(3)
         return 0
     time.sleep(0.5 - when)
     begun = time.monotonic()
@@ -69,7 +69,7 @@ def _one_leaves_early(rank: int, world_size: int, when: float) -> float:
 @pytest.mark.parametrize("when", [0, 0.5])
 def test_a_step_that_a_closed_rank_will_not_enter_is_an_error_at_once(when: float) -> None:
     found = run_processes(3, _one_leaves_early, when, timeout=SECONDS)
-    assert max(found[0], found[2]) < 1.8
+    assert max(found[0], found[2]) < 2.8
 
 
 def _ends(rank: int, world_size: int) -> Any:
