@@ -36,6 +36,8 @@ def _stepped(cls: type[torch.optim.Optimizer]) -> zero_opt.ShardedOptimizer:
 
 def _consolidate_a_list(rank: int, world_size: int) -> str:
     optimizer = _stepped(Historian)
+    with pytest.raises(zero_opt.StateDictError, match="'seen' of parameter 0 is a list"):
+        optimizer.state_dict()
     with pytest.raises(zero_opt.StateDictError) as caught:
         optimizer.consolidate_state_dict()
     optimizer.close()

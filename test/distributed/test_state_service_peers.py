@@ -208,6 +208,27 @@ def test_a_pull_that_is_given_up_leaves_nothing_behind() -> None:
     assert run_processes(3, _one_of_two_is_ahead, timeout=SECONDS)[0] == 2
 
 
+def _in_a_fork(rank: int, world_size: int) -> Any:
+    _, optimizer = make_stepped()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)  # should it hang, nobody else would end it
+        try:
+            optimizer.state_dict()
+        except zero_opt.StateNotConsolidated:
+            optimizer.close()
+            os._exit(3)
+        os._exit(4)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found = len(optimizer.state_dict()["state"])
+    optimizer.close()
+    return code, found
+
+
+def test_a_fork_has_nobody_to_ask_and_disturbs_nobody() -> None:
+    assert run_processes(2, _in_a_fork, timeout=SECONDS) == [(3, 4), (3, 4)]
+
+
 class Moody(torch.optim.SGD):
     """Fails on one rank."""
 
