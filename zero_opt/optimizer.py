@@ -391,8 +391,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 
-        Every rank should call it. A pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over
-        several ranks, which do not wait for each other here, it is lost, and the log says so: call :meth:`flush` first.
+        Every rank should call it; until all have, this rank's part of the state is served to those that ask for it. A
+        pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over several ranks, which do not wait
+        for each other here, it is lost, and the log says so: call :meth:`flush` first.
         """
         closed, self._closed = self._closed, True
         if not closed and self._sharded is not None:
