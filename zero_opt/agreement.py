@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
 from .collectives import Group, tensor_bytes
-from .errors import RankMismatch, StepDesync, ZeroOptError
+from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
 _HEADER = struct.Struct("<qqqBd")
 # Of the header's flags.
@@ -176,9 +175,7 @@ class Agreement:
                 continue
             if rank == self.group.rank and error is not None:
                 raise error
-            name, message = json.loads(other)
-            kind = getattr(errors, name, ZeroOptError)
-            raise (kind if issubclass(kind, ZeroOptError) else ZeroOptError)(f"rank {rank}: {message}")
+            raise error_of_rank(rank, *json.loads(other))
 
     @contextmanager
     def together(self, call: str = "") -> Iterator[None]:

@@ -277,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load.
+        :meth:`state_dict` returns it there until the next step or load. It needs no call of this; see there.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
@@ -293,9 +293,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 
+        Not collective: any rank may call it alone between two steps, and so may several at once. Unless
+        :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
+        go on. They may be anywhere up to the next step, or closed, or about to exit.
+
         Raises:
-            StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
-                current state to.
+            StateNotConsolidated: closed; or the process group has no messages between two ranks.
+            StepDesync: another rank is in a later step. PeerLost: one has ended, or does not get to this step in time.
+            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
@@ -305,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             assert self._inner is not None
             state_dict = self._inner.state_dict()
         else:
-            state_dict = {"state": copied(self._sharded.full_state()), "param_groups": pack_groups(self.param_groups)}
+            state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
@@ -432,8 +437,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 
-        Every rank should call it. A pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over
-        several ranks, which do not wait for each other here, it is lost, and the log says so: call :meth:`flush` first.
+        Every rank should call it; until all have, this rank's part of the state is served to those that ask for it. A
+        pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over several ranks, which do not wait
+        for each other here, it is lost, and the log says so: call :meth:`flush` first.
         """
         closed, self._closed = self._closed, True
         if not closed and self._sharded is not None:

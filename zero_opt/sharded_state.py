@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
 from .collectives import Group
-from .consolidate import Entry, entry_of, inline_value
+from .consolidate import Entry, LocalState, inline_value
 from .flat_param import contiguous_strides, is_dense
 from .layout import ParamSlice, Span
 from .partition import Partition
@@ -118,8 +118,8 @@ class ShardedState:
         """
         mine: list[Entry] = []
         with self._agreement.together("sharded_state_dict()"):
-            mine.extend(self._entries())
-        state = dict(self._placement.state())
+            local = LocalState.of(self._placement, self._partition)
+            mine.extend(local.entries())
         runs: dict[tuple[int, str], Tensor] = {}
         result: States = {}
         for owner, listed in enumerate(self._group.all_gather_bytes(json.dumps(mine).encode())):
@@ -135,20 +135,10 @@ class ShardedState:
                 if entry.key not in found:
                     run = torch.empty(form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype)
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
-                source = self._run_of(entry, state) if owner == self._group.rank else None
+                source = local.run(entry).cpu() if owner == self._group.rank else None
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._drain(0)
         return {index: result[index] for index in sorted(result)}
-
-    def _entries(self) -> Iterator[Entry]:
-        spans = {piece.param: piece.in_param for piece in self._partition.owned()}
-        for index, state in self._placement.state():
-            start, part = spans[index].start, self._placement.param_of(index)
-            for key, value in state.items():
-                entry = entry_of(index, key, value, part, start, self._partition.whole)
-                # What is not cut is the same on every owner: the owner of the first element speaks for all.
-                if entry.kind == "slice" or start == 0:
-                    yield entry
 
     def _form(self, entry: Entry) -> Form:
         dtype = torch_dtype(entry.dtype)
@@ -156,14 +146,6 @@ class ShardedState:
             return Form(tuple(entry.shape), contiguous_strides(torch.Size(entry.shape)), dtype)
         flat = self._partition.flats[entry.param]
         return Form(tuple(flat.param.shape), flat.strides, dtype)
-
-    def _run_of(self, entry: Entry, state: Mapping[int, Mapping[str, Any]]) -> Tensor:
-        """This rank's elements of an entry as a contiguous run in host memory."""
-        value: Tensor = state[entry.param][entry.key].detach()
-        flat = self._partition.flats[entry.param]
-        if entry.kind == "slice" and value.shape == flat.param.shape:
-            value = flat.flatten(value)
-        return value.contiguous().view(-1).cpu()
 
     def _to_rows(self, owner: int, entry: Entry, form: Form, source: Tensor | None, rows: Tensor) -> None:
         """Move an owner's run of elements to the ranks whose rows they are in; ``rows`` are this rank's."""

@@ -21,15 +21,25 @@ StateDict = dict[str, Any]
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them."""
+    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them.
+
+    Tensors among the hyperparameters (an ``lr``, say) are copied.
+    """
     packed, start = [], 0
     for group in param_groups:
         count = len(group["params"])
         packed.append(
-            {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
+            {**{k: _apart(v) for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
         )
         start += count
     return packed
+
+
+def _apart(value: Any) -> Any:
+    """``value`` without tensors that are the given one's."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_apart, value)) if type(value) in (tuple, list) else value
 
 
 def match(
