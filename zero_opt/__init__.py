@@ -5,6 +5,8 @@ from __future__ import annotations
 from .collectives import broadcast_params
 from .construction import register_elementwise
 from .cpu_adam import CPUAdam, CPUAdamW
+from .dcp import load_sharded_state_dict, sharded_state_dict
+from .ddp_hook import ddp_hook
 from .errors import (
     ConfigConflict,
     ConfigError,
@@ -29,7 +31,7 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, MixedPrecision, Overlapped, WorkerOffload
+from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ __all__ = [
     "ConfigConflict",
     "ConfigError",
     "ConfigTypeError",
+    "DDPHook",
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
@@ -66,5 +69,8 @@ __all__ = [
     "WorkerOffload",
     "ZeroOptError",
     "broadcast_params",
+    "ddp_hook",
+    "load_sharded_state_dict",
     "register_elementwise",
+    "sharded_state_dict",
 ]

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
 from .collectives import Group, tensor_bytes
-from .errors import RankMismatch, StepDesync, ZeroOptError
+from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
-_HEADER = struct.Struct("<qqq?")
+_HEADER = struct.Struct("<qqqBd")
+# Of the header's flags.
+_FAILED, _ABSENT, _CLIPS = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class StepReport:
         rounds: gradient exchanges per bucket in this window.
         used: bit per parameter, whether it has a gradient here. trainable: bit per parameter, requires_grad.
         restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
+        absent: this rank has run out of inputs, and goes along with whatever the others do.
+        clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
     """
 
     step: int
@@ -39,6 +42,26 @@ class StepReport:
     used: int
     trainable: int
     restarted: int = 0
+    absent: bool = False
+    clip_to: float | None = None
+
+    def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
+        """As bytes, with masks of a given size, and whether something went wrong on this rank."""
+        flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
+        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0)
+        masks = (self.used, self.trainable, self.restarted)
+        return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
+
+    @classmethod
+    def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
+        """What :meth:`pack` was given."""
+        step, epoch, rounds, flags, clip_to = _HEADER.unpack_from(raw)
+        starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
+        used, trainable, restarted = [
+            int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
+        ] or (0, 0, 0)
+        absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
+        return cls(step, epoch, rounds, used, trainable, restarted, absent, limit), bool(flags & _FAILED)
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,7 @@ class StepAgreement:
 
     Attributes:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
+        epoch, clip_to: of the ranks that have inputs. absent: those that have none.
     """
 
     rounds: int
@@ -54,6 +78,9 @@ class StepAgreement:
     trainable: int
     used_by: Sequence[int]
     restarted: Sequence[int] = ()
+    epoch: int = 0
+    clip_to: float | None = None
+    absent: Sequence[int] = ()
 
 
 class Agreement:
@@ -74,34 +101,43 @@ class Agreement:
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
         mask_bytes = _mask_bytes(param_count)
-        payload = _HEADER.pack(mine.step, mine.epoch, mine.rounds, error is not None)
-        for mask in (mine.used, mine.trainable, mine.restarted):
-            payload += mask.to_bytes(mask_bytes, "little")
-        reports, failed = [], False
-        for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()"):
-            step, epoch, rounds, has_error = _HEADER.unpack_from(raw)
-            starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
-            masks = [int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts]
-            reports.append(StepReport(step, epoch, rounds, *(masks or (0, 0, 0))))
-            failed |= has_error
-        if failed:
+        payload = mine.pack(mask_bytes, failed=error is not None)
+        unpacked = [
+            StepReport.unpack(raw, mask_bytes)
+            for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()")
+        ]
+        if any(failed for _, failed in unpacked):
             self.raise_first_error(error)
-        self._require_same_step(reports)
+        reports = [report for report, _ in unpacked]
+        present = [rank for rank, report in enumerate(reports) if not report.absent]
+        self._require_same_step(reports, present)
         self._require_same_mask(reports)
+        first = reports[present[0] if present else 0]
         used_by = [report.used for report in reports]
-        rounds, used = max(report.rounds for report in reports), reduce(or_, used_by)
-        return StepAgreement(rounds, used, mine.trainable, used_by, [report.restarted for report in reports])
+        return StepAgreement(
+            rounds=max(report.rounds for report in reports),
+            used=reduce(or_, used_by),
+            trainable=mine.trainable,
+            used_by=used_by,
+            restarted=[report.restarted for report in reports],
+            epoch=first.epoch,
+            clip_to=first.clip_to,
+            absent=[rank for rank, report in enumerate(reports) if report.absent],
+        )
 
-    def _require_same_step(self, reports: Sequence[StepReport]) -> None:
-        first = reports[0]
+    def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:
+        first = reports[present[0]] if present else reports[0]
         for rank, report in enumerate(reports):
             if report.step != first.step:
                 raise StepDesync(f"rank {rank} is in step {report.step} while rank 0 is in step {first.step}")
-            if report.epoch != first.epoch:
+            if rank in present and (report.clip_to is None) != (first.clip_to is None):
+                here, there = ("step()" if r.clip_to is None else "clip_grad_norm_()" for r in (first, report))
+                raise RankMismatch(f"rank {present[0]} called {here} where rank {rank} called {there}")
+            if rank in present and report.epoch != first.epoch:
                 raise StepDesync(
-                    f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank 0 "
-                    f"{first.epoch} times; after an exception every rank must call it, or none; with GradScaler use "
-                    "reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
+                    f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "
+                    f"{present[0]} {first.epoch} times; after an exception every rank must call it, or none; with "
+                    "GradScaler use reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
                     epoch=max(r.epoch for r in reports),
                 )
 
@@ -139,9 +175,7 @@ class Agreement:
                 continue
             if rank == self.group.rank and error is not None:
                 raise error
-            name, message = json.loads(other)
-            kind = getattr(errors, name, ZeroOptError)
-            raise (kind if issubclass(kind, ZeroOptError) else ZeroOptError)(f"rank {rank}: {message}")
+            raise error_of_rank(rank, *json.loads(other))
 
     @contextmanager
     def together(self, call: str = "") -> Iterator[None]:

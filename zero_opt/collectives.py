@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -41,6 +42,8 @@ _INLINE_BYTES = 216
 _ALL = "another rank"
 # The backend of a group of one.
 _ALONE = "alone"
+# A tag of messages that no rank ever sends.
+_NEVER_SENT = 0
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
@@ -109,10 +112,17 @@ class Transfer:
     def __init__(self, who: str, work: dist.Work) -> None:
         self._who, self._work = who, work
 
-    def wait(self) -> None:
-        """Return when it is done."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it is done.
+
+        Args:
+            seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
+        """
         with _peer_lost(self._who):
-            self._work.wait()
+            if seconds is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=seconds))
 
 
 @contextlib.contextmanager
@@ -179,22 +189,31 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        rank: this rank within the group. world_size: number of ranks.
+        parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, backend: str | None = None) -> None:
         self.inline_bytes = _INLINE_BYTES
-        self.backend = _backend_for(parent)
+        self.backend = _backend_for(parent) if backend is None else backend
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
-        self._pid = os.getpid()
+        self._pid, self._broken = os.getpid(), threading.Lock()
+        self.parent: dist.ProcessGroup | None = parent
+        self._mesh: DeviceMesh | None = None
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
 
     @property
     def has_send_recv(self) -> bool:
         """Whether two ranks can exchange a message without the others; the threaded test backend cannot."""
         return self.backend != "threaded"
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        if self._mesh is None:
+            assert self.parent is not None, "a rank alone has no mesh"
+            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
+        return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order."""
@@ -256,6 +275,18 @@ class Group:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
         return _start(f"rank {src}", self.pg.recv, [tensor], src, tag)
 
+    def interrupt(self) -> None:
+        """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
+
+        gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
+        """
+        if os.getpid() != self._pid or not self._broken.acquire(blocking=False):
+            return
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                with contextlib.suppress(PeerLost, RuntimeError):
+                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait(0.001)
+
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
         if os.getpid() != self._pid:
@@ -268,11 +299,30 @@ class Group:
                 dist.destroy_process_group(self.pg)
 
 
+class SideGroup(Group):
+    """For messages between two ranks beside all collectives; over gloo, whatever the other groups have."""
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        super().__init__(parent, timeout, "gloo")
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that made the group, which cannot use it."""
+        return os.getpid() != self._pid
+
+
+def build_side_group(parent: dist.ProcessGroup | None, timeout: float | None) -> SideGroup | None:
+    """A :class:`SideGroup`, if there are other ranks and they are in other processes. Collective."""
+    if parent is None or parent.size() == 1 or _backend_for(parent) == "threaded":
+        return None
+    return SideGroup(parent, timeout)
+
+
 class AloneGroup(Group):
     """The group of a rank that has no others; needs no torch.distributed."""
 
     def __init__(self) -> None:
-        self.inline_bytes, self.backend = 0, _ALONE
+        self.inline_bytes, self.backend, self.parent = 0, _ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -1,26 +1,33 @@
-"""Bring all state to one rank: raw tensors, streamed straight into the memory of the result."""
+"""Full state from the ranks' parts of it: raw tensors, streamed straight into the memory of the result.
+
+Every rank lists what it has as JSON; the receiver makes room for it; then elements travel in the order of the lists.
+:class:`Consolidation` does so with all ranks together, ``state_service`` for a rank that asks alone.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .collectives import check_rank, tensor_bytes
-from .errors import StateDictError
+from .buckets import GradBucket
+from .collectives import Transfer, check_rank, tensor_bytes
+from .errors import StateDictError, StepPending
+from .flat_param import FlatParam
 from .partition import Partition
 from .placement import Placement
 from .state_dict import torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
-# Messages under way at a time.
+# Messages under way at a time, and the most bytes of one: what a sender holds that must copy its state to send it.
 _WINDOW = 8
+_CHUNK_BYTES = 4 * 2**20
 
 
 class Entry(NamedTuple):
@@ -38,6 +45,11 @@ class Entry(NamedTuple):
     shape: list[int]
     start: int
     value: Any
+
+    @property
+    def travels(self) -> bool:
+        """Whether there is more to send than this entry."""
+        return self.kind in ("slice", "tensor")
 
     @property
     def numel(self) -> int:
@@ -58,96 +70,184 @@ def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_par
     return Entry(index, key, "tensor", dtype, shape, 0, None)
 
 
-class Consolidation:
-    """One collective pass over all ranks' state."""
+class Window:
+    """Transfers under way, a few at a time, and the tensors that they read or write."""
 
-    def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
-        self._agreement, self._group, self._partition = agreement, agreement.group, partition
-        self._parts = {index: placement.param_of(index) for index, _ in placement.state()}
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
+
+    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
+        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
+        if transfer is not None and tensor is not None:
+            self._under_way.append((transfer, tensor))
+            if len(self._under_way) > _WINDOW:
+                self._under_way.popleft()[0].wait()
+
+    def drain(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+
+class LocalState:
+    """This rank's state as it is at the moment: what it has to send, and where that is.
+
+    Args:
+        flats, buckets, whole: those of the :class:`Partition`.
+    """
+
+    def __init__(
+        self, placement: Placement, flats: Mapping[int, FlatParam], buckets: Sequence[GradBucket], whole: bool
+    ) -> None:
+        if placement.pending:
+            raise StepPending(
+                "a step is pending there, so its state is not that after it; call opt.flush() on every rank"
+            )
+        self._flats, self._whole = flats, whole
+        self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
         self._state = dict(placement.state())
+        self._parts = {index: placement.param_of(index) for index in self._state}
 
-    def run(self, to: int) -> dict[int, dict[str, Any]] | None:
-        """The full state by global parameter index on rank ``to``, in host memory; ``None`` elsewhere. Collective.
+    @classmethod
+    def of(cls, placement: Placement, partition: Partition) -> LocalState:
+        """That of a placement."""
+        return cls(placement, partition.flats, partition.buckets, partition.whole)
 
-        Extra memory: the result on ``to``; elsewhere at most a few tensors on their way.
+    def entries(self) -> Iterator[Entry]:
+        """What this rank has.
 
         Raises:
-            ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
-            StateDictError: on every rank, if state of one cannot be sent.
+            StateDictError: it cannot be sent.
         """
-        listed = [json.loads(payload) for payload in self._group.all_gather_bytes(self._listing(to))]
-        result: dict[int, dict[str, Any]] | None = {} if self._group.rank == to else None
-        under_way: deque[tuple[Any, Tensor]] = deque()
-        for src, entries in enumerate(listed):
-            for entry in (Entry(*fields) for fields in entries):
-                target = None if result is None else self._place(result, entry)
-                if entry.kind in ("slice", "tensor"):
-                    self._transfer(entry, src, to, target, under_way)
-        while under_way:
-            under_way.popleft()[0].wait()
-        return None if result is None else {index: result[index] for index in sorted(result)}
-
-    def _listing(self, to: int) -> bytes:
-        """What this rank will send, as JSON, once all ranks can and mean the same receiver. Collective."""
-        mine: list[Entry] = []
-        with self._agreement.together("consolidate_state_dict()"):
-            check_rank(to, self._group.world_size, "to")
-            mine.extend(self._entries())
-        self._agreement.on_contents([("rank to consolidate to", to)])
-        return json.dumps(mine).encode()
-
-    def _entries(self) -> Iterator[Entry]:
-        spans = {piece.param: piece.in_param for piece in self._partition.owned()}
         for index, state in self._state.items():
-            start = spans[index].start
+            start = self._starts[index]
             for key, value in state.items():
-                entry = _entry(index, key, value, self._parts[index], start, self._partition.whole)
+                entry = _entry(index, key, value, self._parts[index], start, self._whole)
                 # What is not cut is the same on every owner: the owner of the first element speaks for all.
                 if entry.kind == "slice" or start == 0:
                     yield entry
 
-    def _place(self, result: dict[int, dict[str, Any]], entry: Entry) -> Tensor | None:
-        """Where on the target an entry's elements go, a contiguous run; makes room, and fills in what came inline."""
-        state = result.setdefault(entry.param, {})
+    def synchronize(self) -> None:
+        """Wait for what other threads have had accelerators do; this one may read the state then."""
+        tensors = (value for state in self._state.values() for value in state.values() if isinstance(value, Tensor))
+        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+            torch.accelerator.synchronize(device)
+
+    def chunks(self, entry: Entry) -> Iterator[Tensor]:
+        """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
+        if entry.travels:
+            run = self.run(entry)
+            yield from (run[span].cpu() for span in spans(entry))
+
+    def run(self, entry: Entry) -> Tensor:
+        """The elements of an entry that travels, as a contiguous run where they live."""
+        value: Tensor = self._state[entry.param][entry.key].detach()
+        if entry.kind == "slice" and value.shape == self._flats[entry.param].param.shape:
+            value = self._flats[entry.param].flatten(value)
+        return value.contiguous().view(-1)
+
+
+class FullState:
+    """The state of all ranks, in host memory, as it comes in."""
+
+    def __init__(self, flats: Mapping[int, FlatParam]) -> None:
+        self._flats = flats
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def place(self, entry: Entry) -> Tensor | None:
+        """Where an entry's elements go, a contiguous run; makes room, and fills in what came inline."""
+        state = self._states.setdefault(entry.param, {})
         if entry.kind == "value":
             state[entry.key] = entry.value
         elif entry.kind == "inline":
-            state[entry.key] = _inline(entry)
+            state[entry.key] = inline_value(entry)
         elif entry.kind == "tensor":
             whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return whole.view(-1)
         else:
-            flat = self._partition.flats[entry.param]
+            flat = self._flats[entry.param]
             if entry.key not in state:
                 state[entry.key] = flat.shaped(torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype)))
             run: Tensor = state[entry.key].as_strided((flat.param.numel(),), (1,))
             return run[entry.start : entry.start + entry.numel]
         return None
 
-    def _source(self, entry: Entry) -> Tensor:
-        """This rank's elements of an entry as a contiguous run in host memory."""
-        value: Tensor = self._state[entry.param][entry.key].detach()
-        if entry.kind == "slice" and value.shape == self._partition.flats[entry.param].param.shape:
-            value = self._partition.flats[entry.param].flatten(value)
-        return value.contiguous().view(-1).cpu()
+    def add_own(self, state: LocalState) -> None:
+        """Copy in what this rank has itself."""
+        for entry in state.entries():
+            target = self.place(entry)
+            if target is not None:
+                target.copy_(state.run(entry))
 
-    def _transfer(
-        self, entry: Entry, src: int, to: int, target: Tensor | None, under_way: deque[tuple[Any, Tensor]]
-    ) -> None:
-        rank = self._group.rank
-        if src == to:
-            if rank == to and target is not None:
-                target.copy_(self._source(entry))
-            return
-        tensor = self._source(entry) if rank == src else target
-        work = self._group.move(tensor, src, to, entry.numel, torch_dtype(entry.dtype))
-        if work is not None and tensor is not None:
-            under_way.append((work, tensor))
-            if len(under_way) > _WINDOW:
-                under_way.popleft()[0].wait()
+    def by_param(self) -> dict[int, dict[str, Any]]:
+        """The state by global parameter index."""
+        return {index: self._states[index] for index in sorted(self._states)}
 
 
-def _inline(entry: Entry) -> Tensor:
+def listing(state: LocalState) -> bytes:
+    """The entries of a rank's state as JSON."""
+    return json.dumps(list(state.entries())).encode()
+
+
+def listed(payload: bytes) -> list[Entry]:
+    """The entries of another rank."""
+    return [Entry(*fields) for fields in json.loads(payload)]
+
+
+def spans(entry: Entry) -> Iterator[slice]:
+    """The runs of an entry's elements that travel in one message each."""
+    if entry.travels:
+        step = _CHUNK_BYTES // torch_dtype(entry.dtype).itemsize
+        for start in range(0, entry.numel, step):
+            yield slice(start, min(start + step, entry.numel))
+
+
+class Consolidation:
+    """One collective pass over all ranks' state."""
+
+    def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
+        self._agreement, self._group, self._partition = agreement, agreement.group, partition
+        self._state = LocalState.of(placement, partition)
+
+    def run(self, to: int) -> dict[int, dict[str, Any]] | None:
+        """The full state by global parameter index on rank ``to``, in host memory; ``None`` elsewhere. Collective.
+
+        Extra memory: the result on ``to``; elsewhere at most a few messages on their way.
+
+        Raises:
+            ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
+            StateDictError: on every rank, if state of one cannot be sent.
+        """
+        payloads = self._group.all_gather_bytes(self._listing(to))
+        result = FullState(self._partition.flats) if self._group.rank == to else None
+        window = Window()
+        for src, payload in enumerate(payloads):
+            if src != to:
+                for entry in listed(payload):
+                    self._transfer(entry, src, to, None if result is None else result.place(entry), window)
+            elif result is not None:
+                result.add_own(self._state)
+        window.drain()
+        return None if result is None else result.by_param()
+
+    def _listing(self, to: int) -> bytes:
+        """What this rank will send, once all ranks can and mean the same receiver. Collective."""
+        mine = b""
+        with self._agreement.together("consolidate_state_dict()"):
+            check_rank(to, self._group.world_size, "to")
+            mine = listing(self._state)
+        self._agreement.on_contents([("rank to consolidate to", to)])
+        return mine
+
+    def _transfer(self, entry: Entry, src: int, to: int, target: Tensor | None, window: Window) -> None:
+        mine = self._state.chunks(entry) if self._group.rank == src else iter(())
+        for span in spans(entry):
+            chunk = next(mine, None if target is None else target[span])
+            window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
+
+
+def inline_value(entry: Entry) -> Tensor:
+    """The tensor that travelled inside the listing."""
     raw = bytearray.fromhex(entry.value)
     if not raw:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

@@ -37,6 +37,9 @@ class GradOwner(Protocol):
     def zero_consumed(self, param: int) -> None:
         """Make the held gradient of one parameter zero."""
 
+    def lends(self, param: int) -> bool:
+        """Whether who copies a gradient during backward may have what has been accumulated since it was taken."""
+
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
 
@@ -108,7 +111,8 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
     return GradientConsumed(
         f"{func} needs the gradient of {label}, but its values have already moved into a sharded gradient bucket. "
         "To clip, call opt.clip_grad_norm_(max_norm) or pass max_grad_norm; to read or edit gradients, use "
-        "reduction=zero_opt.AtStep(); under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced()."
+        "reduction=zero_opt.AtStep(); under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced(), or "
+        "zero_opt.DDPHook() with zero_opt.ddp_hook."
     )
 
 
@@ -120,6 +124,17 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     # Autograd may share ``value`` with other nodes: never add to it in place.
     target.pending = value.detach() if target.pending is None else target.pending + value
     return target
+
+
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
+    """DistributedDataParallel copies gradients to buckets of its own, which are of no use where our hook serves it."""
+    inside_backward = torch._C._current_graph_task_id() != -1
+    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad) or not inside_backward:
+        return NotImplemented
+    owner = source.owner()
+    if owner is None or not owner.lends(source.param):
+        return NotImplemented
+    return target.zero_() if source.pending is None else target.copy_(source.pending)
 
 
 def _zero(target: Any) -> Any:
@@ -150,6 +165,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
     aten.add.Tensor: _accumulate,
+    aten.copy_.default: _copy,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _foreach_zero,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

@@ -97,3 +97,11 @@ class OptimizerClosed(ZeroOptError, RuntimeError):
 
 class NativeUnavailable(ZeroOptError, RuntimeError):
     """``zero_opt._native`` is not built for this platform."""
+
+
+def error_of_rank(rank: int, name: str, message: str) -> ZeroOptError:
+    """What stands here for an error of another rank, given the name of its class; one of ours if it is known."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, ZeroOptError)):
+        kind = ZeroOptError
+    return kind(f"rank {rank}: {message}")

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
-from .collectives import check_rank, resolve_group
+from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
     check_options,
@@ -23,11 +24,12 @@ from .construction import (
 )
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm, clip_factor
+from .join import ShadowSteps, join_notice
 from .placement import Policy as Offload
 from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
-from .reduction import Policy
+from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
 from .state_dict import StateDict, copied, fitted, match, pack_groups
 from .wiring import OwnGroups, Recipe, Wiring
@@ -35,7 +37,7 @@ from .wiring import OwnGroups, Recipe, Wiring
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -47,7 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
-        reduction: :class:`Overlapped`, :class:`AtStep`, or :class:`AlreadyReduced` (under DDP).
+        reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
             process beside this one.
         precision: dtypes of the gradient path.
@@ -89,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
+        Joinable.__init__(self)
         parent = resolve_group(process_group)
         if offload is None and (parent is None or parent.size() == 1):
             self._build_alone(params)
@@ -115,6 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
                 self._validate(params)
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
             if self._sharded is None:
@@ -196,12 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = self._sharded
-        grads = parts.finish()
-        if self._max_grad_norm is not None:
-            parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))
-        parts.gather.run(parts.progress.step, parts.step(grads))
-        parts.stepped()
+        self._sharded.take(self._sharded.finish())
         return loss
 
     def _step_alone(self, closure: _Closure | None) -> Any:
@@ -250,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except ZeroOptError as found:
             error = found
         if self._sharded is not None:
-            norm = self._sharded.norm(self._sharded.finish(error))
+            norm = self._sharded.norm(self._sharded.finish(error, clip_to=limit))
             self._sharded.reduction.scale(clip_factor(norm, limit))
             return norm
         if error is not None:
@@ -278,7 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load.
+        :meth:`state_dict` returns it there until the next step or load. It needs no call of this; see there.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
@@ -294,9 +293,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 
+        Not collective: any rank may call it alone between two steps, and so may several at once. Unless
+        :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
+        go on. They may be anywhere up to the next step, or closed, or about to exit.
+
         Raises:
-            StateNotConsolidated: at world size > 1 on a rank that :meth:`consolidate_state_dict` did not bring the
-                current state to.
+            StateNotConsolidated: closed; or the process group has no messages between two ranks.
+            StepDesync: another rank is in a later step. PeerLost: one has ended, or does not get to this step in time.
+            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
@@ -306,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             assert self._inner is not None
             state_dict = self._inner.state_dict()
         else:
-            state_dict = {"state": copied(self._sharded.full_state()), "param_groups": pack_groups(self.param_groups)}
+            state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
@@ -356,6 +360,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
+        """For ``torch.distributed.algorithms.Join``: what a rank does that has run out of inputs.
+
+        It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
+        the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
+        """
+        return ShadowSteps(None if self._sharded is None else self._sharded.shadow_step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        device: torch.device = self._params()[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return self._group.parent or resolve_group(None)
+
+    # -- for dcp.py and ddp_hook.py -----------------------------------------------------------------------------------
+
+    @property
+    def _reduction(self) -> GradReduction | None:
+        return None if self._sharded is None else self._sharded.reduction
+
+    @property
+    def _group(self) -> Group:
+        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
+
+    def _together(self, call: str) -> AbstractContextManager[None]:
+        """See :meth:`Agreement.together`."""
+        self._require_open()
+        return nullcontext() if self._sharded is None else self._sharded.agreement.together(call)
+
+    def _rows(self) -> dict[int, dict[str, Any]]:
+        """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
+        self._require_open()
+        if self._sharded is not None:
+            return self._sharded.rows()
+        assert self._inner is not None
+        return {
+            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.items()}
+            for index, entry in copied(self._inner.state_dict()["state"]).items()
+        }
+
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
@@ -386,8 +437,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 
-        Every rank should call it. A pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over
-        several ranks, which do not wait for each other here, it is lost, and the log says so: call :meth:`flush` first.
+        Every rank should call it; until all have, this rank's part of the state is served to those that ask for it. A
+        pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over several ranks, which do not wait
+        for each other here, it is lost, and the log says so: call :meth:`flush` first.
         """
         closed, self._closed = self._closed, True
         if not closed and self._sharded is not None:

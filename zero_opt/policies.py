@@ -92,6 +92,16 @@ class AtStep(Reduction):
 
 
 @dataclass(frozen=True)
+class DDPHook(Reduction):
+    """Like :class:`Overlapped`, for a model in ``DistributedDataParallel``: reduce-scatter instead of its all-reduce.
+
+    Register the hook too: ``ddp.register_comm_hook(opt, zero_opt.ddp_hook)``.
+
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
+    """
+
+
+@dataclass(frozen=True)
 class AlreadyReduced:
     """``p.grad`` already holds the mean over ranks (DDP, or the user): take this rank's slice of it (ZeRO-1).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,25 @@ StateDict = dict[str, Any]
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them."""
+    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them.
+
+    Tensors among the hyperparameters (an ``lr``, say) are copied.
+    """
     packed, start = [], 0
     for group in param_groups:
         count = len(group["params"])
         packed.append(
-            {**{k: v for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
+            {**{k: _apart(v) for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
         )
         start += count
     return packed
+
+
+def _apart(value: Any) -> Any:
+    """``value`` without tensors that are the given one's."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_apart, value)) if type(value) in (tuple, list) else value
 
 
 def match(
@@ -183,6 +194,31 @@ def _state_after_a_step(
     return state
 
 
+def first_state(
+    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, *, masters: bool
+) -> dict[str, tuple[Any, torch.Size]]:
+    """What a parameter's state will be like after its first step, found out on a small stand-in.
+
+    Args:
+        masters: state is fp32, with a master, whatever the parameter's dtype.
+
+    Returns:
+        Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
+    """
+    if not (steps_params_apart(optimizer_class) or is_elementwise(optimizer_class)):
+        return {}
+    half = masters and param.dtype is not torch.float32
+    small = torch.Size([min(size, 2) for size in param.shape] or [2])
+    like = torch.zeros(small, dtype=torch.float32 if half else param.dtype, device=param.device)
+    made = dict(_state_after_a_step(optimizer_class, hypers, like))
+    if half and made:
+        made["master"] = like
+    return {
+        key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
+        for key, value in made.items()
+    }
+
+
 def _stand_in(value: Tensor) -> Tensor:
     param = torch.nn.Parameter(value, requires_grad=False)
     param.grad = torch.zeros_like(value)
@@ -244,6 +280,12 @@ def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         index: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
         for index, entry in state.items()
     }
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; does not import them, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,13 @@ from torch import Tensor
 from .agreement import Agreement
 from .background_gather import build_gather, check_held
 from .buckets import GradBucket
-from .collectives import AloneGroup, Group, build_exchange
-from .consolidate import Consolidation
+from .collectives import AloneGroup, Group, build_exchange, build_side_group
+from .consolidate import Consolidation, LocalState
 from .construction import checked_groups, contents, is_elementwise
 from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
-from .grad_norm import total_norm
+from .grad_norm import clip_factor, total_norm
+from .join import follow_hypers
 from .param_gather import spread
 from .partition import Geometry, Partition
 from .placement import Placement, build_placement, check_params, hypers_of
@@ -30,7 +31,12 @@ from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
-from .state_dict import cut
+from .state_dict import copied, cut, is_dtensor
+from .state_guard import StateGuard
+from .state_service import StateService
+
+if TYPE_CHECKING:
+    from .sharded_state import ShardedState
 
 _log = logging.getLogger("zero_opt")
 
@@ -41,16 +47,37 @@ def _close_all(exchanges: Mapping[str, Exchange]) -> None:
 
 
 class OwnGroups:
-    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross."""
+    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
+
+    Attributes:
+        service: serves this rank's state over a group of its own, if the ranks are processes.
+    """
 
     def __init__(self, parent: dist.ProcessGroup | None, timeout: float | None) -> None:
         several = None if parent is None or parent.size() == 1 else parent
         self.control, self.reduce, self.gather = (
             AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
         )
+        self._side = build_side_group(several, timeout)
+        self.service: StateService | None = None
+
+    def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
+        """Begin to serve this rank's state. All ranks should."""
+        if self._side is not None and self.service is None:
+            # Nothing that leads to the optimizer, so that it can be collected while it is served.
+            capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
+            self.service = StateService(self._side, guard, capture, partition.flats, self.control)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """See :meth:`StateService.in_step`."""
+        return nullcontext() if self.service is None else self.service.in_step()
 
     def close(self) -> None:
-        """Destroy all three."""
+        """Destroy all of them; that of the service once all ranks have closed."""
+        if self.service is not None:
+            self.service.close()
+        elif self._side is not None:
+            self._side.close()
         for group in (self.reduce, self.gather, self.control):
             group.close()
 
@@ -107,8 +134,8 @@ class Wiring:
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
-        self._full_state: dict[int, dict[str, Any]] | None = None
-        self._failure: Exception | None = None
+        self._full_state: tuple[int, dict[int, dict[str, Any]] | None] = (-1, None)  # and after how many changes
+        self._guard = StateGuard()
         self._closed = False
         self._owed = False  # ranks may not have all of each other's updates
         geometry = Geometry(
@@ -166,24 +193,34 @@ class Wiring:
             self.placement.drop_groups(self._known_groups)
             raise
         self._known_groups = len(self._param_groups)
-        self._full_state = None
+        self._guard.commit(self.progress.step)
+        self._groups.serve(self._guard, self.placement, self.partition)
 
     def _admit(self, mask: int) -> None:
         """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank."""
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
         if missing:
-            added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
-            try:
-                self._connect()
-                with self.agreement.together():
-                    self.placement.add(added)
-            except BaseException:
-                self.partition.drop(added)
-                raise
-            self._reserve_staging(added)
-            self.reduction.watch(added)
-            self.gather.watch()
-            self._show_state()
+            with self._guard.changing(self._patience_s, self.progress.step):
+                self._plan(missing)
+
+    def _plan(self, missing: Sequence[int]) -> None:
+        added = self.partition.add((i, self._group_of[i], self._params[i]) for i in missing)
+        try:
+            self._connect()
+            with self.agreement.together():
+                self.placement.add(added)
+        except BaseException:
+            self.partition.drop(added)
+            raise
+        self._reserve_staging(added)
+        self.reduction.watch(added)
+        self.gather.watch()
+        self._show_state()
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that this rank waits for another one that reads its state."""
+        return self._groups.control.timeout_s
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -202,8 +239,11 @@ class Wiring:
                 host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
                 self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+    def finish(self, error: ZeroOptError | None = None, clip_to: float | None = None) -> Sequence[GradShard]:
         """Let parameters arrive, follow those whose data the user re-pointed, and reduce. Collective.
+
+        Args:
+            clip_to: the norm that gradients will be clipped to, if this is not for a step.
 
         Raises:
             UnsupportedParam: on every rank, if a parameter does not fit any more on one.
@@ -213,16 +253,43 @@ class Wiring:
         """
         self.placement.require_own()
         self.gather.flush()
+        self.progress.clip_to = clip_to
         error = error or self._missed()
         try:
             self._follow_params()
         except UnsupportedParam as found:
             error = error or found
         try:
-            return self.reduction.finish(error or self.placement.conflict())
+            with self._groups.in_step():
+                grads = self.reduction.finish(error or self.placement.conflict())
         except StepFailed:
             self._owed = True
             raise
+        if self.progress.absentees:
+            follow_hypers(self.agreement.group, self._param_groups, self.progress.absentees)
+        return grads
+
+    def shadow_step(self) -> None:
+        """A step on a rank that has run out of inputs: it contributes zeros, and steps its shard. Collective."""
+        self.progress.absent = True
+        try:
+            for param in self._params:
+                param.grad = None
+            self.reduction.reset()
+            grads = self.finish()
+            while self.progress.clip_to is not None:
+                self.reduction.scale(clip_factor(self.norm(grads), self.progress.clip_to))
+                grads = self.finish()
+            self.take(grads)
+        finally:
+            self.progress.absent = False
+
+    def take(self, grads: Sequence[GradShard]) -> None:
+        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective."""
+        if self._recipe.max_grad_norm is not None:
+            self.reduction.scale(clip_factor(self.norm(grads), self._recipe.max_grad_norm))
+        self.gather.run(self.progress.step, self.step(grads))
+        self.stepped()
 
     def _follow_params(self) -> None:
         moved = self.partition.refresh()
@@ -232,7 +299,7 @@ class Wiring:
 
     def _missed(self) -> StepFailed | None:
         """What the other ranks do not know yet: the last step failed here."""
-        failure, self._failure = self._failure, None
+        failure, self._guard.failure = self._guard.failure, None
         if failure is None:
             return None
         missed = StepFailed(
@@ -256,11 +323,12 @@ class Wiring:
         if self._owed:
             left += [index for index in range(len(buckets)) if index not in left]
         try:
+            self._guard.begin(self._patience_s)
             for index in self.placement.step(grads, self._param_groups):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
-            self._failure = error
+            self._guard.failure = error
         yield from (buckets[index] for index in left)
         self._owed = False
 
@@ -272,10 +340,10 @@ class Wiring:
         """
         self.reduction.stepped()
         self.progress.stepped()
-        if self._failure is not None:
-            raise self._failure
+        self._guard.commit(self.progress.step)
+        if self._guard.failure is not None:
+            raise self._guard.failure
         self._show_state()
-        self._full_state = None
 
     def flush(self) -> None:
         """Let parameters arrive, and bring a pending step into them. Collective.
@@ -293,15 +361,18 @@ class Wiring:
             with self.agreement.together("flush()"):
                 self._follow_params()
                 conflict = self.placement.conflict()
-                self._owed |= self.placement.pending
+                if self.placement.pending:
+                    self._owed = True
+                    self._guard.begin(self._patience_s)
                 for _ in self.placement.land():
-                    self._failure = None
+                    self._guard.failure = None
         except Exception:
             self._owed = True
             raise
         if self.agreement.any(self._owed):
             spread(self.partition.buckets, self._groups.control)
-            self._owed, self._full_state = False, None
+            self._owed = False
+            self._guard.commit(self.progress.step)
             self._show_state()
         self.agreement.raise_first_error(conflict)
 
@@ -317,12 +388,30 @@ class Wiring:
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, a pending step included, to rank ``to``. Collective."""
+        state = self._collect(to)
+        self._full_state = (self._guard.changes, state)
+
+    def _collect(self, to: int) -> dict[int, dict[str, Any]] | None:
         self.flush()
         self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
-        self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
+        return Consolidation(self.agreement, self.partition, self.placement).run(to)
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """All state, a pending step included, cut by rows over the ranks. Collective."""
+        self.flush()
+        self.agreement.raise_first_error(self._missed(), "sharded_state_dict()")
+        return self._sharded_state().snapshot()
+
+    def _sharded_state(self) -> ShardedState:
+        from .sharded_state import ShardedState  # takes seconds to import, and few need it
+
+        return ShardedState(self.agreement, self.partition, self.placement)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
-        """What :meth:`consolidate` brought here, if still current."""
+        """The full state: what :meth:`consolidate` brought here, if still current, else pulled from the other ranks.
+
+        It shares no memory with anything. Not collective.
+        """
         if self.placement.pending and self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
         if self.placement.pending:
@@ -330,30 +419,40 @@ class Wiring:
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
             )
-        if self._full_state is None and self.partition.world_size == 1:
-            self.consolidate(0)
-        if self._full_state is None:
-            raise StateNotConsolidated(
-                "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
-                "every rank, after the last step, then opt.state_dict() on that rank"
-            )
-        return self._full_state
+        changes, state = self._full_state
+        if state is not None and changes == self._guard.changes:
+            return copied(state)
+        if self.partition.world_size == 1:
+            return self._collect(0) or {}
+        if self._groups.service is not None:
+            return self._groups.service.pull()
+        raise StateNotConsolidated(
+            "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
+            "every rank, after the last step, then opt.state_dict() on that rank"
+        )
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take this rank's slices out of full-shape state."""
+        """Take this rank's slices out of state that has its full shape here, or over all ranks (DTensors)."""
         self.gather.flush()
         self._admit(sum(1 << index for index in states))
-        mine = {
-            piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
-            for piece in self.partition.owned()
-            if piece.param in states
-        }
+        cut_by_rows = any(is_dtensor(value) for state in states.values() for value in state.values())
+        cut_by_rows = self.agreement.any(cut_by_rows)
+        self._guard.begin(self._patience_s)
+        if cut_by_rows:
+            mine = self._sharded_state().shards(states)
+        else:
+            mine = {
+                piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
+                for piece in self.partition.owned()
+                if piece.param in states
+            }
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._state.clear()
         self._show_state()
-        self._full_state = self._failure = None
+        self._guard.failure = None
+        self._guard.commit(self.progress.step)
 
     def close(self) -> None:
         """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
@@ -365,6 +464,8 @@ class Wiring:
             last_first.callback(self._thread.close)
             last_first.callback(self.reduction.close)
             last_first.callback(self.gather.close)
+            if self._groups.service is not None:
+                last_first.callback(self._groups.service.close)
             last_first.callback(self._end_pending)
 
     def _end_pending(self) -> None:

@@ -3,7 +3,9 @@
     python docs/benchmarks/consolidate.py [--write docs/benchmarks/results/]
 
 Two forked gloo ranks, one thread each, hold the same parameters in both optimizers. Rounds alternate between the
-two, a step before each, so that both meet the same machine. A time is that of the slower rank; medians count.
+two, a step before each, so that both meet the same machine. A time is that of the slower rank; medians count. In
+each round rank 0 also calls `state_dict()` alone, and the least that bringing the bytes can cost is taken: to send one
+rank's half of them in one message into new memory, and to copy the other half into new memory.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import zero_opt
 WORLD_SIZE = 2
 WIDTH, LAYERS, VOCABULARY = 512, 10, 4096
 Times = dict[str, list[float]]
+ALONE, FLOOR = "state_dict() on rank 0 alone", "bytes"
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -67,6 +70,59 @@ def timed(call: Callable[[], Any]) -> float:
     return seconds.item()
 
 
+def peak_mb(call: Callable[[], Any]) -> float:
+    """The most memory, in MB above what there was before, that this process has had during `call`."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_mb("VmRSS")
+    result = call()
+    peak = status_mb("VmHWM") - before
+    del result
+    return peak
+
+
+def status_mb(name: str) -> float:
+    """A line of /proc/self/status, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise LookupError(name)
+
+
+def least(rank: int, half: torch.Tensor) -> Callable[[], Any]:
+    """Send rank 1's half into new memory of rank 0, and copy rank 0's own."""
+
+    def run() -> None:
+        if rank:
+            dist.send(half, 0)
+        else:
+            came = torch.empty_like(half)
+            dist.recv(came, 1)
+            torch.empty_like(half).copy_(half)
+
+    return run
+
+
+def measure_alone(rank: int, optimizer: Any, times: Times, peaks: Times) -> None:
+    """`state_dict()` on rank 0 alone, the least it could take, and the memory that both ways need."""
+    half = torch.ones(sum(p.numel() for group in optimizer.param_groups for p in group["params"]))
+
+    def ask() -> Any:
+        return optimizer.state_dict() if rank == 0 else None
+
+    for name, call in ((ALONE, ask), (FLOOR, least(rank, half))):
+        optimizer.step()
+        times[name].append(timed(call))
+    del half
+    optimizer.step()
+    for name, call in ((ALONE, ask), ("zero_opt", lambda: optimizer.consolidate_state_dict(to=0))):
+        dist.barrier()
+        peak = torch.zeros(WORLD_SIZE, dtype=torch.float64)
+        peak[rank] = peak_mb(lambda c=call: (c(), dist.barrier())[0])
+        dist.all_reduce(peak)
+        for at in range(WORLD_SIZE):
+            peaks[f"{name} {at}"].append(peak[at].item())
+
+
 def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
     """One rank: its times, from rank 0."""
     warnings.simplefilter("ignore")  # the peer's own deprecations
@@ -74,9 +130,12 @@ def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
     contenders: dict[str, Any] = optimizers()
     times: Times = {f"{name}{part}": [] for name in contenders for part in ("", " state_dict")}
+    times |= {ALONE: [], FLOOR: []}
+    peaks: Times = {f"{name} {at}": [] for name in (ALONE, "zero_opt") for at in range(WORLD_SIZE)}
     for optimizer in contenders.values():
         fill_gradients(optimizer)
     for number in range(rounds):
+        measure_alone(rank, contenders["zero_opt"], times, peaks)
         for name, optimizer in contenders.items():
             optimizer.step()
             times[name].append(timed(lambda o=optimizer: o.consolidate_state_dict(to=0)))
@@ -85,7 +144,7 @@ def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
                 print(f"round {number + 1}: {name} {times[name][-1]:.3f} s", file=sys.stderr, flush=True)
     if rank == 0:
         check_same_state(contenders)
-        answer.send(times)
+        answer.send((times, peaks))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -99,7 +158,7 @@ def check_same_state(contenders: dict[str, Any]) -> None:
     assert len(sizes) == 1, sizes
 
 
-def measure(rounds: int) -> Times:
+def measure(rounds: int) -> tuple[Times, Times]:
     """Fork the ranks and wait for what rank 0 says."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -112,14 +171,14 @@ def measure(rounds: int) -> Times:
             process.start()
         theirs.close()
         try:
-            times: Times = ours.recv()
+            found: tuple[Times, Times] = ours.recv()
         finally:
             for process in ranks:
                 process.join(60)
-    return times
+    return found
 
 
-def report(times: Times, rounds: int) -> str:
+def report(times: Times, peaks: Times, rounds: int) -> str:
     """The result as markdown."""
     count = sum(p.numel() for p in parameters())
     alone, both = ratio(times, ("",)), ratio(times, ("", " state_dict"))
@@ -141,7 +200,18 @@ def report(times: Times, rounds: int) -> str:
     said = (
         f"ZeroRedundancyOptimizer takes {alone:.0f} times as long to consolidate, {both:.0f} times with `state_dict()`."
     )
-    return "\n".join([*lines, "", said])
+    floor, mb = statistics.median(times[FLOOR]), 8 * count / 1e6
+    alone_s, brought_s = (statistics.median(times[name]) for name in (ALONE, "zero_opt"))
+    lines += ["", said, ""]
+    lines.append(
+        f"`state_dict()` of zero_opt on rank 0 alone, without a consolidation: {spread(times[ALONE])} s. Sending half "
+        f"of the bytes in one message and touching the memory of all: {spread(times[FLOOR])} s, so the first is "
+        f"{alone_s / floor:.2f} times that, `consolidate_state_dict` {brought_s / floor:.2f} times."
+    )
+    lines += ["", "| peak memory in MB, most of all rounds | rank 0, beside the dict | rank 1 |", "| --- | --- | --- |"]
+    for name, call in ((ALONE, "state_dict() on rank 0 alone"), ("zero_opt", "consolidate_state_dict(to=0)")):
+        lines.append(f"| {call} | {max(peaks[f'{name} 0']) - mb:.0f} | {max(peaks[f'{name} 1']):.0f} |")
+    return "\n".join(lines)
 
 
 def ratio(times: Times, parts: tuple[str, ...]) -> float:
@@ -159,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     arguments = parser.parse_args()
-    text = report(measure(arguments.rounds), arguments.rounds)
+    text = report(*measure(arguments.rounds), arguments.rounds)
     print(text)
     if arguments.write:
         write_result(arguments.write, "consolidate", text)

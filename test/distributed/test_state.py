@@ -68,7 +68,7 @@ def _run_sharded(rank: int, world_size: int, name: str, saved: Saved | None, to:
     result = None
     if rank == to:
         result = [param.detach().clone() for param in params], optimizer.state_dict()
-    elif world_size > 1:
+    elif world_size > 1 and torch.distributed.get_backend() != "gloo":
         with pytest.raises(zero_opt.StateNotConsolidated, match="consolidate_state_dict"):
             optimizer.state_dict()
     optimizer.close()
@@ -119,16 +119,14 @@ def test_from_two_processes_to_three(name: str) -> None:
 def _consolidate_to_each(rank: int, world_size: int) -> list[Any]:
     params = _params()
     optimizer = zero_opt.ShardedOptimizer(_groups(params), torch.optim.Adam, reduction=AT_STEP)
-    with pytest.raises(zero_opt.StateNotConsolidated):
-        optimizer.state_dict()
     optimizer.consolidate_state_dict(to=0)
     found: list[Any] = [optimizer.state_dict()["state"] if rank == 0 else {}]
     _go_on(Actor(params, optimizer, [rank]), range(2))
-    with pytest.raises(zero_opt.StateNotConsolidated):  # the step made it old
-        optimizer.state_dict()
+    pulled = optimizer.state_dict()  # the step made what was brought to rank 0 old
     for to in range(world_size):
         optimizer.consolidate_state_dict(to=to)
         found.append(optimizer.state_dict() if rank == to else None)
+    assert_bitwise(found[1 + rank], pulled)
     for bad, error in (
         (-1, ValueError),
         (world_size, ValueError),

@@ -72,3 +72,24 @@ def alone(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
 def test_nccl_at_world_size_1() -> None:
     ours, plain = run_processes(1, alone, backend="nccl")[0]
     assert_bitwise(ours, plain)
+
+
+def pull_and_consolidate(rank: int, world_size: int) -> object:
+    params = make_params("cuda")
+    opt = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            torch.stack([(param * gradient(step, rank, param)).sum() for param in params]).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        pulled = opt.state_dict() if rank == 0 else None
+        opt.consolidate_state_dict(to=0)
+    brought = opt.state_dict() if rank == 0 else None
+    opt.close()
+    return pulled, brought
+
+
+def test_state_on_a_device_is_pulled_once_its_step_is_over() -> None:
+    pulled, brought = run_processes(2, pull_and_consolidate)[0]
+    assert_bitwise(pulled, brought)

@@ -51,11 +51,13 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
     ("placement.worker", "wait"): _WORKER,
+    ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
     ("reduction.overlapped", "join"): _STREAMS,
     ("reduction.overlapped", "result"): _EXCHANGE,
     ("reduction.sparse", "wait"): _TRANSFER,
     ("relay_exchange", "wait"): _EXCHANGE,
+    ("sharded_state", "wait"): _TRANSFER,
     ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
 }
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from ..errors import ConfigTypeError
-from ..policies import AlreadyReduced, AtStep, Overlapped
+from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
 from .base import GradReduction, GradShard, Parts, Progress
+from .ddp_hook import DDPHookReduction
 from .overlapped import OverlappedReduction
 
-Policy = Overlapped | AtStep | AlreadyReduced
+Policy = Overlapped | AtStep | AlreadyReduced | DDPHook
 
-__all__ = ["GradReduction", "GradShard", "Parts", "Policy", "Progress", "build_reduction", "check_policy"]
+__all__ = [
+    "DDPHookReduction",
+    "GradReduction",
+    "GradShard",
+    "Parts",
+    "Policy",
+    "Progress",
+    "build_reduction",
+    "check_policy",
+]
 
 
 def check_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is an instance of a reduction policy."""
-    if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced)):
+    if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced, DDPHook)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigTypeError(f"reduction must be Overlapped(), AtStep() or AlreadyReduced(), got {policy!r}{called}")
+        raise ConfigTypeError(
+            f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {policy!r}{called}"
+        )
 
 
 def build_reduction(policy: Policy, parts: Parts) -> GradReduction:
@@ -27,4 +39,6 @@ def build_reduction(policy: Policy, parts: Parts) -> GradReduction:
         return OverlappedReduction(parts)
     if isinstance(policy, AtStep):
         return AtStepReduction(parts)
+    if isinstance(policy, DDPHook):
+        return DDPHookReduction(parts)
     return AlreadyReducedGrads(parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 
+import torch
 from torch import Tensor
 
 from ..agreement import StepAgreement
@@ -28,9 +30,10 @@ class AlreadyReducedGrads:
         self._require_all_used(agreed)
         used = agreed.used
         self._copies.clear()
+        sent = self._to_absentees(agreed) if agreed.absent else {}
         shards = []
         for bucket in self._parts.partition.buckets:
-            grads = [self._slice(piece) for piece in bucket.slices]
+            grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
             any_used = any(used >> index & 1 for index in bucket.layout.params)
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
         return shards
@@ -38,7 +41,7 @@ class AlreadyReducedGrads:
     def _require_all_used(self, agreed: StepAgreement) -> None:
         """A gradient that exists on some ranks alone cannot be the mean over all of them."""
         for rank, used in enumerate(agreed.used_by):
-            missing = agreed.used & ~used
+            missing = 0 if rank in agreed.absent else agreed.used & ~used
             if missing:
                 index = (missing & -missing).bit_length() - 1
                 other = next(rank for rank, used in enumerate(agreed.used_by) if used >> index & 1)
@@ -46,6 +49,27 @@ class AlreadyReducedGrads:
                     f"{self._parts.partition.flats[index].label} has a gradient on rank {other} but none on rank "
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
                 )
+
+    def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
+        """Send ranks that have run out of inputs, and so have no mean, their slices of it; what this rank receives."""
+        group, partition = self._parts.agreement.group, self._parts.partition
+        present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
+        received: dict[int, Tensor] = {}
+        for bucket, rank in product(partition.buckets, agreed.absent):
+            for piece in bucket.layout.slices(rank):
+                if not agreed.used >> piece.param & 1:
+                    continue
+                flat, run = partition.flats[piece.param], None
+                if group.rank == present and flat.param.grad is not None:
+                    run = flat.flatten(flat.param.grad.detach())[slice(*piece.in_param)]
+                elif group.rank == rank:
+                    run = torch.empty(piece.in_param.numel, dtype=flat.param.dtype, device=flat.param.device)
+                    received[piece.param] = flat.shaped(run) if run.numel() == flat.param.numel() else run
+                    self._copies.append(run)
+                sending = group.move(run, present, rank, piece.in_param.numel, flat.param.dtype)
+                if sending is not None:
+                    sending.wait()
+        return received
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
         flat = self._parts.partition.flats[piece.param]

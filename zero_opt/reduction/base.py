@@ -40,14 +40,28 @@ class Progress:
 
     Attributes:
         step: optimizer steps done. epoch: ``zero_grad`` calls since the last step.
+        absent: this rank has run out of inputs (torch's ``Join``), and takes part with zeros.
+        absentees: ranks of which that is so, as far as agreed. clip_to: the norm to clip to, while clipping.
+        begins: called before this rank first hears of the others in a step.
     """
 
     step: int = 0
     epoch: int = 0
+    absent: bool = False
+    absentees: Sequence[int] = ()
+    clip_to: float | None = None
+    begins: Callable[[], object] | None = None
+    begun: bool = False
+
+    def begin(self) -> None:
+        """Ranks are about to hear of each other."""
+        if not self.begun and not self.absent and self.begins is not None:
+            self.begins()
+        self.begun = True
 
     def stepped(self) -> None:
         """A step has been taken."""
-        self.step, self.epoch = self.step + 1, 0
+        self.step, self.epoch, self.begun = self.step + 1, 0, False
 
 
 @dataclass
@@ -85,12 +99,17 @@ class Parts:
     def agree(self, rounds: int, error: ZeroOptError | None, restarted: Iterable[int] = ()) -> StepAgreement:
         """Agree with the other ranks on this step, and plan parameters that became trainable."""
         progress, mask = self.progress, sum(1 << index for index in restarted)
-        report = StepReport(progress.step, progress.epoch, rounds, self.used_mask(), self.trainable_mask(), mask)
+        masks = (self.used_mask(), self.trainable_mask(), mask)
+        report = StepReport(progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to)
+        progress.begin()
         try:
             agreed = self.agreement.on_step(report, len(self.all_params()), error)
         except StepDesync as desync:
             progress.epoch = progress.epoch if desync.epoch is None else desync.epoch
             raise
+        if progress.absent:
+            progress.epoch, progress.clip_to = agreed.epoch, agreed.clip_to
+        progress.absentees = agreed.absent
         self.admit(agreed.used | agreed.trainable)
         return agreed
 

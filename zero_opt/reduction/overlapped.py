@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..buckets import BucketState, Fill, GradBucket
 from ..consumed_grad import ConsumedGrad
-from ..errors import GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
+from ..errors import ConfigConflict, GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
 from .base import GradShard, Parts, shard_list
@@ -64,11 +64,15 @@ class OverlappedReduction:
         for bucket in buckets:
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
-                self._hooks.watch(index, flat.param)
+                self._listen(index, flat.param)
             self._ranked.append(bucket.layout.index)
         self._seen = []
         if not self._fills:
             self._activate()
+
+    def _listen(self, index: int, param: Tensor) -> None:
+        """Have :meth:`_arrived` called for a parameter."""
+        self._hooks.watch(index, param)
 
     def _activate(self) -> None:
         """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
@@ -97,8 +101,7 @@ class OverlappedReduction:
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        bucket, position = self._parts.partition.places[index]
-        if bucket not in self._fills:
+        if self._parts.partition.places[index][0] not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
         param = self._parts.partition.flats[index].param
         consumed, grad = self._consumed[index], param.grad
@@ -112,8 +115,12 @@ class OverlappedReduction:
                 self._parts.partition.flats[index].moved()
                 raise
             self._shown.add(index)
-        if value is None:
-            return
+        if value is not None:
+            self._deliver(index, value)
+
+    def _deliver(self, index: int, value: Tensor) -> None:
+        """Put one gradient into its bucket's current round, and send what is complete."""
+        bucket, position = self._parts.partition.places[index]
         if self._fills[bucket].state is not BucketState.FILLING:
             self._open_round()
         self._in_round.add(index)
@@ -331,6 +338,10 @@ class OverlappedReduction:
             fill.grads[position] = None
         self._restart([param])
 
+    def lends(self, param: int) -> bool:  # noqa: ARG002  (see GradOwner)
+        """See :class:`GradOwner`."""
+        return False
+
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """See :class:`GradOwner`. Collective: GradScaler calls it on every rank.
 
@@ -338,6 +349,10 @@ class OverlappedReduction:
         """
         if self._unscaled is None or self._rounds:
             shards = self.finish()
+            if self._parts.progress.absentees:
+                raise ConfigConflict(
+                    "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
+                )
             grads = [grad for shard in shards for grad in shard.grads if grad is not None]
             found = any(not bool(torch.isfinite(grad).all()) for grad in grads)
             self.scale(inv_scale)

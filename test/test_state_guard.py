@@ -1,0 +1,85 @@
+"""Who may read the state, who may change it, and at which point of training it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from zero_opt.errors import PeerLost, StepDesync
+from zero_opt.state_guard import StateGuard, Verdict
+
+
+def test_only_the_state_after_as_many_changes_is_given() -> None:
+    guard = StateGuard()
+    guard.commit(step=1)
+    assert guard.admit(0) is Verdict.AHEAD
+    assert guard.admit(2) is Verdict.BEHIND
+    assert guard.admit(1) is Verdict.READY
+    assert guard.step == 1
+
+
+def test_state_that_is_being_changed_is_not_given() -> None:
+    guard = StateGuard()
+    guard.begin(1)
+    assert guard.admit(0) is Verdict.AHEAD
+    with pytest.raises(StepDesync, match="between steps"), guard.reading():
+        pass
+    guard.commit(step=1)
+    with guard.reading() as changes:
+        assert changes == 1
+
+
+def test_a_change_waits_for_readers() -> None:
+    guard = StateGuard()
+    assert guard.admit(0) is Verdict.READY
+    seen: list[str] = []
+
+    def change() -> None:
+        guard.begin(20)
+        seen.append("changed")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    time.sleep(0.1)
+    seen.append("read")
+    guard.leave()
+    thread.join(20)
+    assert seen == ["read", "changed"]
+
+
+def test_a_reader_that_stays_is_not_waited_for_for_ever() -> None:
+    guard = StateGuard()
+    with guard.reading(), pytest.raises(PeerLost, match="step 0"):
+        guard.begin(0.05)
+    guard.begin(0.05)
+
+
+def test_a_reader_waits_for_what_is_to_come() -> None:
+    guard = StateGuard()
+    found: list[Verdict] = []
+    thread = threading.Thread(target=lambda: found.append(guard.wait_for(2, 20)))
+    thread.start()
+    guard.commit(step=1)
+    guard.commit(step=2)
+    thread.join(20)
+    assert found == [Verdict.READY]
+
+
+def test_what_will_not_come_is_not_waited_for() -> None:
+    guard = StateGuard()
+    assert guard.wait_for(1, 0.02) is Verdict.BEHIND
+    guard.finish()
+    assert guard.wait_for(1, 20) is Verdict.BEHIND
+
+
+def test_a_change_that_is_taken_back_is_none() -> None:
+    guard = StateGuard()
+    with pytest.raises(ZeroDivisionError), guard.changing(1, step=0):
+        _ = 1 / 0
+    with guard.reading() as changes:
+        assert changes == 0
+    with guard.changing(1, step=7):
+        pass
+    assert (guard.changes, guard.step) == (1, 7)

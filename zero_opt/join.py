@@ -1,0 +1,80 @@
+"""Uneven inputs: what ranks do that have run out of them while the others train on (torch's ``Join``)."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from .collectives import Group
+from .placement import hypers_of
+
+
+class ShadowSteps(JoinHook):
+    """Takes part in every step of the ranks that still have inputs."""
+
+    def __init__(self, shadow_step: Callable[[], None] | None) -> None:
+        """``shadow_step``: what to do per step; ``None`` on a rank that has no others."""
+        self._shadow_step = shadow_step
+
+    def main_hook(self) -> None:
+        """The others take a step."""
+        if self._shadow_step is not None:
+            self._shadow_step()
+
+
+def join_notice(joinable: Joinable) -> Callable[[], None]:
+    """What tells ``Join``, before each step, that this rank still has inputs; does not keep the joinable alive."""
+    reference = weakref.ref(joinable)
+
+    def notify() -> None:
+        alive = reference()
+        if alive is not None:
+            Join.notify_join_context(alive)
+
+    return notify
+
+
+def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:
+    """Give ranks that have run out of inputs, whose schedulers stand still, the others' hyperparameters. Collective.
+
+    Numbers, strings, tensors of one element and tuples of those; anything else stays as it is.
+    """
+    source = next(rank for rank in range(group.world_size) if rank not in absentees)
+    listed = [_plain(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
+    received = json.loads(group.all_gather_bytes(json.dumps(listed).encode())[source])
+    if group.rank in absentees:
+        for entry, values in zip(param_groups, received, strict=True):
+            for key, value in values.items():
+                _set(entry, key, value)
+
+
+def _plain(hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that can be told as JSON."""
+    found = {}
+    for key, value in hypers.items():
+        items = [
+            item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
+            for item in (value if isinstance(value, (tuple, list)) else [value])
+        ]
+        if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
+            found[key] = items if isinstance(value, (tuple, list)) else items[0]
+    return found
+
+
+def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
+    """Take over one hyperparameter, a tensor in place."""
+    mine = entry.get(key)
+    if isinstance(mine, Tensor):
+        mine.fill_(value)
+    elif isinstance(mine, (tuple, list)):
+        entry[key] = type(mine)(
+            old.detach().clone().fill_(new) if isinstance(old, Tensor) else new
+            for old, new in zip(mine, value, strict=True)
+        )
+    else:
+        entry[key] = value

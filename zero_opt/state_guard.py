@@ -1,0 +1,134 @@
+"""Which point of training this rank's state is at, and who may read it or change it at the moment."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import PeerLost, StepDesync
+
+_log = logging.getLogger("zero_opt")
+
+# Seconds after which a wait for another rank is mentioned in the log.
+WARN_AFTER_S = 30.0
+
+
+class Verdict(enum.Enum):
+    """What to answer a rank that wants this rank's state at a point of training."""
+
+    READY = 0
+    BEHIND = 1
+    AHEAD = 2
+
+
+class StateGuard:
+    """Many may read the state, or one may change it.
+
+    A change begins when every rank has entered the call that makes it, and ends with :meth:`commit`, on every rank the
+    same number of times. State whose change has failed half-way is at no point until the next commit.
+
+    Attributes:
+        changes: changes committed. step: optimizer steps among them.
+        failure: why the last step failed on this rank, if so and the other ranks do not know.
+    """
+
+    def __init__(self) -> None:
+        self.changes = self.step = 0
+        self.failure: Exception | None = None
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._changing = self._final = False
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, patience_s: float) -> None:
+        """Wait until nobody reads, and let nobody begin to.
+
+        Raises:
+            PeerLost: another rank still reads after ``patience_s`` seconds.
+        """
+        begun, warned = time.monotonic(), False
+        with self._condition:
+            while self._readers:
+                waited = time.monotonic() - begun
+                if waited > patience_s:
+                    raise PeerLost(f"another rank has been reading the state of step {self.step} for {waited:.0f} s")
+                if waited > WARN_AFTER_S and not warned:
+                    warned = True
+                    _log.warning("step %d waits for a rank that reads the state before it", self.step + 1)
+                self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
+            self._changing = True
+
+    @contextmanager
+    def changing(self, patience_s: float, step: int) -> Iterator[None]:
+        """A change from :meth:`begin` to :meth:`commit`, that is taken back where it fails."""
+        self.begin(patience_s)
+        try:
+            yield
+        except BaseException:
+            with self._condition:
+                self._changing = False
+            raise
+        self.commit(step)
+
+    def commit(self, step: int) -> None:
+        """The change is complete; ``step`` optimizer steps have been taken."""
+        with self._condition:
+            self.changes, self.step, self._changing = self.changes + 1, step, False
+            self._condition.notify_all()
+
+    def finish(self) -> None:
+        """There will be no more changes."""
+        with self._condition:
+            self._final = True
+            self._condition.notify_all()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def admit(self, changes: int) -> Verdict:
+        """Let a reader in if the state is the one after so many changes; each that is let in calls :meth:`leave`."""
+        with self._condition:
+            if changes < self.changes or (self._changing and changes == self.changes):
+                return Verdict.AHEAD
+            if changes > self.changes:
+                return Verdict.BEHIND
+            self._readers += 1
+            return Verdict.READY
+
+    def wait_for(self, changes: int, patience_s: float) -> Verdict:
+        """As :meth:`admit`, once the state is no longer behind, or after ``patience_s`` seconds, or never will be."""
+        end = time.monotonic() + patience_s
+        with self._condition:
+            while self.changes < changes and not self._final and (left := end - time.monotonic()) > 0:
+                self._condition.wait(left)
+            return self.admit(changes)
+
+    def leave(self) -> None:
+        """A reader is done."""
+        with self._condition:
+            self._readers -= 1
+            self._condition.notify_all()
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Read the state as it is; yields after how many changes.
+
+        Raises:
+            StepDesync: it is being changed, or a change has failed half-way.
+        """
+        with self._condition:
+            if self._changing:
+                raise StepDesync(
+                    f"state_dict() was called while step {self.step + 1} is being taken, or after it failed half-way; "
+                    "call it between steps"
+                )
+            self._readers += 1
+            changes = self.changes
+        try:
+            yield changes
+        finally:
+            self.leave()
