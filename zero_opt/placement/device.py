@@ -23,12 +23,12 @@ _SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[CPUAdam | CPUAdamW]] = 
 _OUTER_KEYS = ("params", "param_names")
 
 
-def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
     """``optimizer.step`` without the profiler label and step hooks, which run once, for the optimizer the user made."""
     method = type(optimizer).step
     if getattr(method, "hooked", False):
         method = method.__wrapped__  # type: ignore[attr-defined]
-    return method(optimizer) if closure is None else method(optimizer, closure)
+    return method(optimizer, **options) if closure is None else method(optimizer, closure, **options)
 
 
 def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
