@@ -16,8 +16,8 @@ from torch.testing._internal import common_optimizers
 _torch: Any = common_optimizers
 INFOS: dict[str, Any] = {info.name: info for info in _torch.optim_db}
 
-SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (5,), (), (2, 2, 2))
-MATRICES: tuple[tuple[int, ...], ...] = ((4, 3), (5, 2), (1, 7))  # Muon takes no others
+SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (5,), (), (2, 2, 2), (130, 3))
+MATRICES: tuple[tuple[int, ...], ...] = ((4, 3), (5, 2), (1, 7), (130, 3))  # Muon takes no others
 OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.complex64)
 
 Make = Callable[[Sequence[Any], dict[str, Any]], torch.optim.Optimizer]
@@ -58,16 +58,19 @@ class Variant:
         generator = torch.Generator().manual_seed(5)
         trainable = not self.kwargs.get("differentiable")
         return [
-            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.complex64).real.to(self.dtype), trainable)
+            nn.Parameter(
+                torch.randn(shape, generator=generator, dtype=torch.complex64).real.contiguous().to(self.dtype),
+                trainable,
+            )
             for shape in shapes
         ]
 
     def grad(self, step: int, index: int, shape: torch.Size) -> Tensor:
         """Gradient of parameter ``index`` in a step."""
         dense = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + index), dtype=torch.complex64)
-        dense = dense if self.dtype.is_complex else dense.real.to(self.dtype)
+        dense = dense if self.dtype.is_complex else dense.real.contiguous().to(self.dtype)
         if not self.sparse:
-            return dense.to(self.dtype)
+            return dense
         rows = torch.tensor([[0, shape[0] - 1, 0]]) if shape[0] > 1 else torch.tensor([[0]])
         values = dense[: rows.shape[1]].clone()
         return torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from .agreement import Agreement
 from .collectives import check_rank, resolve_group
@@ -211,11 +212,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self._step_alone(closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
+        return self._step_sharded(self._sharded, closure)
+
+    @_disable_dynamo  # what torch.compile cannot trace, it calls
+    def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
+        """World size > 1, or an offload."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = self._sharded
         grads = parts.finish()
         if self._max_grad_norm is not None:
             parts.reduction.scale(clip_factor(parts.norm(grads), self._max_grad_norm))

@@ -30,6 +30,8 @@ from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
+from .shown_state import ShownState
+from .stand_ins import Kind, StandIns
 from .state_dict import cut
 
 _log = logging.getLogger("zero_opt")
@@ -101,9 +103,7 @@ class Wiring:
     def __init__(
         self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
     ) -> None:
-        self._recipe, self._groups, self._describe = recipe, groups, describe
-        self._param_groups = owner.param_groups
-        self._state = owner.state
+        self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
@@ -124,8 +124,15 @@ class Wiring:
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         self.placement = self._build_placement()
+        self._shown = ShownState(
+            owner, StandIns(recipe.optimizer_class, recipe.defaults), self.partition, self.placement
+        )
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
         """The placement, or an error on all ranks if there can be none on one. Collective."""
@@ -183,7 +190,21 @@ class Wiring:
             self._reserve_staging(added)
             self.reduction.watch(added)
             self.gather.watch()
+            self._stand_in(missing)
             self._show_state()
+
+    def _stand_in(self, added: Sequence[int]) -> None:
+        """Have state to show of those parameters of which there is no slice here."""
+        mine = {piece.param for piece in self.partition.owned()}
+        kinds = {}
+        for index in added:
+            if index not in mine:
+                param = self._params[index]
+                home = (param.dtype, param.device)
+                if self._recipe.offload is not None:
+                    home = (torch.float32, torch.device("cpu"))
+                kinds[index] = Kind(self._group_of[index], param.dim(), *home)
+        self._shown.add(kinds)
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -213,7 +234,7 @@ class Wiring:
         """
         self.placement.require_own()
         self.gather.flush()
-        error = error or self._missed()
+        error = error or self._missed() or self._follow_edits()
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -229,6 +250,15 @@ class Wiring:
         if moved:
             self.placement.repoint(moved)
             self.gather.forget()
+
+    def _follow_edits(self) -> ZeroOptError | None:
+        """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
+        try:
+            self._shown.require_params(self._params)
+            self._shown.adopt(self._params)
+        except ZeroOptError as error:
+            return error
+        return None
 
     def _missed(self) -> StepFailed | None:
         """What the other ranks do not know yet: the last step failed here."""
@@ -274,6 +304,7 @@ class Wiring:
         self.progress.stepped()
         if self._failure is not None:
             raise self._failure
+        self._shown.stepped(self._params, self.progress.used)
         self._show_state()
         self._full_state = None
 
@@ -302,6 +333,7 @@ class Wiring:
         if self.agreement.any(self._owed):
             spread(self.partition.buckets, self._groups.control)
             self._owed, self._full_state = False, None
+            self._shown.landed(self._params)
             self._show_state()
         self.agreement.raise_first_error(conflict)
 
@@ -312,13 +344,12 @@ class Wiring:
 
     def _show_state(self) -> None:
         """Let the user's ``state`` show this rank's live state under the user's parameters."""
-        for index, state in self.placement.state():
-            self._state[self._params[index]] = state
+        self._shown.show(self._params)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, a pending step included, to rank ``to``. Collective."""
         self.flush()
-        self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
+        self.agreement.raise_first_error(self._missed() or self._follow_edits(), "consolidate_state_dict()")
         self._full_state = Consolidation(self.agreement, self.partition, self.placement).run(to)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
@@ -351,7 +382,7 @@ class Wiring:
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
-        self._state.clear()
+        self._shown.load(states)
         self._show_state()
         self._full_state = self._failure = None
 

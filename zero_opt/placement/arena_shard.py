@@ -63,6 +63,7 @@ class ArenaShard:
         self._known = [flat.edits for flat in self.flats]
         self._sections: dict[str, Section] = {}
         self._views: dict[int, ParamState] = {}
+        self._own: dict[int, ParamState] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -114,8 +115,17 @@ class ArenaShard:
             for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
                 run = self._slice(key, position)
                 shown[key] = flat.shaped(run) if whole else run
-            self._views[position] = shown
+            self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
+
+    def replaced(self, position: int, shown: ParamState) -> bool:
+        """Whether the user has put other values in the place of those that :meth:`state` shows."""
+        own = self._own.get(position, {})
+        return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
+
+    def forget_views(self, position: int) -> None:
+        """Let :meth:`state` show the arena's own values again."""
+        self._views.pop(position, None)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it."""

@@ -130,6 +130,14 @@ class DevicePlacement(AtOnce):
             if part in states:
                 yield index, states[part]
 
+    def adopt(self, index: int, state: ParamState | None) -> None:
+        """See :class:`Placement`."""
+        part, states = self._stepped[index], self._optimizer.state
+        if state is None:
+            states.pop(part, None)
+        elif states.get(part) is not state:
+            states[part] = state
+
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""
         return self._stepped[index]

@@ -174,6 +174,21 @@ class WorkerPlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def adopt(self, index: int, state: ParamState | None) -> None:
+        """See :class:`Placement`. Values are copied to where the worker has them."""
+        shard, position = self._places[index]
+        if state is not None and not shard.replaced(position, state):
+            return
+        if self._pending is not None:
+            raise StepPending(
+                f"the state of {shard.flats[position].label} was replaced while a step for it was pending; with "
+                "delay=1, call opt.flush() before that"
+            )
+        saved = {} if state is None else dict(state)
+        shard.forget_views(position)
+        shard.load(position, saved)
+        self._tell_autograd()
+
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""
         shard, position = self._places[index]

@@ -40,10 +40,12 @@ class Progress:
 
     Attributes:
         step: optimizer steps done. epoch: ``zero_grad`` calls since the last step.
+        used: bit per parameter, whether any rank brought a gradient when ranks last agreed on a step.
     """
 
     step: int = 0
     epoch: int = 0
+    used: int = 0
 
     def stepped(self) -> None:
         """A step has been taken."""
@@ -91,6 +93,7 @@ class Parts:
         except StepDesync as desync:
             progress.epoch = progress.epoch if desync.epoch is None else desync.epoch
             raise
+        progress.used = agreed.used
         self.admit(agreed.used | agreed.trainable)
         return agreed
 
