@@ -95,7 +95,9 @@ class ShownState:
                     entry.update(cut(full, piece, flat))
                 self._placement.adopt(piece.param, entry)
             for index in self._stand_ins:
-                self._stand_ins.adopt(index, state.get(params[index]) or None, self._owner.param_groups)
+                if self._stand_ins.adopt(index, state.get(params[index]) or None, self._owner.param_groups):
+                    state.pop(params[index], None)
+            self.show(params)
         except ZeroOptError:
             raise
         except Exception as error:

@@ -162,13 +162,20 @@ class StandIns:
             )
         return made
 
-    def adopt(self, index: int, state: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Follow what the user made of what was shown of one parameter; ``None`` if that is gone."""
-        stand_in = self._of.get(index)
-        if stand_in is None or not (stand_in.shown or state):
-            return
-        if not state or not stand_in.shown or any(state.get(key) is not value for key, value in stand_in.shown.items()):
-            self._put(self._filled(stand_in.kind, state or {}, groups), [index])
+    def adopt(self, index: int, state: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Follow what the user made of what was shown of one parameter; ``None`` if that is gone.
+
+        Returns:
+            Whether anything else is to be shown.
+        """
+        stand_in = self._of[index]
+        shown = stand_in.shown
+        if not (shown or state):
+            return False
+        if state and shown and all(state.get(key) is value for key, value in shown.items()):
+            return False
+        self._put(self._filled(stand_in.kind, state or {}, groups), [index])
+        return True
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._of))
