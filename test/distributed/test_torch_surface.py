@@ -289,6 +289,32 @@ def test_edits_take_effect(edit: str, steps_before: int, offload: Any) -> None:
     assert_parts([found[4] for found in runs], parts(optimizer, params))
 
 
+def run_delayed(rank: int, world_size: int) -> list[list[float]]:
+    """The step counts that are shown after each of three delayed steps, and after the last has landed."""
+    variant, shown = Variant("AdamW", {}, ""), []
+    params = variant.params()
+    offload = zero_opt.WorkerOffload(delay=1)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=OVERLAPPED, offload=offload)
+
+    def read() -> list[float]:
+        return [float(optimizer.state[param]["step"]) if param in optimizer.state else 0.0 for param in params]
+
+    for number in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(params, [variant.grad(number, i, param.shape) for i, param in enumerate(params)])
+        optimizer.step()
+        shown.append(read())
+    optimizer.flush()
+    shown.append(read())
+    optimizer.close()
+    return shown
+
+
+def test_a_delayed_step_shows_once_it_has_landed() -> None:
+    for shown in run_processes(2, run_delayed):
+        assert shown == [[float(count)] * 5 for count in (0, 1, 2, 3)]
+
+
 def run_refused(rank: int, world_size: int) -> list[str]:
     """What cannot be done over several ranks says so on every rank, and changes nothing."""
     variant, messages = Variant("AdamW", {}, ""), []
