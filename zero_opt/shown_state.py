@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigConflict, StateDictError, ZeroOptError
+from .layout import ParamSlice
 from .partition import Partition
-from .placement import Placement
+from .placement import ParamState, Placement
 from .stand_ins import Kind, StandIns
 from .state_dict import cut
 
@@ -84,21 +85,29 @@ class ShownState:
         """
         state, live = self._owner.state, dict(self._placement.state())
         try:
-            for piece in self._partition.owned():
-                param = params[piece.param]
-                entry = state.get(param) or None
-                if entry is None and piece.param not in live:
-                    continue
-                flat = self._partition.flats[piece.param]
-                if entry is not None and piece.in_param.numel != flat.param.numel():
-                    full = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.shape == param.shape}
-                    entry.update(cut(full, piece, flat))
-                self._placement.adopt(piece.param, entry)
+            changed = [
+                piece.param
+                for piece in self._partition.owned()
+                if self._adopt_slice(piece, state.get(params[piece.param]) or None, live.get(piece.param))
+            ]
             for index in self._stand_ins:
                 if self._stand_ins.adopt(index, state.get(params[index]) or None, self._owner.param_groups):
                     state.pop(params[index], None)
-            self.show(params)
+                    changed.append(index)
+            if changed:
+                self.show(params)
         except ZeroOptError:
             raise
         except Exception as error:
             raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
+
+    def _adopt_slice(self, piece: ParamSlice, entry: ParamState | None, live: ParamState | None) -> bool:
+        """Whether other objects than ``entry`` are to be shown of this rank's slice."""
+        if not (entry or live):
+            return False
+        flat = self._partition.flats[piece.param]
+        if entry and piece.in_param.numel != flat.param.numel():
+            shape = flat.param.shape
+            full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
+            entry.update(cut(full, piece, flat))
+        return self._placement.adopt(piece.param, entry)

@@ -89,11 +89,21 @@ class ArenaShard:
         """Make the views of the arena as it is mapped now."""
         numel = self.bucket.shard_numel
         self._arrays = {role: arena.view(at, numel, dtype) for role, (at, dtype) in self._sections.items()}
-        self._views.clear()
+        self._renew_views()
         self._copies.clear()
         if self.lodged:
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
             self.bucket.lodge([self._arrays[role] for role in grads])
+
+    def _renew_views(self) -> None:
+        """Let the dicts that the user holds show the arena as it is mapped now, but for what the user put into them."""
+        held, own = self._views, self._own
+        self._views, self._own = {}, {}
+        for position, shown in held.items():
+            for key, value in self.state(position).items():
+                if shown.get(key) is own[position].get(key):
+                    shown[key] = value
+            self._views[position] = shown
 
     def repoint(self, position: int) -> None:
         """The parameter's data moved: whatever lies there is the user's."""

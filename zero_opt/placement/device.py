@@ -127,16 +127,18 @@ class DevicePlacement(AtOnce):
         """See :class:`Placement`."""
         states = self._optimizer.state
         for index, part in self._stepped.items():
-            if part in states:
-                yield index, states[part]
+            state = states.get(part)
+            if state is not None:
+                yield index, state
 
-    def adopt(self, index: int, state: ParamState | None) -> None:
+    def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`."""
         part, states = self._stepped[index], self._optimizer.state
         if state is None:
             states.pop(part, None)
-        elif states.get(part) is not state:
+        else:
             states[part] = state
+        return False
 
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""

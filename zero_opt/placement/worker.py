@@ -174,11 +174,11 @@ class WorkerPlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
-    def adopt(self, index: int, state: ParamState | None) -> None:
+    def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`. Values are copied to where the worker has them."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
-            return
+            return False
         if self._pending is not None:
             raise StepPending(
                 f"the state of {shard.flats[position].label} was replaced while a step for it was pending; with "
@@ -188,6 +188,7 @@ class WorkerPlacement:
         shard.forget_views(position)
         shard.load(position, saved)
         self._tell_autograd()
+        return True
 
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""
