@@ -11,10 +11,16 @@ from torch import Tensor
 
 from ..agreement import StepAgreement
 from ..buckets import GradBucket
+from ..collectives import tensor_bytes
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from .base import GradShard, Parts
 from .sparse import sparse_refusal
+
+# Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that
+# have reduced have the same bits as a rule; of ranks that have not, each has the gradient of other data.
+_SAMPLE_NUMEL = 64
+_FAR_APART = 0.01
 
 
 class AlreadyReducedGrads:
@@ -23,12 +29,14 @@ class AlreadyReducedGrads:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._copies: list[Tensor] = []
+        self._compared = False
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
         agreed = self._parts.agree(0, error or sparse_refusal(self._parts.partition))
         self._require_all_used(agreed)
         used = agreed.used
+        self._require_reduced(agreed)
         self._copies.clear()
         sent = self._to_absentees(agreed) if agreed.absent else {}
         shards = []
@@ -49,6 +57,29 @@ class AlreadyReducedGrads:
                     f"{self._parts.partition.flats[index].label} has a gradient on rank {other} but none on rank "
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
                 )
+
+    def _require_reduced(self, agreed: StepAgreement) -> None:
+        """In the first step with gradients, compare a few of their elements: nobody else would notice. Collective."""
+        group, partition = self._parts.agreement.group, self._parts.partition
+        used = [flat for index, flat in partition.flats.items() if agreed.used >> index & 1]
+        if self._compared or not used or group.world_size == 1:
+            return
+        self._compared = True
+        flat = max(used, key=lambda flat: flat.param.numel())
+        sample = torch.full((_SAMPLE_NUMEL,), torch.nan, dtype=torch.float64)
+        grad = flat.param.grad
+        if grad is not None and not grad.is_sparse and group.rank not in agreed.absent:
+            run = torch.view_as_real(grad).flatten() if grad.is_complex() else flat.flatten(grad.detach())
+            few = run[:: max(1, run.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL]
+            sample[: few.numel()] = few.double().cpu()
+        gathered = group.all_gather_bytes(tensor_bytes(sample), "step()")
+        samples = torch.stack([torch.frombuffer(bytearray(raw), dtype=sample.dtype) for raw in gathered])
+        apart = (samples - samples[:, None]).abs().nan_to_num(nan=0.0, posinf=0.0)
+        if apart.max() > _FAR_APART * samples.abs().nan_to_num(nan=0.0, posinf=0.0).max():
+            raise GradientConflict(
+                f"the gradients of {flat.label} differ between ranks, so p.grad is not yet reduced; put the model into "
+                "DistributedDataParallel, or use reduction=zero_opt.Overlapped() or AtStep() without it"
+            )
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
         """Send ranks that have run out of inputs, and so have no mean, their slices of it; what this rank receives."""
