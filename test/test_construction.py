@@ -141,9 +141,7 @@ def test_a_group_without_params_is_named() -> None:
 
 
 def test_a_tensor_or_nothing_is_refused() -> None:
-    with pytest.raises(
-        ConfigTypeError, match=r"params must be an iterable of tensors or dicts, got torch\.FloatTensor"
-    ):
+    with pytest.raises(ConfigTypeError, match=r"should be an iterable of Tensors or dicts, but got torch\.FloatTensor"):
         normalized(torch.ones(3))
     with pytest.raises(ConfigError, match="empty parameter list"):
         normalized([])

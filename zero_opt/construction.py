@@ -117,12 +117,15 @@ def _listed(params: Iterable[Any], name: str, of: str) -> list[Any]:
             f"{name} are a {torch.typename(params)}, which has no order, so that ranks, and saved state, would take "
             "one parameter for another; use a list"
         )
+    if isinstance(params, Tensor):  # torch's words
+        raise ConfigTypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            + torch.typename(params)
+        )
     try:
-        iterator = None if isinstance(params, Tensor) else iter(params)
-    except TypeError:
-        iterator = None
-    if iterator is None:
-        raise ConfigTypeError(f"{name} must be an iterable of {of}, got {torch.typename(params)}")
+        iterator = iter(params)
+    except TypeError as error:
+        raise ConfigTypeError(f"{name} must be an iterable of {of}, got {torch.typename(params)}") from error
     return list(iterator)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import function as autograd_function
 
 _FUNCTION_FILE = autograd_function.__file__
@@ -30,13 +31,7 @@ class ArrivalHooks:
         """Listen to ``param``; harmless if it is watched already."""
         if index in self._handles:
             return
-        method = self._arrived
-
-        def hook(_: Tensor) -> None:
-            arrived = method()
-            if arrived is not None:
-                arrived(index)
-
+        hook = partial(_announce, self._arrived, index)
         self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -44,6 +39,13 @@ class ArrivalHooks:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+
+@_disable_dynamo  # a backward inside torch.compile would trace it
+def _announce(method: weakref.WeakMethod[Callable[[int], None]], index: int, _: Tensor) -> None:
+    arrived = method()
+    if arrived is not None:
+        arrived(index)
 
 
 class BackwardPasses:

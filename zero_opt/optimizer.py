@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
@@ -25,6 +26,7 @@ from .construction import (
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm, clip_factor
 from .join import ShadowSteps, join_notice
+from .own_groups import OwnGroups
 from .placement import Policy as Offload
 from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
@@ -32,7 +34,7 @@ from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
 from .state_dict import StateDict, copied, fitted, match, pack_groups
-from .wiring import OwnGroups, Recipe, Wiring
+from .wiring import Recipe, Wiring
 
 _Closure = Callable[[], Any]
 
@@ -104,14 +106,27 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _build_alone(self, params: Iterable[Any]) -> None:
         with adopt_errors():
             inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
-        super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
 
     def _share_inner(self) -> None:
         """World size 1: our groups and state are the wrapped optimizer's own."""
         assert self._inner is not None
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _alone(self) -> torch.optim.Optimizer:
+        """World size 1: the wrapped optimizer, with the groups and state of ours even if the user replaced them."""
+        assert self._inner is not None
+        self._inner.param_groups, self._inner.state = self.param_groups, self.state
+        return self._inner
+
+    def __getattr__(self, name: str) -> Any:
+        """At world size 1, what else the wrapped class has for its users."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(inner, name)
 
     def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
         try:
@@ -159,13 +174,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             RankMismatch: on every rank, when the groups differ.
         """
         if not self._wired:
-            super().add_param_group(param_group)
+            if self._inner is None:
+                super().add_param_group(param_group)
+            else:
+                self.param_groups.append(param_group)  # the wrapped class has checked it
             return
         self._require_open()
         if self._sharded is None:
-            assert self._inner is not None
             with adopt_errors():
-                self._inner.add_param_group(normalized_group(param_group, len(self.param_groups)))
+                self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
             return
         known = len(self.param_groups)
         try:
@@ -182,40 +199,49 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: _Closure | None = None) -> Any:
+    def step(self, closure: _Closure | None = None, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
             closure: called once, with gradients enabled, to recompute the loss; its value is returned.
+            **options: what else the wrapped class's ``step`` takes; at world size 1 only.
 
         Raises:
+            ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
-            return self._step_alone(closure)
+            return self._step_alone(closure, options)
+        if options:
+            raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
+        return self._step_sharded(self._sharded, closure)
+
+    @_disable_dynamo  # what torch.compile cannot trace, it calls
+    def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
+        """World size > 1, or an offload."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._sharded.take(self._sharded.finish())
+        parts.take(parts.finish())
         return loss
 
-    def _step_alone(self, closure: _Closure | None) -> Any:
+    def _step_alone(self, closure: _Closure | None, options: Mapping[str, Any]) -> Any:
         """World size 1: the wrapped class's own step."""
-        assert self._inner is not None
-        if closure is None:
+        inner = self._alone()
+        if closure is None or self._max_grad_norm is None:
             self._clip_alone()
-            return bare_step(self._inner)
+            return bare_step(inner, closure, **options)
 
         def clipped() -> Any:
             loss = closure()
             self._clip_alone()
             return loss
 
-        return bare_step(self._inner, clipped)
+        return bare_step(inner, clipped, **options)
 
     def _clip_alone(self) -> None:
         if self._max_grad_norm is not None:
@@ -307,8 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         if self._sharded is None:
-            assert self._inner is not None
-            state_dict = self._inner.state_dict()
+            state_dict = self._alone().state_dict()
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -352,8 +377,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if error is not None:
             raise error
         if self._sharded is None:
-            assert self._inner is not None
-            self._inner.load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            self._alone().load_state_dict({**state_dict, "state": copied(state_dict["state"])})
             self._share_inner()
         else:
             self._sharded.load(states, groups)
@@ -425,11 +449,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "state is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) "
                 "on every rank"
             )
+        self._alone()
         kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        if "_inner" in state:
+            super().__setstate__(state)
+        elif self._inner is None:
+            raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
+        else:  # the wrapped class's own form, of which it completes what an older version wrote
+            self._alone().__setstate__(state)
         self._share_inner()
 
     # -- the end ------------------------------------------------------------------------------------------------------

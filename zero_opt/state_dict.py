@@ -6,12 +6,12 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .construction import is_elementwise
+from .construction import is_elementwise, needs_closure
 from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
@@ -165,28 +165,31 @@ def _completed(
     device = params[0].device if params else None
     known = inspect.signature(cls).parameters  # what is passed as an argument is checked, what stands in a group is not
     arguments = {key: value for key, value in hypers.items() if key in known}
+    missing: list[str] = []
     try:
-        optimizer = cls([_stand_in(torch.zeros(2, 2, device=device))], **arguments)
+        optimizer = cls([_stand_in(torch.zeros(2, 2, device=device), cls)], **arguments)
         needed = hypers_of(optimizer.param_groups[0])
         optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
         found = hypers_of(optimizer.param_groups[0])
         missing = [key for key in needed if key not in found]
-        if is_elementwise(cls) and not missing:
-            bare_step(optimizer)
+        if missing and needs_closure(cls):
+            raise KeyError(missing[0])
+        if not needs_closure(cls):
+            bare_step(optimizer)  # a class may do without a key
     except Exception as error:
+        if missing:
+            raise StateDictError(
+                f"param group {number} of the state dict has no {missing[0]!r}, which {name} needs"
+            ) from error
         raise StateDictError(f"{name} refuses param group {number} of the state dict, {hypers}: {error}") from error
-    if missing:
-        raise StateDictError(f"param group {number} of the state dict has no {missing[0]!r}, which {name} needs")
     return found
 
 
-def _state_after_a_step(
-    cls: Callable[..., torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor
-) -> Mapping[str, Any]:
+def _state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
     """The state that a parameter gets; empty where the class cannot step it like this (without a closure, say)."""
-    param = _stand_in(like)
+    param, make = _stand_in(like, cls), cast("Callable[..., torch.optim.Optimizer]", cls)
     try:
-        optimizer = cls([{**copy.deepcopy(hypers), "params": [param]}])
+        optimizer = make([{**copy.deepcopy(hypers), "params": [param]}])
         bare_step(optimizer)
     except Exception:
         return {}
@@ -219,10 +222,15 @@ def first_state(
     }
 
 
-def _stand_in(value: Tensor) -> Tensor:
+def _stand_in(value: Tensor, cls: type[torch.optim.Optimizer]) -> Tensor:
     param = torch.nn.Parameter(value, requires_grad=False)
-    param.grad = torch.zeros_like(value)
+    param.grad = zero_grad_for(cls, value)
     return param
+
+
+def zero_grad_for(cls: type[torch.optim.Optimizer], param: Tensor) -> Tensor:
+    """A gradient of zeros of a kind that the class takes."""
+    return torch.zeros_like(param, layout=torch.sparse_coo if cls is torch.optim.SparseAdam else torch.strided)
 
 
 def _require_like(

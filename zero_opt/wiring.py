@@ -5,25 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
 from .background_gather import build_gather, check_held
 from .buckets import GradBucket
-from .collectives import AloneGroup, Group, build_exchange, build_side_group
-from .consolidate import Consolidation, LocalState
+from .collectives import build_exchange
+from .consolidate import Consolidation
 from .construction import checked_groups, contents, is_elementwise
 from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import clip_factor, total_norm
 from .join import follow_hypers
+from .own_groups import OwnGroups
 from .param_gather import spread
 from .partition import Geometry, Partition
 from .placement import Placement, build_placement, check_params, hypers_of
@@ -31,9 +31,10 @@ from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
+from .shown_state import ShownState
+from .stand_ins import Kind, StandIns
 from .state_dict import copied, cut, is_dtensor
 from .state_guard import StateGuard
-from .state_service import StateService
 
 if TYPE_CHECKING:
     from .sharded_state import ShardedState
@@ -44,42 +45,6 @@ _log = logging.getLogger("zero_opt")
 def _close_all(exchanges: Mapping[str, Exchange]) -> None:
     for exchange in exchanges.values():
         exchange.close()
-
-
-class OwnGroups:
-    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
-
-    Attributes:
-        service: serves this rank's state over a group of its own, if the ranks are processes.
-    """
-
-    def __init__(self, parent: dist.ProcessGroup | None, timeout: float | None) -> None:
-        several = None if parent is None or parent.size() == 1 else parent
-        self.control, self.reduce, self.gather = (
-            AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
-        )
-        self._side = build_side_group(several, timeout)
-        self.service: StateService | None = None
-
-    def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
-        """Begin to serve this rank's state. All ranks should."""
-        if self._side is not None and self.service is None:
-            # Nothing that leads to the optimizer, so that it can be collected while it is served.
-            capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, partition.flats, self.control)
-
-    def in_step(self) -> AbstractContextManager[None]:
-        """See :meth:`StateService.in_step`."""
-        return nullcontext() if self.service is None else self.service.in_step()
-
-    def close(self) -> None:
-        """Destroy all of them; that of the service once all ranks have closed."""
-        if self.service is not None:
-            self.service.close()
-        elif self._side is not None:
-            self._side.close()
-        for group in (self.reduce, self.gather, self.control):
-            group.close()
 
 
 @dataclass(frozen=True)
@@ -128,9 +93,7 @@ class Wiring:
     def __init__(
         self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
     ) -> None:
-        self._recipe, self._groups, self._describe = recipe, groups, describe
-        self._param_groups = owner.param_groups
-        self._state = owner.state
+        self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
@@ -151,8 +114,15 @@ class Wiring:
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         self.placement = self._build_placement()
+        self._shown = ShownState(
+            owner, StandIns(recipe.optimizer_class, recipe.defaults), self.partition, self.placement
+        )
         model = recipe.reduction.overlap_param_gather
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
         """The placement, or an error on all ranks if there can be none on one. Collective."""
@@ -215,12 +185,26 @@ class Wiring:
         self._reserve_staging(added)
         self.reduction.watch(added)
         self.gather.watch()
+        self._stand_in(missing)
         self._show_state()
 
     @property
     def _patience_s(self) -> float:
         """Seconds that this rank waits for another one that reads its state."""
         return self._groups.control.timeout_s
+
+    def _stand_in(self, added: Sequence[int]) -> None:
+        """Have state to show of those parameters of which there is no slice here."""
+        mine = {piece.param for piece in self.partition.owned()}
+        kinds = {}
+        for index in added:
+            if index not in mine:
+                param = self._params[index]
+                home = (param.dtype, param.device)
+                if self._recipe.offload is not None:
+                    home = (torch.float32, torch.device("cpu"))
+                kinds[index] = Kind(self._group_of[index], param.dim(), *home)
+        self._shown.add(kinds)
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -254,7 +238,7 @@ class Wiring:
         self.placement.require_own()
         self.gather.flush()
         self.progress.clip_to = clip_to
-        error = error or self._missed()
+        error = error or self._missed() or self._follow_edits()
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -296,6 +280,15 @@ class Wiring:
         if moved:
             self.placement.repoint(moved)
             self.gather.forget()
+
+    def _follow_edits(self) -> ZeroOptError | None:
+        """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
+        try:
+            self._shown.require_params(self._params)
+            self._shown.adopt(self._params)
+        except ZeroOptError as error:
+            return error
+        return None
 
     def _missed(self) -> StepFailed | None:
         """What the other ranks do not know yet: the last step failed here."""
@@ -343,6 +336,7 @@ class Wiring:
         self._guard.commit(self.progress.step)
         if self._guard.failure is not None:
             raise self._guard.failure
+        self._shown.stepped(self._params, self.progress.used)
         self._show_state()
 
     def flush(self) -> None:
@@ -373,6 +367,7 @@ class Wiring:
             spread(self.partition.buckets, self._groups.control)
             self._owed = False
             self._guard.commit(self.progress.step)
+            self._shown.landed(self._params)
             self._show_state()
         self.agreement.raise_first_error(conflict)
 
@@ -383,8 +378,7 @@ class Wiring:
 
     def _show_state(self) -> None:
         """Let the user's ``state`` show this rank's live state under the user's parameters."""
-        for index, state in self.placement.state():
-            self._state[self._params[index]] = state
+        self._shown.show(self._params)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, a pending step included, to rank ``to``. Collective."""
@@ -393,13 +387,13 @@ class Wiring:
 
     def _collect(self, to: int) -> dict[int, dict[str, Any]] | None:
         self.flush()
-        self.agreement.raise_first_error(self._missed(), "consolidate_state_dict()")
+        self.agreement.raise_first_error(self._missed() or self._follow_edits(), "consolidate_state_dict()")
         return Consolidation(self.agreement, self.partition, self.placement).run(to)
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """All state, a pending step included, cut by rows over the ranks. Collective."""
         self.flush()
-        self.agreement.raise_first_error(self._missed(), "sharded_state_dict()")
+        self.agreement.raise_first_error(self._missed() or self._follow_edits(), "sharded_state_dict()")
         return self._sharded_state().snapshot()
 
     def _sharded_state(self) -> ShardedState:
@@ -449,7 +443,7 @@ class Wiring:
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
-        self._state.clear()
+        self._shown.load(states)
         self._show_state()
         self._guard.failure = None
         self._guard.commit(self.progress.step)

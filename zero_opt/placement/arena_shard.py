@@ -63,6 +63,7 @@ class ArenaShard:
         self._known = [flat.edits for flat in self.flats]
         self._sections: dict[str, Section] = {}
         self._views: dict[int, ParamState] = {}
+        self._own: dict[int, ParamState] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -88,11 +89,21 @@ class ArenaShard:
         """Make the views of the arena as it is mapped now."""
         numel = self.bucket.shard_numel
         self._arrays = {role: arena.view(at, numel, dtype) for role, (at, dtype) in self._sections.items()}
-        self._views.clear()
+        self._renew_views()
         self._copies.clear()
         if self.lodged:
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
             self.bucket.lodge([self._arrays[role] for role in grads])
+
+    def _renew_views(self) -> None:
+        """Let the dicts that the user holds show the arena as it is mapped now, but for what the user put into them."""
+        held, own = self._views, self._own
+        self._views, self._own = {}, {}
+        for position, shown in held.items():
+            for key, value in self.state(position).items():
+                if shown.get(key) is own[position].get(key):
+                    shown[key] = value
+            self._views[position] = shown
 
     def repoint(self, position: int) -> None:
         """The parameter's data moved: whatever lies there is the user's."""
@@ -114,8 +125,17 @@ class ArenaShard:
             for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
                 run = self._slice(key, position)
                 shown[key] = flat.shaped(run) if whole else run
-            self._views[position] = shown
+            self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
+
+    def replaced(self, position: int, shown: ParamState) -> bool:
+        """Whether the user has put other values in the place of those that :meth:`state` shows."""
+        own = self._own.get(position, {})
+        return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
+
+    def forget_views(self, position: int) -> None:
+        """Let :meth:`state` show the arena's own values again."""
+        self._views.pop(position, None)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it."""

@@ -58,6 +58,16 @@ class Placement(Protocol):
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """The user may have edited the live state of a parameter, put another in its place, or (``None``) dropped it.
+
+        Returns:
+            Whether the live state is another object than ``state`` after that.
+
+        Raises:
+            StepPending: it is not as it was while a step that changes it is pending.
+        """
+
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""
 

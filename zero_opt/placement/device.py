@@ -23,12 +23,12 @@ _SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[CPUAdam | CPUAdamW]] = 
 _OUTER_KEYS = ("params", "param_names")
 
 
-def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
     """``optimizer.step`` without the profiler label and step hooks, which run once, for the optimizer the user made."""
     method = type(optimizer).step
     if getattr(method, "hooked", False):
         method = method.__wrapped__  # type: ignore[attr-defined]
-    return method(optimizer) if closure is None else method(optimizer, closure)
+    return method(optimizer, **options) if closure is None else method(optimizer, closure, **options)
 
 
 def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,8 +127,18 @@ class DevicePlacement(AtOnce):
         """See :class:`Placement`."""
         states = self._optimizer.state
         for index, part in self._stepped.items():
-            if part in states:
-                yield index, states[part]
+            state = states.get(part)
+            if state is not None:
+                yield index, state
+
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """See :class:`Placement`."""
+        part, states = self._stepped[index], self._optimizer.state
+        if state is None:
+            states.pop(part, None)
+        else:
+            states[part] = state
+        return False
 
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""

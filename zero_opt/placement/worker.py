@@ -174,6 +174,22 @@ class WorkerPlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """See :class:`Placement`. Values are copied to where the worker has them."""
+        shard, position = self._places[index]
+        if state is not None and not shard.replaced(position, state):
+            return False
+        if self._pending is not None:
+            raise StepPending(
+                f"the state of {shard.flats[position].label} was replaced while a step for it was pending; with "
+                "delay=1, call opt.flush() before that"
+            )
+        saved = {} if state is None else dict(state)
+        shard.forget_views(position)
+        shard.load(position, saved)
+        self._tell_autograd()
+        return True
+
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""
         shard, position = self._places[index]

@@ -43,6 +43,7 @@ class Progress:
         absent: this rank has run out of inputs (torch's ``Join``), and takes part with zeros.
         absentees: ranks of which that is so, as far as agreed. clip_to: the norm to clip to, while clipping.
         begins: called before this rank first hears of the others in a step.
+        used: bit per parameter, whether any rank brought a gradient when ranks last agreed on a step.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class Progress:
     clip_to: float | None = None
     begins: Callable[[], object] | None = None
     begun: bool = False
+    used: int = 0
 
     def begin(self) -> None:
         """Ranks are about to hear of each other."""
@@ -110,6 +112,7 @@ class Parts:
         if progress.absent:
             progress.epoch, progress.clip_to = agreed.epoch, agreed.clip_to
         progress.absentees = agreed.absent
+        progress.used = agreed.used
         self.admit(agreed.used | agreed.trainable)
         return agreed
 

@@ -1,0 +1,51 @@
+"""The process groups of one optimizer, and who serves its state over one of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch.distributed as dist
+
+from .collectives import AloneGroup, Group, build_side_group
+from .consolidate import LocalState
+from .partition import Partition
+from .placement import Placement
+from .state_guard import StateGuard
+from .state_service import StateService
+
+
+class OwnGroups:
+    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
+
+    Attributes:
+        service: serves this rank's state over a group of its own, if the ranks are processes.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None, timeout: float | None) -> None:
+        several = None if parent is None or parent.size() == 1 else parent
+        self.control, self.reduce, self.gather = (
+            AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
+        )
+        self._side = build_side_group(several, timeout)
+        self.service: StateService | None = None
+
+    def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
+        """Begin to serve this rank's state. All ranks should."""
+        if self._side is not None and self.service is None:
+            # Nothing that leads to the optimizer, so that it can be collected while it is served.
+            capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
+            self.service = StateService(self._side, guard, capture, partition.flats, self.control)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """See :meth:`StateService.in_step`."""
+        return nullcontext() if self.service is None else self.service.in_step()
+
+    def close(self) -> None:
+        """Destroy all of them; that of the service once all ranks have closed."""
+        if self.service is not None:
+            self.service.close()
+        elif self._side is not None:
+            self._side.close()
+        for group in (self.reduce, self.gather, self.control):
+            group.close()

@@ -1,0 +1,194 @@
+"""State of parameters that lie wholly on other ranks: no elements, and the scalars that their owners have.
+
+Step counts, and whatever else a class keeps as numbers, follow from hyperparameters and from how often a parameter was
+used, not from its values. So a few zeros, stepped whenever the parameters they stand for are used, have the owners'
+scalars to the bit, and nothing needs to be sent. One stand-in serves all parameters that were used alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .construction import is_elementwise
+from .placement import bare_step, hypers_of, steps_params_apart
+from .state_dict import zero_grad_for
+
+
+class Kind(NamedTuple):
+    """What a stand-in must share with its parameters.
+
+    Attributes:
+        group: number of the param group. dims: of a parameter, whose state may depend on it.
+    """
+
+    group: int
+    dims: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(eq=False)
+class _StandIn:
+    kind: Kind
+    optimizer: torch.optim.Optimizer
+    members: list[int] = field(default_factory=list)
+    shown: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def param(self) -> Tensor:
+        """What is stepped."""
+        found: Tensor = self.optimizer.param_groups[0]["params"][0]
+        return found
+
+    def step(self, hypers: Mapping[str, Any], cls: type[torch.optim.Optimizer]) -> None:
+        self.optimizer.param_groups[0].update(hypers)
+        self.param.grad = zero_grad_for(cls, self.param)
+        bare_step(self.optimizer)
+        self.param.grad = None
+
+    def refresh(self) -> bool:
+        """Bring ``shown`` up to date; whether it holds other objects than before."""
+        before, self.shown = self.shown, {}
+        for key, value in self.optimizer.state.get(self.param, {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                empty = before.get(key)
+                fits = isinstance(empty, Tensor) and empty.dtype is value.dtype
+                self.shown[key] = empty if fits else value.new_empty(0)
+            else:
+                self.shown[key] = value
+        return before.keys() != self.shown.keys() or any(before[key] is not self.shown[key] for key in before)
+
+
+class StandIns:
+    """All stand-ins of one optimizer on one rank; none for a class of which nothing is known. Nothing is collective."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+        self._class, self._defaults = cls, dict(defaults)
+        self._known = steps_params_apart(cls) or is_elementwise(cls)
+        self._all: list[_StandIn] = []
+        self._of: dict[int, _StandIn] = {}
+
+    def add(self, members: Mapping[int, Kind], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Stand in for more parameters, given by global index."""
+        for kind in set(members.values()) if self._known else ():
+            self._put(self._new(kind, groups), [index for index, other in members.items() if other == kind])
+
+    def _new(self, kind: Kind, groups: Sequence[Mapping[str, Any]]) -> _StandIn:
+        param = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
+        return _StandIn(kind, self._class([{**hypers_of(groups[kind.group]), "params": [param]}], **self._defaults))
+
+    def _put(self, stand_in: _StandIn, members: Sequence[int]) -> None:
+        """Let ``members`` be stood in for by another."""
+        for index in members:
+            before = self._of.get(index)
+            if before is not None:
+                before.members.remove(index)
+            self._of[index] = stand_in
+        stand_in.members.extend(members)
+        stand_in.refresh()
+        self._all = [found for found in (*self._all, stand_in) if found.members]
+
+    def step(self, used: int, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Follow a step of the owners.
+
+        Args:
+            used: bit per global index, whether any rank had a gradient.
+
+        Returns:
+            The parameters that show other objects than before.
+        """
+        changed: list[int] = []
+        for stand_in in list(self._all):
+            with_grad = [index for index in stand_in.members if used >> index & 1]
+            if not with_grad:
+                continue
+            if len(with_grad) < len(stand_in.members):
+                stand_in = self._copied(stand_in, with_grad, groups)
+            try:
+                stand_in.step(hypers_of(groups[stand_in.kind.group]), self._class)
+            except Exception:  # what the class cannot step like this, it shows nothing of; an owner says what is wrong
+                self._forget(stand_in)
+                continue
+            if stand_in.refresh():
+                changed += stand_in.members
+        return changed
+
+    def _forget(self, stand_in: _StandIn) -> None:
+        self._all.remove(stand_in)
+        for index in stand_in.members:
+            del self._of[index]
+
+    def _copied(self, stand_in: _StandIn, members: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> _StandIn:
+        """Another one in the same state, for some of its members."""
+        other = self._new(stand_in.kind, groups)
+        other.optimizer.state[other.param] = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in stand_in.optimizer.state.get(stand_in.param, {}).items()
+        }
+        self._put(other, members)
+        return other
+
+    def shown(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """(global index, what to show) of every parameter that has state."""
+        for stand_in in self._all:
+            if stand_in.shown:
+                for index in stand_in.members:
+                    yield index, stand_in.shown
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the scalars of full-shape state; a parameter without any is new."""
+        alike: dict[tuple[Kind, str], list[int]] = {}
+        for index, stand_in in self._of.items():
+            scalars = {key: _number(value) for key, value in states.get(index, {}).items()}
+            alike.setdefault((stand_in.kind, repr(sorted(scalars.items(), key=repr))), []).append(index)
+        for (kind, _), members in alike.items():
+            self._put(self._filled(kind, states.get(members[0], {}), groups), members)
+
+    def _filled(self, kind: Kind, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> _StandIn:
+        """A new one with the scalars of ``state``, as the class takes them from a state dict."""
+        made = self._new(kind, groups)
+        if state:
+            model = self._new(kind, groups)
+            model.step({}, self._class)
+            like = model.optimizer.state[model.param]
+            mine = {key: _fitted(value, like.get(key)) for key, value in state.items()}
+            made.optimizer.load_state_dict(
+                {"state": {0: mine}, "param_groups": model.optimizer.state_dict()["param_groups"]}
+            )
+        return made
+
+    def adopt(self, index: int, state: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Follow what the user made of what was shown of one parameter; ``None`` if that is gone.
+
+        Returns:
+            Whether anything else is to be shown.
+        """
+        stand_in = self._of[index]
+        shown = stand_in.shown
+        if not (shown or state):
+            return False
+        if state and shown and all(state.get(key) is value for key, value in shown.items()):
+            return False
+        self._put(self._filled(stand_in.kind, state or {}, groups), [index])
+        return True
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._of))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.dim() == 0 else ()
+
+
+def _fitted(value: Any, like: Any) -> Any:
+    """A loaded value in the shape that a stand-in has: where ``like`` is not a scalar, only its being there counts."""
+    if isinstance(like, Tensor) and like.dim():
+        return torch.zeros_like(like)
+    return value.detach().clone() if isinstance(value, Tensor) else value
