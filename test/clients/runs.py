@@ -132,7 +132,8 @@ def check(program: Program, folder: Path, checkpoint: str, steps: int) -> None:
 def _require_trained(found: list[Outcome], steps: int) -> None:
     state_dict = found[0].optimizer
     assert state_dict is not None
-    assert {int(state["step"]) for state in state_dict["state"].values()} == {steps}
+    taken = {int(state["step"]) for state in state_dict["state"].values()}
+    assert taken == {steps}, f"took {taken} steps"
     assert len(state_dict["state"]) == sum(not name.startswith("ema.") for name in found[0].params)
 
 

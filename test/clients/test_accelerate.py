@@ -51,3 +51,10 @@ def _program(mixed_precision: str, make: runs.MakeOptimizer, folder: Path, resum
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_as_plain_adamw(mixed_precision: str, tmp_path: Path) -> None:
     runs.check(partial(_program, mixed_precision), tmp_path, "epoch_2", _EPOCHS * _EPOCH_STEPS)
+
+
+def test_reduction_forgotten(tmp_path: Path) -> None:
+    """DDP and our reduction are not both wanted: the first step says so, on every rank."""
+    for failure in runs.launch(partial(_program, "no"), runs.forgetful, tmp_path, None, expect_errors=True):
+        assert failure.type_name == "GradientConsumed"
+        assert "reduction=zero_opt.AlreadyReduced()" in failure.message

@@ -59,3 +59,10 @@ def _program(precision: str, make: runs.MakeOptimizer, folder: Path, resume_from
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_as_plain_adamw(precision: str, tmp_path: Path) -> None:
     runs.check(partial(_program, precision), tmp_path, "epoch=1.ckpt", _EPOCHS * _EPOCH_STEPS)
+
+
+def test_reduction_forgotten(tmp_path: Path) -> None:
+    """DDP and our reduction are not both wanted: the first step says so, on every rank."""
+    for failure in runs.launch(partial(_program, "32-true"), runs.forgetful, tmp_path, None, expect_errors=True):
+        assert failure.type_name == "GradientConsumed"
+        assert "reduction=zero_opt.AlreadyReduced()" in failure.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +89,10 @@ def _by_class(make: runs.MakeOptimizer, folder: Path, resume_from: Path | None) 
 @pytest.mark.parametrize("program", [_passed_in, _overridden, _by_class])
 def test_as_plain_adamw(program: Callable[..., runs.Outcome], tmp_path: Path) -> None:
     runs.check(program, tmp_path, f"checkpoint-{2 * _SAVE_STEPS}", _STEPS)
+
+
+def test_reduction_forgotten(tmp_path: Path) -> None:
+    """DDP and our reduction are not both wanted: the first step says so, on every rank."""
+    for failure in runs.launch(_passed_in, runs.forgetful, tmp_path, None, expect_errors=True):
+        assert failure.type_name == "GradientConsumed"
+        assert "reduction=zero_opt.AlreadyReduced()" in failure.message
