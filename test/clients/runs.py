@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -52,6 +53,23 @@ def forgetful(params: Iterable[Any]) -> torch.optim.Optimizer:
     return zero_opt.ShardedOptimizer(params, AdamW, **HYPERS)
 
 
+def hooked(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """That line for a program that registers our communication hook with its DDP."""
+    return zero_opt.ShardedOptimizer(params, AdamW, reduction=zero_opt.DDPHook(), **HYPERS)
+
+
+def delayed(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """That line with the step in a process beside the trainer, landing one step later."""
+    return zero_opt.ShardedOptimizer(
+        params,
+        AdamW,
+        reduction=zero_opt.AlreadyReduced(),
+        offload=zero_opt.WorkerOffload(delay=1),
+        fused=True,
+        **HYPERS,
+    )
+
+
 def outcome(model: torch.nn.Module, opt: torch.optim.Optimizer) -> Outcome:
     """What ``model`` and ``opt``, bare of what a client wraps them in, hold. All ranks must call it."""
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -63,7 +81,9 @@ def outcome(model: torch.nn.Module, opt: torch.optim.Optimizer) -> Outcome:
     return Outcome(params, state_dict)
 
 
-def launch(program: Callable[..., Any], *args: Any, expect_errors: bool = False) -> list[Any]:
+def launch(
+    program: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, expect_errors: bool = False
+) -> list[Any]:
     """Run ``program(*args)`` on every rank, in processes with the environment that torchrun gives them.
 
     Returns:
@@ -71,7 +91,7 @@ def launch(program: Callable[..., Any], *args: Any, expect_errors: bool = False)
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return run_processes(
-        WORLD_SIZE,
+        world_size,
         _as_torchrun,
         store.port,
         program,
@@ -106,27 +126,36 @@ def _as_torchrun(rank: int, world_size: int, port: int, program: Callable[..., A
     return found
 
 
-def check(program: Program, folder: Path, checkpoint: str, steps: int) -> None:
-    """Compare, to the bit, a program's runs with ``sharded`` with its runs with ``plain``.
+def check(program: Program, folder: Path, checkpoint: str, steps: int, replacement: MakeOptimizer = sharded) -> None:
+    """Compare, to the bit, a program's runs with ``replacement`` with its runs with ``plain``.
 
     Args:
+        folder: where it makes one, for the checkpoints, per run: "plain", ``replacement``'s name, and others.
         checkpoint: of those that the program writes into its folder, the one in the middle of the run.
         steps: that a whole run takes.
     """
-    whole: dict[str, list[Outcome]] = {}
-    for make in (plain, sharded):
-        made_in = folder / make.__name__
-        made_in.mkdir()
-        whole[make.__name__] = launch(program, make, made_in, None)
+    makers = (plain, replacement)
+    whole = {make.__name__: _run(program, make, folder / make.__name__) for make in makers}
     expected = whole["plain"]
     _require_trained(expected, steps)
-    _require_same(whole["sharded"], expected, "uninterrupted")
-    for saver in (plain, sharded):
-        for loader in (plain, sharded):
-            made_in = folder / f"{saver.__name__}_to_{loader.__name__}"
-            made_in.mkdir()
-            resumed = launch(program, loader, made_in, folder / saver.__name__ / checkpoint)
-            _require_same(resumed, expected, f"saved by {saver.__name__}, resumed by {loader.__name__}")
+    require_same(whole[replacement.__name__], expected, "uninterrupted")
+    for saver, loader in product(makers, makers):
+        name = f"{saver.__name__}_to_{loader.__name__}"
+        resumed = _run(program, loader, folder / name, folder / saver.__name__ / checkpoint)
+        require_same(resumed, expected, name)
+
+
+def check_resumed(program: Program, folder: Path, checkpoint: str, steps: int, make: MakeOptimizer) -> None:
+    """Compare, to the bit, a program's run that is resumed with one that is not; as :func:`check`."""
+    expected = _run(program, make, folder / "whole")
+    _require_trained(expected, steps)
+    resumed = _run(program, make, folder / "resumed", folder / "whole" / checkpoint)
+    require_same(resumed, expected, "resumed")
+
+
+def _run(program: Program, make: MakeOptimizer, folder: Path, resume_from: Path | None = None) -> list[Outcome]:
+    folder.mkdir()
+    return launch(program, make, folder, resume_from)
 
 
 def _require_trained(found: list[Outcome], steps: int) -> None:
@@ -137,7 +166,8 @@ def _require_trained(found: list[Outcome], steps: int) -> None:
     assert len(state_dict["state"]) == sum(not name.startswith("ema.") for name in found[0].params)
 
 
-def _require_same(found: list[Outcome], expected: list[Outcome], what: str) -> None:
+def require_same(found: list[Outcome], expected: list[Outcome], what: str) -> None:
+    """Fail unless all ranks hold the same bits in both runs."""
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise(ours.params, theirs.params, f"{what}: rank {rank}")
     assert_bitwise(found[0].optimizer, expected[0].optimizer, f"{what}: optimizer")

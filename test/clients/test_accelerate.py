@@ -11,12 +11,16 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
+import zero_opt
+
 from . import models, runs
 
 _EPOCHS, _EPOCH_STEPS, _ACCUMULATED = 4, 3, 2
 
 
-def _program(mixed_precision: str, make: runs.MakeOptimizer, folder: Path, resume_from: Path | None) -> runs.Outcome:
+def _program(
+    mixed_precision: str, max_norm: float | None, make: runs.MakeOptimizer, folder: Path, resume_from: Path | None
+) -> runs.Outcome:
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=mixed_precision,
@@ -30,6 +34,8 @@ def _program(mixed_precision: str, make: runs.MakeOptimizer, folder: Path, resum
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 2 * _EPOCHS * _EPOCH_STEPS)
     loader = DataLoader(data, batch_size=4, shuffle=True)
     model, opt, loader, schedule = accelerator.prepare(model, opt, loader, schedule)
+    if make is runs.hooked:
+        model.register_comm_hook(opt.optimizer, zero_opt.ddp_hook)
     first = 0
     if resume_from is not None:
         accelerator.load_state(str(resume_from))
@@ -39,8 +45,8 @@ def _program(mixed_precision: str, make: runs.MakeOptimizer, folder: Path, resum
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch).loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                if accelerator.sync_gradients and max_norm is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 opt.step()
                 schedule.step()
                 opt.zero_grad()
@@ -50,11 +56,17 @@ def _program(mixed_precision: str, make: runs.MakeOptimizer, folder: Path, resum
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_as_plain_adamw(mixed_precision: str, tmp_path: Path) -> None:
-    runs.check(partial(_program, mixed_precision), tmp_path, "epoch_2", _EPOCHS * _EPOCH_STEPS)
+    runs.check(partial(_program, mixed_precision, 0.5), tmp_path, "epoch_2", _EPOCHS * _EPOCH_STEPS)
+
+
+def test_ddp_hook(tmp_path: Path) -> None:
+    """Gradients are sharded too; so there is nothing that accelerate could clip."""
+    program = partial(_program, "no", None)
+    runs.check(program, tmp_path, "epoch_2", _EPOCHS * _EPOCH_STEPS, replacement=runs.hooked)
 
 
 def test_reduction_forgotten(tmp_path: Path) -> None:
     """DDP and our reduction are not both wanted: the first step says so, on every rank."""
-    for failure in runs.launch(partial(_program, "no"), runs.forgetful, tmp_path, None, expect_errors=True):
+    for failure in runs.launch(partial(_program, "no", 0.5), runs.forgetful, tmp_path, None, expect_errors=True):
         assert failure.type_name == "GradientConsumed"
         assert "reduction=zero_opt.AlreadyReduced()" in failure.message

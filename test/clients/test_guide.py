@@ -46,6 +46,7 @@ def _loaded(name: str) -> Callable[[Path], dict[str, Any]]:
         pytest.param(0, _loaded("checkpoint/optimizer.bin"), 1, _together, id="accelerate"),
         pytest.param(1, _loaded("out/checkpoint-4/optimizer.pt"), 4, models.decayed_apart, id="trainer"),
         pytest.param(2, _lightning, 2, _together, id="lightning"),
+        pytest.param(4, _loaded("out/checkpoint-4/optimizer.pt"), 4, models.decayed_apart, id="delayed"),
         pytest.param(3, lambda folder: _loaded("epoch_1.pt")(folder)["optimizer"], 4, _together, id="timm_style"),
     ],
 )

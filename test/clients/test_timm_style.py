@@ -73,3 +73,15 @@ def _program(
 def test_as_plain_adamw(init_scale: float | None, skipped: int, tmp_path: Path) -> None:
     """With a scale, in fp16, the first gradients overflow and no rank steps."""
     runs.check(partial(_program, init_scale), tmp_path, "checkpoint-2.pth.tar", _EPOCHS * _EPOCH_STEPS - skipped)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_world_size(world_size: int, tmp_path: Path) -> None:
+    """What rank 0 of two has saved is resumed by one rank, and by three, as AdamW resumes it."""
+    runs.launch(partial(_program, None), runs.sharded, tmp_path, None)
+    checkpoint = tmp_path / "checkpoint-2.pth.tar"
+    ours, theirs = (
+        runs.launch(partial(_program, None), make, tmp_path, checkpoint, world_size=world_size)
+        for make in (runs.sharded, runs.plain)
+    )
+    runs.require_same(ours, theirs, f"{world_size} ranks")

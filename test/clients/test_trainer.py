@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import AdamW
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import zero_opt
 
@@ -46,6 +46,12 @@ def _data() -> models.Text:
     return models.Text(4 * _ACCUMULATED * runs.WORLD_SIZE * _BATCH)
 
 
+class _Flush(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if control.should_save:
+            optimizer.optimizer.flush()
+
+
 def _finish(trainer: Trainer, resume_from: Path | None) -> runs.Outcome:
     trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     return runs.outcome(trainer.model, trainer.optimizer.optimizer)
@@ -56,7 +62,8 @@ def _passed_in(make: runs.MakeOptimizer, folder: Path, resume_from: Path | None)
     arguments, model = _arguments(folder), models.gpt2()
     opt = make(models.decayed_apart(model))
     schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.01, total_steps=_STEPS + 1)
-    trainer = Trainer(model, arguments, train_dataset=_data(), optimizers=(opt, schedule))
+    callbacks = [_Flush()] if make is runs.delayed else []
+    trainer = Trainer(model, arguments, train_dataset=_data(), optimizers=(opt, schedule), callbacks=callbacks)
     return _finish(trainer, resume_from)
 
 
@@ -89,6 +96,11 @@ def _by_class(make: runs.MakeOptimizer, folder: Path, resume_from: Path | None) 
 @pytest.mark.parametrize("program", [_passed_in, _overridden, _by_class])
 def test_as_plain_adamw(program: Callable[..., runs.Outcome], tmp_path: Path) -> None:
     runs.check(program, tmp_path, f"checkpoint-{2 * _SAVE_STEPS}", _STEPS)
+
+
+def test_delayed_steps(tmp_path: Path) -> None:
+    """A callback brings the pending step in, on every rank, before rank 0 saves."""
+    runs.check_resumed(_passed_in, tmp_path, f"checkpoint-{2 * _SAVE_STEPS}", _STEPS, runs.delayed)
 
 
 def test_reduction_forgotten(tmp_path: Path) -> None:
