@@ -142,6 +142,7 @@ def check(program: Program, folder: Path, checkpoint: str, steps: int, replaceme
     for saver, loader in product(makers, makers):
         name = f"{saver.__name__}_to_{loader.__name__}"
         resumed = _run(program, loader, folder / name, folder / saver.__name__ / checkpoint)
+        _require_resumed(folder / name, checkpoint)
         require_same(resumed, expected, name)
 
 
@@ -150,6 +151,7 @@ def check_resumed(program: Program, folder: Path, checkpoint: str, steps: int, m
     expected = _run(program, make, folder / "whole")
     _require_trained(expected, steps)
     resumed = _run(program, make, folder / "resumed", folder / "whole" / checkpoint)
+    _require_resumed(folder / "resumed", checkpoint)
     require_same(resumed, expected, "resumed")
 
 
@@ -164,6 +166,13 @@ def _require_trained(found: list[Outcome], steps: int) -> None:
     taken = {int(state["step"]) for state in state_dict["state"].values()}
     assert taken == {steps}, f"took {taken} steps"
     assert len(state_dict["state"]) == sum(not name.startswith("ema.") for name in found[0].params)
+
+
+def _require_resumed(folder: Path, checkpoint: str) -> None:
+    """A run that began anew would end with the same bits, but it would have written this checkpoint again."""
+    written = [path.name for path in folder.iterdir()]
+    assert written
+    assert checkpoint not in written
 
 
 def require_same(found: list[Outcome], expected: list[Outcome], what: str) -> None:

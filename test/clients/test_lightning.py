@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import zero_opt
+from test.test_guides import snippets
 
 from . import models, runs
 
 _EPOCHS, _EPOCH_STEPS, _ACCUMULATED = 4, 3, 2
+
+
+def _on_train_start_of_guide() -> Callable[[lightning.LightningModule], None]:
+    (snippet,) = (text for text in snippets("clients.md") if "def on_train_start" in text)
+    names: dict[str, Any] = {"zero_opt": zero_opt}
+    exec(compile(snippet, "clients.md", "exec"), names)
+    return names["on_train_start"]
 
 
 class _Classifier(lightning.LightningModule):
@@ -29,7 +38,7 @@ class _Classifier(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         if self._make is runs.hooked:
-            self.trainer.strategy.model.register_comm_hook(self.optimizers().optimizer, zero_opt.ddp_hook)
+            _on_train_start_of_guide()(self)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         vectors, classes = batch
