@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def snippets(guide: str) -> list[str]:
@@ -22,6 +27,14 @@ def snippets(guide: str) -> list[str]:
     return [
         "\n" * text[: m.start(1)].count("\n") + m[1] for m in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
     ]
+
+
+def table(guide: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without its own."""
+    section = (DOCS / guide).read_text().split(f"## {heading}\n")[1]
+    rows = re.search(r"(?:^\|.*\n)+", section, re.M)
+    assert rows is not None
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[0].splitlines()[2:]]
 
 
 def run(guide: str, folder: str) -> dict[str, Any]:
@@ -35,15 +48,18 @@ def run(guide: str, folder: str) -> dict[str, Any]:
 
 def _checkpointing(rank: int, world_size: int, folder: str) -> Any:
     names = run("checkpointing.md", folder)
-    opt, saved = names["opt"], torch.load("checkpoint.pt", weights_only=True)["opt"]
-    trained = zero_opt.sharded_state_dict(opt)["state"][0]["step"]
+    opt, saved = names["opt"], torch.load("checkpoint.pt", weights_only=True)
+    assert_bitwise(opt.state_dict(), saved["opt"])  # as the last snippet loads it
+    trained = not torch.equal(names["model"][0].weight, saved["model"]["0.weight"])
+    names["model"](torch.ones(1, 300)).sum().backward()
+    opt.step()
     during = {"opt": zero_opt.sharded_state_dict(opt)}
     dcp.load(during, checkpoint_id="checkpoint_async")
     zero_opt.load_sharded_state_dict(opt, during["opt"])
     opt.consolidate_state_dict(to=0)
     loaded = opt.state_dict() if rank == 0 else None
     opt.close()
-    return saved, names["plain"].state_dict(), loaded, int(trained)
+    return saved["opt"], names["plain"].state_dict(), loaded, trained
 
 
 def test_checkpointing(tmp_path: Path) -> None:
@@ -51,5 +67,100 @@ def test_checkpointing(tmp_path: Path) -> None:
     for saved, plain, _, trained in found:
         assert len(saved["state"]) == 4 and int(saved["state"][0]["step"]) == 3
         assert_bitwise(plain, saved)
-        assert trained == 4
+        assert trained
     assert_bitwise(found[0][2], found[0][0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# migrating
+
+_SHAPES = {"0.weight": (40, 300), "0.bias": (40,), "2.weight": (3, 40), "2.bias": (3,)}
+
+
+def _write_universal(folder: Path) -> list[dict[str, Tensor]]:
+    """What DeepSpeed's two converters write, of the guide's model; per parameter what is in it."""
+    generator = torch.Generator().manual_seed(3)
+    written = []
+    for name, shape in _SHAPES.items():
+        state = {key: torch.rand(shape, generator=generator) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+        place = folder / "universal" / "zero" / name
+        place.mkdir(parents=True)
+        for key, value in state.items():
+            torch.save({"cat_dim": 0, "param": value}, place / f"{key}.pt")
+        torch.save(torch.tensor(7.0), place / "step.pt")
+        written.append({**state, "step": torch.tensor(7.0)})
+    (folder / "weights").mkdir()
+    weights = {name: state["fp32"] for name, state in zip(_SHAPES, written, strict=True)}
+    torch.save(weights, folder / "weights" / "pytorch_model.bin")
+    return written
+
+
+def _migrating(rank: int, world_size: int, folder: str) -> Any:
+    names = run("migrating.md", folder)
+    opt, model = names["opt"], names["model"]
+    loaded, params = opt.state_dict(), [param.detach().clone() for param in model.parameters()]
+    names["train"](model, opt)
+    opt.close()
+    return loaded, params, [param.detach() for param in model.parameters()]
+
+
+def test_migrating(tmp_path: Path) -> None:
+    written = _write_universal(tmp_path)
+    runs = run_processes(2, _migrating, str(tmp_path))
+    for loaded, params, trained in runs:
+        masters = {index: {**entry, "master": entry["fp32"]} for index, entry in enumerate(written)}
+        for entry in masters.values():
+            del entry["fp32"]
+        assert_bitwise(loaded["state"], masters)
+        assert_bitwise(params, [entry["fp32"].bfloat16() for entry in written])
+        assert_bitwise(trained, runs[0][2])
+        assert not torch.equal(trained[0], params[0])
+
+
+def test_the_table_of_errors_has_each_with_its_type() -> None:
+    listed = {}
+    for row in table("migrating.md", "Errors you may meet"):
+        names, kinds = (re.findall(r"`(\w+)`", cell) for cell in row[:2])
+        listed.update(zip(names, kinds if len(kinds) > 1 else kinds * len(names), strict=True))
+    public = {name: getattr(zero_opt, name) for name in zero_opt.__all__}
+    ours = {n for n, kind in public.items() if isinstance(kind, type) and issubclass(kind, zero_opt.ZeroOptError)}
+    assert listed.keys() == ours - {"ZeroOptError"}
+    for name, kind in listed.items():
+        assert issubclass(public[name], getattr(builtins, kind)), name
+
+
+@pytest.mark.parametrize("option", ["parameters_as_bucket_view", "overlap_with_ddp"])
+def test_options_of_zero_redundancy_optimizer_are_refused(option: str) -> None:
+    assert option in (DOCS / "migrating.md").read_text()
+    params = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(zero_opt.ConfigTypeError, match=option):
+        zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **{option: True})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# all pages
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links can go to: headings, as they are spelt in addresses."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_arguments_that_are_named_exist(page: Path) -> None:
+    for name, arguments in re.findall(r"\b([A-Z]\w+)\(([^()]*)\)", page.read_text()):
+        if name in zero_opt.__all__ and not name.endswith("Error"):
+            known = inspect.signature(getattr(zero_opt, name)).parameters
+            unknown = [a for a in re.findall(r"\b(\w+)=", arguments) if a not in known]
+            wrapped = any(kind.kind is kind.VAR_KEYWORD for kind in known.values())
+            assert wrapped or not unknown, f"{name} has no {unknown}"

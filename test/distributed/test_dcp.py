@@ -97,6 +97,28 @@ def test_what_every_rank_gets_is_what_a_plain_optimizer_gives(options: str, cons
         assert_bitwise(found[rank], (wanted, wanted), f"rank {rank}")
 
 
+def _get_of_one_param(rank: int, world_size: int) -> Any:
+    model = nn.Linear(8, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps = _counted(optimizer)
+    got = get_optimizer_state_dict(model, optimizer)
+    assert not steps
+    optimizer.close()
+    return copy.deepcopy(got)
+
+
+def test_ranks_that_own_nothing_are_not_stepped() -> None:
+    found = run_processes(3, _get_of_one_param, timeout=SECONDS)
+    assert found[0]["state"]["weight"]["exp_avg"].shape == (4, 8)
+    assert_bitwise(found[1], found[0])
+    assert_bitwise(found[2], found[0])
+
+
 def _resume(rank: int, world_size: int, folder: str, fresh: bool) -> Any:
     """Save, load into an optimizer, go on."""
     model = _model()

@@ -97,6 +97,15 @@ def run_variants(rank: int, world_size: int, name: str, reduction: Any, only: in
     return found
 
 
+def rounding_bound(dtype: torch.dtype) -> float:
+    """How far torch's fused kernels are from themselves when a tensor is cut, relative to numbers of about 1.
+
+    They contract multiplications and additions in whole vectors but not in the rest of a tensor, which lies elsewhere
+    in a shard. So each operation of a step, of which there are at most 8, may be rounded the other way.
+    """
+    return STEPS * 8 * torch.finfo(dtype).eps
+
+
 def variant_step(variant: Variant, optimizer: Any, params: Sequence[Tensor], number: int) -> None:
     """One step; gradients arrive in a backward, and every second step leaves out a parameter."""
     optimizer.zero_grad()
@@ -130,7 +139,8 @@ def test_every_variant(name: str, reduction: Any, only: int | None) -> None:
         for rank, result in enumerate(found):
             assert not isinstance(result, Exception), (variant.label, result)
             if variant.kwargs.get("fused") and variant.name not in NATIVE:
-                torch.testing.assert_close(result[0], expected[0], rtol=1e-6, atol=1e-6)
+                bound = rounding_bound(params[0].dtype)
+                torch.testing.assert_close(result[0], expected[0], rtol=bound, atol=bound)
                 continue
             assert_bitwise(result[:3], expected[:3], f"{variant.label}, rank {rank}")
             if rank == 0:
