@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+CLIENTS := .venv-clients
 NATIVE := $(wildcard native/*)
 RANKS ?= 2
 
-.PHONY: demo test lint types unit crash sanitize bench setup clean
+.PHONY: demo test test-clients lint types unit crash sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -30,6 +31,11 @@ types: setup
 unit: setup
 	@echo "== pytest"
 	$(BIN)/python -m pytest test
+
+# Training programs of others, which need packages that nothing else does: in an environment of their own.
+test-clients: $(CLIENTS)/.installed setup
+	@echo "== pytest test/clients"
+	$(CLIENTS)/bin/python -m pytest test/clients
 
 # What the tests show of crashes, in full: about ten minutes.
 crash: setup
@@ -55,5 +61,14 @@ $(VENV)/.built: $(VENV)/.tools $(NATIVE) setup.py setup.cfg pyproject.toml
 	ZERO_OPT_NATIVE=require $(PIP) --no-build-isolation --editable ".[dev,demo]"
 	touch $@
 
+# The extension in the working tree is that of .built.
+$(CLIENTS)/.installed: constraints.txt setup.cfg
+	@echo "== install torch and the clients into $(CLIENTS)"
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel pybind11
+	ZERO_OPT_NATIVE=skip $(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--no-build-isolation --editable ".[clients]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info zero_opt/_native*.so
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info zero_opt/_native*.so

@@ -1,0 +1,1 @@
+"""Programs of others that train with ``torch.optim``, run with ``ShardedOptimizer`` in its place."""
