@@ -18,7 +18,7 @@ from torch import Tensor
 from .collectives import Group, tensor_bytes
 from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
-_HEADER = struct.Struct("<qqqBd")
+_HEADER = struct.Struct("<qqqBdQ")
 # Of the header's flags.
 _FAILED, _ABSENT, _CLIPS = 1, 2, 4
 
@@ -34,6 +34,7 @@ class StepReport:
         restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
+        hypers: a digest of the hyperparameters.
     """
 
     step: int
@@ -44,24 +45,25 @@ class StepReport:
     restarted: int = 0
     absent: bool = False
     clip_to: float | None = None
+    hypers: int = 0
 
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """As bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0)
+        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers)
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
 
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """What :meth:`pack` was given."""
-        step, epoch, rounds, flags, clip_to = _HEADER.unpack_from(raw)
+        step, epoch, rounds, flags, clip_to, hypers = _HEADER.unpack_from(raw)
         starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
         used, trainable, restarted = [
             int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
         ] or (0, 0, 0)
         absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
-        return cls(step, epoch, rounds, used, trainable, restarted, absent, limit), bool(flags & _FAILED)
+        return cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers), bool(flags & _FAILED)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class StepAgreement:
     Attributes:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
+        same_hypers: whether the ranks that have inputs have the same hyperparameters.
     """
 
     rounds: int
@@ -81,6 +84,7 @@ class StepAgreement:
     epoch: int = 0
     clip_to: float | None = None
     absent: Sequence[int] = ()
+    same_hypers: bool = True
 
 
 class Agreement:
@@ -123,6 +127,7 @@ class Agreement:
             epoch=first.epoch,
             clip_to=first.clip_to,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
+            same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:

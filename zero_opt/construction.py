@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .agreement import value_digest
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
-from .flat_param import check_memory, is_dense
+from .flat_param import check_memory, is_dense, is_dtensor
 from .placement import hypers_of
 from .policies import AdamState
 
@@ -205,6 +206,48 @@ def _comparable(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
+def hyper_contents(groups: Sequence[Mapping[str, Any]], first_group: int = 0) -> Iterator[tuple[str, Any]]:
+    """The hyperparameters, as (name, JSON value), from group ``first_group`` on."""
+    for number, group in enumerate(groups[first_group:], first_group):
+        yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
+        for key, value in sorted(hypers_of(group).items()):
+            yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
+
+
+class HyperDigest:
+    """A 64-bit digest of the hyperparameters; not of tensors outside host memory, for which it would have to wait."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+        self._digest = 0
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """The same on every rank, in every process, if the values are."""
+        values = [
+            (key, _comparable(value))
+            for group in groups
+            for key, value in hypers_of(group).items()
+            if not (isinstance(value, Tensor) and value.device.type != "cpu")
+        ]
+        if values != self._known:  # NaN is never known
+            text = repr(sorted(values, key=str)).encode()
+            self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return self._digest
+
+
+def loaded_contents(
+    states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]
+) -> Iterator[tuple[str, Any]]:
+    """What every rank must load alike, as (name, JSON value); of tensors that are cut over the ranks, only which."""
+    yield from hyper_contents(groups)
+    for index, state in sorted(states.items()):
+        yield f"state of {describe(index)}", sorted(map(str, state))
+        for key, value in sorted(state.items()):
+            whole = isinstance(value, Tensor) and not is_dtensor(value)
+            found = value_digest(value) if whole else repr(_comparable(value))
+            yield f"state {key} of {describe(index)}", found
+
+
 def contents(
     groups: Sequence[Mapping[str, Any]], first_group: int, describe: Callable[[int], str], *, values: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -213,11 +256,9 @@ def contents(
     Args:
         values: include a digest of every parameter's values.
     """
+    yield from hyper_contents(groups, first_group)
     index = sum(len(group["params"]) for group in groups[:first_group])
     for number, group in enumerate(groups[first_group:], first_group):
-        yield f"hyperparameters of group {number}", sorted(hypers_of(group))
-        for key, value in sorted(hypers_of(group).items()):
-            yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
         yield f"number of parameters in group {number}", len(group["params"])
         for param in group["params"]:
             label = describe(index)

@@ -92,7 +92,9 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     """The state that was saved, without places that nothing was loaded into."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise StateDictError("expected what zero_opt.sharded_state_dict(opt) returns, with 'state' and 'param_groups'")
-    state: Mapping[int, Mapping[str, Any]] = state_dict["state"]
+    state: Any = state_dict["state"]
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
     if _KNOWN not in state_dict:
         return {int(index): _entry(state, int(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}

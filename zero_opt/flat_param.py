@@ -6,6 +6,7 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -214,3 +215,9 @@ def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> No
 def _raise(flats: Sequence[FlatParam]) -> None:
     if flats:
         torch.autograd.graph.increment_version([flat.param for flat in flats])
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; does not import them, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

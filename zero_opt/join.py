@@ -17,14 +17,19 @@ from .placement import hypers_of
 class ShadowSteps(JoinHook):
     """Takes part in every step of the ranks that still have inputs."""
 
-    def __init__(self, shadow_step: Callable[[], None] | None) -> None:
-        """``shadow_step``: what to do per step; ``None`` on a rank that has no others."""
-        self._shadow_step = shadow_step
+    def __init__(self, shadow_step: Callable[[], None] | None, end: Callable[[], None] | None) -> None:
+        """``shadow_step``: what to do per step; ``end``: when all have run out; ``None`` if there are no others."""
+        self._shadow_step, self._end = shadow_step, end
 
     def main_hook(self) -> None:
         """The others take a step."""
         if self._shadow_step is not None:
             self._shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
+        """All have run out."""
+        if self._end is not None:
+            self._end()
 
 
 def join_notice(joinable: Joinable) -> Callable[[], None]:

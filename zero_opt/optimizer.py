@@ -392,7 +392,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
         the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
         """
-        return ShadowSteps(None if self._sharded is None else self._sharded.shadow_step)
+        parts = self._sharded
+        return ShadowSteps(None, None) if parts is None else ShadowSteps(parts.shadow_step, parts.progress.forget_epoch)
 
     @property
     def join_device(self) -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -288,12 +287,6 @@ def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         index: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
         for index, entry in state.items()
     }
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; does not import them, which takes long."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def torch_dtype(name: str) -> torch.dtype:

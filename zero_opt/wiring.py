@@ -18,9 +18,10 @@ from .background_gather import build_gather, check_held
 from .buckets import GradBucket
 from .collectives import build_exchange
 from .consolidate import Consolidation
-from .construction import checked_groups, contents, is_elementwise
+from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
+from .flat_param import is_dtensor
 from .grad_norm import clip_factor, total_norm
 from .join import follow_hypers
 from .own_groups import OwnGroups
@@ -33,7 +34,7 @@ from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
 from .shown_state import ShownState
 from .stand_ins import Kind, StandIns
-from .state_dict import copied, cut, is_dtensor
+from .state_dict import copied, cut
 from .state_guard import StateGuard
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class Wiring:
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
-        self._full_state: tuple[int, dict[int, dict[str, Any]] | None] = (-1, None)  # and after how many changes
+        self._full_state: tuple[tuple[int, ...], dict[int, dict[str, Any]] | None] = ((), None)  # and its _version()
+        self._digest = HyperDigest()
         self._guard = StateGuard()
         self._closed = False
         self._owed = False  # ranks may not have all of each other's updates
@@ -238,6 +240,7 @@ class Wiring:
         self.placement.require_own()
         self.gather.flush()
         self.progress.clip_to = clip_to
+        self.progress.hypers = self._digest.of(self._param_groups)
         error = error or self._missed() or self._follow_edits()
         try:
             self._follow_params()
@@ -251,6 +254,8 @@ class Wiring:
             raise
         if self.progress.absentees:
             follow_hypers(self.agreement.group, self._param_groups, self.progress.absentees)
+        if not self.progress.same_hypers:
+            self.agreement.on_contents(hyper_contents(self._param_groups))
         return grads
 
     def shadow_step(self) -> None:
@@ -383,7 +388,12 @@ class Wiring:
     def consolidate(self, to: int) -> None:
         """Bring the full state, a pending step included, to rank ``to``. Collective."""
         state = self._collect(to)
-        self._full_state = (self._guard.changes, state)
+        self._full_state = (self._version(), state)
+
+    def _version(self) -> tuple[int, ...]:
+        """Another one when this rank's state has changed, by a step or by the user."""
+        live = (value for _, state in self.placement.state() for value in state.values() if isinstance(value, Tensor))
+        return (self._guard.changes, *(value._version for value in live))
 
     def _collect(self, to: int) -> dict[int, dict[str, Any]] | None:
         self.flush()
@@ -404,7 +414,8 @@ class Wiring:
     def full_state(self) -> dict[int, dict[str, Any]]:
         """The full state: what :meth:`consolidate` brought here, if still current, else pulled from the other ranks.
 
-        It shares no memory with anything. Not collective.
+        It shares no memory with anything. Not collective: what other ranks have replaced or dropped in their ``state``
+        is in it from their next step or consolidation on.
         """
         if self.placement.pending and self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
@@ -413,8 +424,11 @@ class Wiring:
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
             )
-        changes, state = self._full_state
-        if state is not None and changes == self._guard.changes:
+        edited = self._follow_edits()
+        if edited is not None:
+            raise edited
+        kept, state = self._full_state
+        if state is not None and kept == self._version():
             return copied(state)
         if self.partition.world_size == 1:
             return self._collect(0) or {}
@@ -427,11 +441,11 @@ class Wiring:
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's slices out of state that has its full shape here, or over all ranks (DTensors)."""
+        self.agreement.on_contents(loaded_contents(states, groups, self._describe))
         self.gather.flush()
         self._admit(sum(1 << index for index in states))
         cut_by_rows = any(is_dtensor(value) for state in states.values() for value in state.values())
         cut_by_rows = self.agreement.any(cut_by_rows)
-        self._guard.begin(self._patience_s)
         if cut_by_rows:
             mine = self._sharded_state().shards(states)
         else:
@@ -440,6 +454,7 @@ class Wiring:
                 for piece in self.partition.owned()
                 if piece.param in states
             }
+        self._guard.begin(self._patience_s)
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.distributed.actors import AT_STEP, OVERLAPPED, make_params, plain_actor, rank_actor, two_groups
@@ -381,3 +382,36 @@ def test_gradients_that_differ_between_ranks_are_not_already_reduced(ranks: Rank
 
 def test_gradients_that_were_reduced_with_other_roundings_are() -> None:
     assert run_threads(2, _step_unreduced, 1e-4, torch.float32) == ["", ""]
+
+
+def _under_ddp(rank: int, world_size: int, hooked: bool) -> str:
+    models = [DistributedDataParallel(torch.nn.Linear(5, 3)) for _ in range(2)]
+    reduction = zero_opt.DDPHook() if hooked else zero_opt.AtStep()
+    params = [param for model in models for param in model.parameters()]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=reduction)
+    if hooked:
+        models[0].register_comm_hook(optimizer, zero_opt.ddp_hook)
+    sum(model(torch.ones(2, 5)).sum() for model in models).backward()  # type: ignore[union-attr]
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["AtStep", "DDPHook over one of two"])
+def test_gradients_that_ddp_reduces_are_not_reduced_again(hooked: bool) -> None:
+    for message in run_processes(2, _under_ddp, hooked):
+        assert "AlreadyReduced()" in message
+
+
+def _after_ddp(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(5, 3)
+    DistributedDataParallel(model)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.Adam, reduction=zero_opt.AtStep())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_ddp_that_is_gone_does_not_matter() -> None:
+    run_processes(2, _after_ddp)

@@ -167,3 +167,31 @@ def _differing_calls(rank: int, world_size: int) -> str:
 def test_clipping_on_one_rank_alone_is_told_from_a_step() -> None:
     for message in run_processes(2, _differing_calls, timeout=SECONDS):
         assert "rank 0 called clip_grad_norm_() where rank 1 called step()" in message
+
+
+def _two_epochs(rank: int, world_size: int, reduction: Any, decay: bool) -> Any:
+    """``zero_grad`` comes last, so ranks that have run out have not called it after the others' last step."""
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, reduction)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if decay else 1.0)
+    for _ in range(2):
+        with Join([optimizer]):
+            for step in range(1 + rank):
+                torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
+def test_ranks_that_ran_out_go_on_in_another_epoch(reduction: Any) -> None:
+    found = run_processes(2, _two_epochs, reduction, False, timeout=SECONDS)
+    assert_bitwise(found[0], found[1])
+
+
+def test_a_scheduler_that_stood_still_is_noticed() -> None:
+    with pytest.raises(zero_opt.RankMismatch, match=r"hyperparameter lr of group 0: '0.\d+' on rank 0"):
+        run_processes(2, _two_epochs, OVERLAPPED, True, timeout=SECONDS)

@@ -12,6 +12,7 @@ from ..buckets import GradBucket
 from ..errors import GradientConflict, ZeroOptError
 from ..exchange import Ident
 from .base import GradShard, Parts, shard_list
+from .other_reducers import ddp_conflict
 from .sparse import SparseGrads, sparse_refusal
 
 
@@ -56,6 +57,7 @@ class AtStepReduction:
         self._shards: list[GradShard] = []
         self._scaled = False
         self._sequence = 0
+        self._alone = False
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`."""
@@ -67,12 +69,22 @@ class AtStepReduction:
             error = GradientConflict(
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
             )
+        error = error or self._conflict(params)
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
         agreed = self._parts.agree(rounds, error or sparse_refusal(self._parts.partition))
         if agreed.rounds:
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._signature = _Signature(params)
         return self._shards
+
+    def _conflict(self, params: Sequence[Tensor]) -> GradientConflict | None:
+        """Look for another reducer where gradients come for the first time."""
+        if self._alone or self._parts.partition.world_size == 1:
+            return None
+        with_grad = [param for param in params if param.grad is not None]
+        conflict = ddp_conflict(with_grad)
+        self._alone = bool(with_grad) and conflict is None
+        return conflict
 
     def _reduce(self, used: int, *, sparse: bool) -> None:
         parts = self._parts

@@ -44,6 +44,7 @@ class Progress:
         absentees: ranks of which that is so, as far as agreed. clip_to: the norm to clip to, while clipping.
         begins: called before this rank first hears of the others in a step.
         used: bit per parameter, whether any rank brought a gradient when ranks last agreed on a step.
+        hypers: a digest of the hyperparameters. same_hypers: whether the others had the same, when last agreed.
     """
 
     step: int = 0
@@ -54,6 +55,8 @@ class Progress:
     begins: Callable[[], object] | None = None
     begun: bool = False
     used: int = 0
+    hypers: int = 0
+    same_hypers: bool = True
 
     def begin(self) -> None:
         """Ranks are about to hear of each other."""
@@ -64,6 +67,10 @@ class Progress:
     def stepped(self) -> None:
         """A step has been taken."""
         self.step, self.epoch, self.begun = self.step + 1, 0, False
+
+    def forget_epoch(self) -> None:
+        """Ranks without inputs have not called ``zero_grad`` after the last step."""
+        self.epoch = 0
 
 
 @dataclass
@@ -102,7 +109,9 @@ class Parts:
         """Agree with the other ranks on this step, and plan parameters that became trainable."""
         progress, mask = self.progress, sum(1 << index for index in restarted)
         masks = (self.used_mask(), self.trainable_mask(), mask)
-        report = StepReport(progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to)
+        report = StepReport(
+            progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to, progress.hypers
+        )
         progress.begin()
         try:
             agreed = self.agreement.on_step(report, len(self.all_params()), error)
@@ -111,7 +120,7 @@ class Parts:
             raise
         if progress.absent:
             progress.epoch, progress.clip_to = agreed.epoch, agreed.clip_to
-        progress.absentees = agreed.absent
+        progress.absentees, progress.same_hypers = agreed.absent, agreed.same_hypers
         progress.used = agreed.used
         self.admit(agreed.used | agreed.trainable)
         return agreed

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ConfigConflict, GradientConflict, StepDesync, ZeroOptError
 from .base import GradShard, Parts
+from .other_reducers import ddp_conflict
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -34,6 +35,8 @@ class DDPHookReduction(OverlappedReduction):
         self._called = self._inside = False
         self._lent: set[int] = set()
         self._handed: dict[int, Tensor] = {}
+        self._known: set[int] = set()
+        self._alone: set[int] = set()
 
     def _listen(self, index: int, param: Tensor) -> None:
         """DDP listens."""
@@ -68,6 +71,7 @@ class DDPHookReduction(OverlappedReduction):
     def _take_from(self, index: int, param: Tensor, buffer: Tensor) -> None:
         consumed, grad = self._consumed[index], param.grad
         self._handed[index] = param
+        self._known.add(index)
         if index in self._lent:
             value = consumed.take_pending()
         elif grad is None or grad is consumed:
@@ -109,7 +113,15 @@ class DDPHookReduction(OverlappedReduction):
         flats = self._parts.partition.flats.values()
         if not self._called and not self._parts.progress.absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
-        return super().finish(error)
+        return super().finish(error or self._conflict())
+
+    def _conflict(self) -> GradientConflict | None:
+        """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""
+        flats = self._parts.partition.flats
+        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._known - self._alone
+        conflict = ddp_conflict(flats[index].param for index in unseen)
+        self._alone |= unseen if conflict is None else set()
+        return conflict
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""
