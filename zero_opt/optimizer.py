@@ -343,13 +343,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a full ``torch.optim`` state dict, saved at any world size. Every rank gives the whole dict.
+        """Load a full ``torch.optim`` state dict, saved at any world size. Collective; every rank gives the whole dict.
 
         The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
         end, and forgotten.
 
         Raises:
-            StateDictError: names what does not fit.
+            StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
         """
         self._require_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
