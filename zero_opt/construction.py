@@ -206,12 +206,16 @@ def _comparable(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
-def hyper_contents(groups: Sequence[Mapping[str, Any]], first_group: int = 0) -> Iterator[tuple[str, Any]]:
-    """The hyperparameters, as (name, JSON value), from group ``first_group`` on."""
-    for number, group in enumerate(groups[first_group:], first_group):
-        yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
-        for key, value in sorted(hypers_of(group).items()):
-            yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
+def hyper_contents(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """All hyperparameters, as (name, JSON value)."""
+    for number, group in enumerate(groups):
+        yield from _hypers_of_group(number, group)
+
+
+def _hypers_of_group(number: int, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
+    for key, value in sorted(hypers_of(group).items()):
+        yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
 class HyperDigest:
@@ -243,9 +247,10 @@ def loaded_contents(
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
         for key, value in sorted(state.items()):
-            whole = isinstance(value, Tensor) and not is_dtensor(value)
-            found = value_digest(value) if whole else repr(_comparable(value))
-            yield f"state {key} of {describe(index)}", found
+            found = repr(_comparable(value))
+            if isinstance(value, Tensor) and not is_dtensor(value):
+                found = f"{value.dtype} {tuple(value.shape)}, digest {value_digest(value)}"
+            yield f"state {key!r} of {describe(index)}", found
 
 
 def contents(
@@ -256,9 +261,9 @@ def contents(
     Args:
         values: include a digest of every parameter's values.
     """
-    yield from hyper_contents(groups, first_group)
     index = sum(len(group["params"]) for group in groups[:first_group])
     for number, group in enumerate(groups[first_group:], first_group):
+        yield from _hypers_of_group(number, group)
         yield f"number of parameters in group {number}", len(group["params"])
         for param in group["params"]:
             label = describe(index)
