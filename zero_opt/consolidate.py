@@ -136,10 +136,8 @@ class FullState:
     def place(self, entry: Entry) -> Tensor | None:
         """Where an entry's elements go, a contiguous run; makes room, and fills in what came inline."""
         state = self._states.setdefault(entry.param, {})
-        if entry.kind == "value":
-            state[entry.key] = entry.value
-        elif entry.kind == "inline":
-            state[entry.key] = inline_value(entry)
+        if not entry.travels:
+            state[entry.key] = small_value(entry)
         elif entry.kind == "tensor":
             whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return whole.view(-1)
@@ -225,8 +223,10 @@ class Consolidation:
             window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
 
 
-def inline_value(entry: Entry) -> Tensor:
-    """The tensor that travelled inside the listing."""
+def small_value(entry: Entry) -> Any:
+    """The number, text or tensor that travelled inside the listing."""
+    if entry.kind == "value":
+        return entry.value
     raw = bytearray.fromhex(entry.value)
     if not raw:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

@@ -9,7 +9,6 @@ Imported when first needed: ``torch.distributed.tensor`` takes longer to import 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
 from .collectives import Group, Window
-from .consolidate import Entry, LocalState, inline_value
+from .consolidate import Entry, LocalState, listed, listing, small_value
 from .flat_param import contiguous_strides, is_dense
 from .layout import ParamSlice, Span
 from .partition import Partition
@@ -112,17 +111,17 @@ class ShardedState:
         Raises:
             StateDictError: on every rank, if state of one cannot be sent.
         """
-        mine: list[Entry] = []
+        mine = b""
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition)
-            mine.extend(local.entries())
+            mine = listing(local)
         runs: dict[tuple[int, str], Tensor] = {}
         result: States = {}
-        for owner, listed in enumerate(self._group.all_gather_bytes(json.dumps(mine).encode())):
-            for entry in (Entry(*fields) for fields in json.loads(listed)):
+        for owner, payload in enumerate(self._group.all_gather_bytes(mine)):
+            for entry in listed(payload):
                 found = result.setdefault(entry.param, {})
-                if entry.kind in ("value", "inline"):
-                    found[entry.key] = entry.value if entry.kind == "value" else inline_value(entry)
+                if not entry.travels:
+                    found[entry.key] = small_value(entry)
                     continue
                 form = self._form(entry)
                 if not form.numel:
