@@ -95,7 +95,8 @@ class StandIns:
             with_grad = [index for index in stand_in.members if used >> index & 1]
             if not with_grad:
                 continue
-            if len(with_grad) < len(stand_in.members):
+            part = len(with_grad) < len(stand_in.members)
+            if part:
                 stand_in = self._copied(stand_in, with_grad, groups)
             try:
                 stand_in.trial.optimizer.param_groups[0].update(hypers_of(groups[stand_in.kind.group]))
@@ -103,7 +104,7 @@ class StandIns:
             except Exception:  # what the class cannot step like this, it shows nothing of; an owner says what is wrong
                 self._forget(stand_in)
                 continue
-            if stand_in.refresh():
+            if stand_in.refresh() or part:
                 changed += stand_in.members
         return changed
 
