@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
-from zero_opt.collectives import Group, _start, broadcast_params, resolve_group, tensor_bytes
+from zero_opt.collectives import Group, Transfer, Window, _start, broadcast_params, resolve_group, tensor_bytes
 from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError
 
 
@@ -194,6 +194,32 @@ def test_alone_there_is_nothing_to_broadcast() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ConfigError, match="src must be a rank of the group, 0 to 0, got 3"):
         broadcast_params(model, src=3)
+
+
+# -- messages under way -----------------------------------------------------------------------------------------------
+
+
+class _Message(Transfer):
+    """Writes down when it is waited for."""
+
+    def __init__(self, waited: list[int], number: int) -> None:
+        self._waited, self._number = waited, number
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._waited.append(self._number)
+
+
+def test_a_window_waits_for_the_oldest_and_in_the_end_for_all() -> None:
+    window, waited, before = Window(), list[int](), list[int]()
+    for number in range(20):
+        window.add(_Message(waited, number), torch.ones(1))
+        window.add(None, torch.ones(1))
+        before.append(number + 1 - len(waited))
+    assert max(before) == 8 and before[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    window.drain()
+    assert waited == list(range(20))
+    window.drain()
+    assert waited == list(range(20))
 
 
 # -- what a backend says ----------------------------------------------------------------------------------------------

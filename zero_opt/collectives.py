@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -44,6 +45,8 @@ _ALL = "another rank"
 _ALONE = "alone"
 # A tag of messages that no rank ever sends.
 _NEVER_SENT = 0
+# Messages under way at a time.
+_WINDOW = 8
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
@@ -123,6 +126,25 @@ class Transfer:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=seconds))
+
+
+class Window:
+    """Transfers under way, a few at a time, and the tensors that they read or write."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
+
+    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
+        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
+        if transfer is not None and tensor is not None:
+            self._under_way.append((transfer, tensor))
+            if len(self._under_way) > _WINDOW:
+                self._under_way.popleft()[0].wait()
+
+    def drain(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
 
 
 @contextlib.contextmanager

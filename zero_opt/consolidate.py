@@ -7,7 +7,6 @@ Every rank lists what it has as JSON; the receiver makes room for it; then eleme
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .buckets import GradBucket
-from .collectives import Transfer, check_rank, tensor_bytes
+from .collectives import Window, check_rank, tensor_bytes
 from .errors import StateDictError, StepPending
 from .flat_param import FlatParam
 from .partition import Partition
@@ -25,8 +24,7 @@ from .state_dict import torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
-# Messages under way at a time, and the most bytes of one: what a sender holds that must copy its state to send it.
-_WINDOW = 8
+# The most bytes of a message; a sender that must copy its state to send it holds as many as a Window has.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -68,25 +66,6 @@ def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_par
     if value.numel() <= _INLINE_NUMEL:
         return Entry(index, key, "inline", dtype, shape, 0, tensor_bytes(value.detach().cpu().contiguous()).hex())
     return Entry(index, key, "tensor", dtype, shape, 0, None)
-
-
-class Window:
-    """Transfers under way, a few at a time, and the tensors that they read or write."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
-
-    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
-        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
-        if transfer is not None and tensor is not None:
-            self._under_way.append((transfer, tensor))
-            if len(self._under_way) > _WINDOW:
-                self._under_way.popleft()[0].wait()
-
-    def drain(self) -> None:
-        """Wait for all of them."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
 
 
 class LocalState:
@@ -157,10 +136,8 @@ class FullState:
     def place(self, entry: Entry) -> Tensor | None:
         """Where an entry's elements go, a contiguous run; makes room, and fills in what came inline."""
         state = self._states.setdefault(entry.param, {})
-        if entry.kind == "value":
-            state[entry.key] = entry.value
-        elif entry.kind == "inline":
-            state[entry.key] = inline_value(entry)
+        if not entry.travels:
+            state[entry.key] = small_value(entry)
         elif entry.kind == "tensor":
             whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return whole.view(-1)
@@ -246,8 +223,10 @@ class Consolidation:
             window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
 
 
-def inline_value(entry: Entry) -> Tensor:
-    """The tensor that travelled inside the listing."""
+def small_value(entry: Entry) -> Any:
+    """The number, text or tensor that travelled inside the listing."""
+    if entry.kind == "value":
+        return entry.value
     raw = bytearray.fromhex(entry.value)
     if not raw:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

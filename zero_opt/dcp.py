@@ -13,7 +13,7 @@ from .optimizer import ShardedOptimizer
 from .state_dict import StateDict, first_state, pack_groups
 
 # Of a sharded state dict: for which parameters there is state, and which; a JSON text.
-_KNOWN = "with_state"
+_WITH_STATE = "with_state"
 
 
 def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
@@ -40,11 +40,10 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
     known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
     groups = pack_groups(optimizer.param_groups)
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
-        packed.update({key: value.detach().clone() for key, value in packed.items() if isinstance(value, Tensor)})
         for index, param in zip(packed["params"], group["params"], strict=True):
             if param.requires_grad and index not in state:
                 state[index] = _places(optimizer, packed, param)
-    state_dict: StateDict = {"state": state, "param_groups": groups, _KNOWN: known}
+    state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
@@ -65,7 +64,7 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     with optimizer._together("load_sharded_state_dict()"):
         real = _real_state(state_dict)
         found.append({**state_dict, "state": real})
-        found[0].pop(_KNOWN, None)
+        found[0].pop(_WITH_STATE, None)
     optimizer.load_state_dict(found[0])
 
 
@@ -95,10 +94,10 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     state: Any = state_dict["state"]
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
-    if _KNOWN not in state_dict:
+    if _WITH_STATE not in state_dict:
         return {int(index): _entry(state, int(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}
-    for index, keys in _known(state_dict[_KNOWN]):
+    for index, keys in _known(state_dict[_WITH_STATE]):
         found = _entry(state, index)
         missing = [key for key in keys if key not in found]
         if missing:
@@ -121,4 +120,4 @@ def _known(text: object) -> Sequence[tuple[int, list[str]]]:
     try:
         return [(int(index), list(keys)) for index, keys in json.loads(str(text))]
     except (TypeError, ValueError) as error:
-        raise StateDictError(f"{_KNOWN!r} of the state dict is not what zero_opt has written: {text!r}") from error
+        raise StateDictError(f"{_WITH_STATE!r} of the state dict is not what zero_opt has written: {text!r}") from error

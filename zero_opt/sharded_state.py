@@ -9,8 +9,6 @@ Imported when first needed: ``torch.distributed.tensor`` takes longer to import 
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,16 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
-from .collectives import Group
-from .consolidate import Entry, LocalState, inline_value
+from .collectives import Group, Window
+from .consolidate import Entry, LocalState, listed, listing, small_value
 from .flat_param import contiguous_strides, is_dense
 from .layout import ParamSlice, Span
 from .partition import Partition
 from .placement import Placement
 from .state_dict import cut, torch_dtype
-
-# Messages under way at a time.
-_WINDOW = 8
 
 States = dict[int, dict[str, Any]]
 
@@ -104,7 +99,7 @@ class ShardedState:
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
         self._agreement, self._group, self._partition = agreement, agreement.group, partition
         self._placement = placement
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._window = Window()
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -116,17 +111,17 @@ class ShardedState:
         Raises:
             StateDictError: on every rank, if state of one cannot be sent.
         """
-        mine: list[Entry] = []
+        mine = b""
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition)
-            mine.extend(local.entries())
+            mine = listing(local)
         runs: dict[tuple[int, str], Tensor] = {}
         result: States = {}
-        for owner, listed in enumerate(self._group.all_gather_bytes(json.dumps(mine).encode())):
-            for entry in (Entry(*fields) for fields in json.loads(listed)):
+        for owner, payload in enumerate(self._group.all_gather_bytes(mine)):
+            for entry in listed(payload):
                 found = result.setdefault(entry.param, {})
-                if entry.kind in ("value", "inline"):
-                    found[entry.key] = entry.value if entry.kind == "value" else inline_value(entry)
+                if not entry.travels:
+                    found[entry.key] = small_value(entry)
                     continue
                 form = self._form(entry)
                 if not form.numel:
@@ -137,7 +132,7 @@ class ShardedState:
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
                 source = local.run(entry).cpu() if owner == self._group.rank else None
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
-        self._drain(0)
+        self._window.drain()
         return {index: result[index] for index in sorted(result)}
 
     def _form(self, entry: Entry) -> Form:
@@ -189,7 +184,7 @@ class ShardedState:
                     local = value.full_tensor()
                 if index in mine:
                     mine[index].update(cut({key: local}, own[index], self._partition.flats[index]))
-        self._drain(0)
+        self._window.drain()
         return mine
 
     def _owners(self) -> dict[int, list[tuple[int, ParamSlice]]]:
@@ -247,15 +242,7 @@ class ShardedState:
                 target.copy_(source)
             return
         tensor = source if rank == src else target
-        work = self._group.move(tensor, src, dst, numel, dtype)
-        if work is not None and tensor is not None:
-            self._under_way.append((work, tensor))
-            self._drain(_WINDOW)
-
-    def _drain(self, kept: int) -> None:
-        """Wait until at most so many messages are under way."""
-        while len(self._under_way) > kept:
-            self._under_way.popleft()[0].wait()
+        self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
 def _form_of(value: DTensor) -> Form:

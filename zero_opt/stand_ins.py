@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .construction import is_elementwise
-from .placement import bare_step, hypers_of, steps_params_apart
-from .state_dict import zero_grad_for
+from .placement import hypers_of
+from .state_dict import apart
+from .trial import Trial, is_known
 
 
 class Kind(NamedTuple):
@@ -35,26 +35,14 @@ class Kind(NamedTuple):
 @dataclass(eq=False)
 class _StandIn:
     kind: Kind
-    optimizer: torch.optim.Optimizer
+    trial: Trial
     members: list[int] = field(default_factory=list)
     shown: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def param(self) -> Tensor:
-        """What is stepped."""
-        found: Tensor = self.optimizer.param_groups[0]["params"][0]
-        return found
-
-    def step(self, hypers: Mapping[str, Any], cls: type[torch.optim.Optimizer]) -> None:
-        self.optimizer.param_groups[0].update(hypers)
-        self.param.grad = zero_grad_for(cls, self.param)
-        bare_step(self.optimizer)
-        self.param.grad = None
 
     def refresh(self) -> bool:
         """Bring ``shown`` up to date; whether it holds other objects than before."""
         before, self.shown = self.shown, {}
-        for key, value in self.optimizer.state.get(self.param, {}).items():
+        for key, value in self.trial.state.items():
             if isinstance(value, Tensor) and value.dim():
                 empty = before.get(key)
                 fits = isinstance(empty, Tensor) and empty.dtype is value.dtype
@@ -69,7 +57,7 @@ class StandIns:
 
     def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
         self._class, self._defaults = cls, dict(defaults)
-        self._known = steps_params_apart(cls) or is_elementwise(cls)
+        self._known = is_known(cls)
         self._all: list[_StandIn] = []
         self._of: dict[int, _StandIn] = {}
 
@@ -79,8 +67,8 @@ class StandIns:
             self._put(self._new(kind, groups), [index for index, other in members.items() if other == kind])
 
     def _new(self, kind: Kind, groups: Sequence[Mapping[str, Any]]) -> _StandIn:
-        param = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
-        return _StandIn(kind, self._class([{**hypers_of(groups[kind.group]), "params": [param]}], **self._defaults))
+        like = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
+        return _StandIn(kind, Trial(self._class, like, hypers_of(groups[kind.group]), **self._defaults))
 
     def _put(self, stand_in: _StandIn, members: Sequence[int]) -> None:
         """Let ``members`` be stood in for by another."""
@@ -107,14 +95,16 @@ class StandIns:
             with_grad = [index for index in stand_in.members if used >> index & 1]
             if not with_grad:
                 continue
-            if len(with_grad) < len(stand_in.members):
+            part = len(with_grad) < len(stand_in.members)
+            if part:
                 stand_in = self._copied(stand_in, with_grad, groups)
             try:
-                stand_in.step(hypers_of(groups[stand_in.kind.group]), self._class)
+                stand_in.trial.optimizer.param_groups[0].update(hypers_of(groups[stand_in.kind.group]))
+                stand_in.trial.step()
             except Exception:  # what the class cannot step like this, it shows nothing of; an owner says what is wrong
                 self._forget(stand_in)
                 continue
-            if stand_in.refresh():
+            if stand_in.refresh() or part:
                 changed += stand_in.members
         return changed
 
@@ -126,10 +116,8 @@ class StandIns:
     def _copied(self, stand_in: _StandIn, members: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> _StandIn:
         """Another one in the same state, for some of its members."""
         other = self._new(stand_in.kind, groups)
-        other.optimizer.state[other.param] = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in stand_in.optimizer.state.get(stand_in.param, {}).items()
-        }
+        copied = {key: apart(value) for key, value in stand_in.trial.state.items()}
+        other.trial.optimizer.state[other.trial.param] = copied
         self._put(other, members)
         return other
 
@@ -153,11 +141,11 @@ class StandIns:
         """A new one with the scalars of ``state``, as the class takes them from a state dict."""
         made = self._new(kind, groups)
         if state:
-            model = self._new(kind, groups)
-            model.step({}, self._class)
-            like = model.optimizer.state[model.param]
+            model = self._new(kind, groups).trial
+            model.step()
+            like = model.state
             mine = {key: _fitted(value, like.get(key)) for key, value in state.items()}
-            made.optimizer.load_state_dict(
+            made.trial.optimizer.load_state_dict(
                 {"state": {0: mine}, "param_groups": model.optimizer.state_dict()["param_groups"]}
             )
         return made
@@ -191,4 +179,4 @@ def _fitted(value: Any, like: Any) -> Any:
     """A loaded value in the shape that a stand-in has: where ``like`` is not a scalar, only its being there counts."""
     if isinstance(like, Tensor) and like.dim():
         return torch.zeros_like(like)
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return apart(value)

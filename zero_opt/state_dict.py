@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .construction import is_elementwise, needs_closure
+from .construction import needs_closure
 from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
-from .placement import bare_step, hypers_of, steps_params_apart
+from .placement import hypers_of, steps_params_apart
+from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
 
@@ -28,17 +29,17 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for group in param_groups:
         count = len(group["params"])
         packed.append(
-            {**{k: _apart(v) for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
+            {**{k: apart(v) for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
         )
         start += count
     return packed
 
 
-def _apart(value: Any) -> Any:
-    """``value`` without tensors that are the given one's."""
+def apart(value: Any) -> Any:
+    """``value`` without tensors, or lists of them, that are the given one's."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return type(value)(map(_apart, value)) if type(value) in (tuple, list) else value
+    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
 
 
 def match(
@@ -150,7 +151,7 @@ def fitted(
                 kind = (small, param.dtype, param.device)
                 if kind not in made:
                     like = torch.zeros(small, dtype=param.dtype, device=param.device)
-                    made[kind] = _state_after_a_step(optimizer_class, hypers, like)
+                    made[kind] = state_after_a_step(optimizer_class, hypers, like)
                 _require_like(made[kind], states[index], index, param.shape, small)
             index += 1
     return completed
@@ -166,15 +167,15 @@ def _completed(
     arguments = {key: value for key, value in hypers.items() if key in known}
     missing: list[str] = []
     try:
-        optimizer = cls([_stand_in(torch.zeros(2, 2, device=device), cls)], **arguments)
-        needed = hypers_of(optimizer.param_groups[0])
-        optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
-        found = hypers_of(optimizer.param_groups[0])
+        trial = Trial(cls, torch.zeros(2, 2, device=device), {}, **arguments)
+        needed = trial.hypers
+        trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
+        found = trial.hypers
         missing = [key for key in needed if key not in found]
         if missing and needs_closure(cls):
             raise KeyError(missing[0])
         if not needs_closure(cls):
-            bare_step(optimizer)  # a class may do without a key
+            trial.step()  # a class may do without a key
     except Exception as error:
         if missing:
             raise StateDictError(
@@ -182,18 +183,6 @@ def _completed(
             ) from error
         raise StateDictError(f"{name} refuses param group {number} of the state dict, {hypers}: {error}") from error
     return found
-
-
-def _state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
-    """The state that a parameter gets; empty where the class cannot step it like this (without a closure, say)."""
-    param, make = _stand_in(like, cls), cast("Callable[..., torch.optim.Optimizer]", cls)
-    try:
-        optimizer = make([{**copy.deepcopy(hypers), "params": [param]}])
-        bare_step(optimizer)
-    except Exception:
-        return {}
-    state: Mapping[str, Any] = optimizer.state[param]
-    return state
 
 
 def first_state(
@@ -207,29 +196,18 @@ def first_state(
     Returns:
         Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
     """
-    if not (steps_params_apart(optimizer_class) or is_elementwise(optimizer_class)):
+    if not is_known(optimizer_class):
         return {}
     half = masters and param.dtype is not torch.float32
     small = torch.Size([min(size, 2) for size in param.shape] or [2])
     like = torch.zeros(small, dtype=torch.float32 if half else param.dtype, device=param.device)
-    made = dict(_state_after_a_step(optimizer_class, hypers, like))
+    made = dict(state_after_a_step(optimizer_class, hypers, like))
     if half and made:
         made["master"] = like
     return {
         key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
         for key, value in made.items()
     }
-
-
-def _stand_in(value: Tensor, cls: type[torch.optim.Optimizer]) -> Tensor:
-    param = torch.nn.Parameter(value, requires_grad=False)
-    param.grad = zero_grad_for(cls, value)
-    return param
-
-
-def zero_grad_for(cls: type[torch.optim.Optimizer], param: Tensor) -> Tensor:
-    """A gradient of zeros of a kind that the class takes."""
-    return torch.zeros_like(param, layout=torch.sparse_coo if cls is torch.optim.SparseAdam else torch.strided)
 
 
 def _require_like(
@@ -283,10 +261,7 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
 
 def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """State whose tensors share no memory with the given ones."""
-    return {
-        index: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
-        for index, entry in state.items()
-    }
+    return {index: {key: apart(value) for key, value in entry.items()} for index, entry in state.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:

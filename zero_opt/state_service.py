@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .collectives import Group, SideGroup, Transfer, tensor_bytes
-from .consolidate import FullState, LocalState, Window, listed, listing, spans
+from .collectives import Group, SideGroup, Transfer, Window, tensor_bytes
+from .consolidate import FullState, LocalState, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict

@@ -122,6 +122,24 @@ def test_rows_are_those_of_the_outermost_dimension_in_memory() -> None:
         assert dims == {0: 0, 1: 1, 2: 1, 3: 0, 4: 0}
 
 
+def test_a_rank_alone_aliases_no_live_list() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.LBFGS)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    live, saved = optimizer.state[param]["old_dirs"], zero_opt.sharded_state_dict(optimizer)["state"][0]["old_dirs"]
+    before = copy.deepcopy(saved)
+    assert live and saved is not live
+    live[0].zero_()
+    assert_bitwise(saved, before)
+
+
 def test_a_rank_alone_has_plain_tensors() -> None:
     params = ADAM.params()
     optimizer = ADAM.sharded(params, OVERLAPPED)

@@ -299,6 +299,24 @@ def test_edits_take_effect(edit: str, steps_before: int, offload: Any) -> None:
     assert_parts([found[4] for found in runs], parts(optimizer, params))
 
 
+def run_apart(rank: int, world_size: int) -> list[list[float]]:
+    """The step counts that are shown of four parameters after each of three steps; all but the first lack two."""
+    params, shown = [torch.nn.Parameter(torch.zeros(64)) for _ in range(4)], []
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=zero_opt.AtStep())
+    for number in range(3):
+        for index, param in enumerate(params):
+            param.grad = torch.ones(64) if index % 2 == 0 or number == 0 else None
+        optimizer.step()
+        shown.append([float(optimizer.state[param]["step"]) for param in params])
+    optimizer.close()
+    return shown
+
+
+def test_params_that_are_used_apart_show_their_own_counts() -> None:
+    for shown in run_threads(2, run_apart):
+        assert shown == [[1, 1, 1, 1], [2, 1, 2, 1], [3, 1, 3, 1]]
+
+
 def run_delayed(rank: int, world_size: int) -> list[list[float]]:
     """The step counts that are shown after each of three delayed steps, and after the last has landed."""
     variant, shown = Variant("AdamW", {}, ""), []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..agreement import StepAgreement
 from ..buckets import GradBucket
-from ..collectives import tensor_bytes
+from ..collectives import Window, tensor_bytes
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from .base import GradShard, Parts
@@ -85,7 +85,7 @@ class AlreadyReducedGrads:
         """Send ranks that have run out of inputs, and so have no mean, their slices of it; what this rank receives."""
         group, partition = self._parts.agreement.group, self._parts.partition
         present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
-        received: dict[int, Tensor] = {}
+        received, window = dict[int, Tensor](), Window()
         for bucket, rank in product(partition.buckets, agreed.absent):
             for piece in bucket.layout.slices(rank):
                 if not agreed.used >> piece.param & 1:
@@ -97,9 +97,8 @@ class AlreadyReducedGrads:
                     run = torch.empty(piece.in_param.numel, dtype=flat.param.dtype, device=flat.param.device)
                     received[piece.param] = flat.shaped(run) if run.numel() == flat.param.numel() else run
                     self._copies.append(run)
-                sending = group.move(run, present, rank, piece.in_param.numel, flat.param.dtype)
-                if sending is not None:
-                    sending.wait()
+                window.add(group.move(run, present, rank, piece.in_param.numel, flat.param.dtype), run)
+        window.drain()
         return received
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
