@@ -112,18 +112,23 @@ class LocalState:
         for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
             torch.accelerator.synchronize(device)
 
-    def chunks(self, entry: Entry) -> Iterator[Tensor]:
-        """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
-        if entry.travels:
-            run = self.run(entry)
-            yield from (run[span].cpu() for span in spans(entry))
-
     def run(self, entry: Entry) -> Tensor:
         """The elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()
         if entry.kind == "slice" and value.shape == self._flats[entry.param].param.shape:
             value = self._flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
+
+
+class FrozenState:
+    """What a :class:`LocalState` has to send, without a way to the parameters or the optimizer."""
+
+    def __init__(self, state: LocalState) -> None:
+        self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
+
+    def run(self, entry: Entry) -> Tensor:
+        """See :meth:`LocalState.run`."""
+        return self._runs[entry.param, entry.key]
 
 
 class FullState:
@@ -179,6 +184,13 @@ def spans(entry: Entry) -> Iterator[slice]:
             yield slice(start, min(start + step, entry.numel))
 
 
+def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
+    """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
+    if entry.travels:
+        run = state.run(entry)
+        yield from (run[span].cpu() for span in spans(entry))
+
+
 class Consolidation:
     """One collective pass over all ranks' state."""
 
@@ -217,7 +229,7 @@ class Consolidation:
         return mine
 
     def _transfer(self, entry: Entry, src: int, to: int, target: Tensor | None, window: Window) -> None:
-        mine = self._state.chunks(entry) if self._group.rank == src else iter(())
+        mine = chunks(self._state, entry) if self._group.rank == src else iter(())
         for span in spans(entry):
             chunk = next(mine, None if target is None else target[span])
             window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)

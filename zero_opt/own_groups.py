@@ -44,7 +44,7 @@ class OwnGroups:
     def close(self) -> None:
         """Destroy all of them; that of the service once all ranks have closed."""
         if self.service is not None:
-            self.service.close()
+            self.service.abandon()
         elif self._side is not None:
             self._side.close()
         for group in (self.reduce, self.gather, self.control):

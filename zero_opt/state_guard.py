@@ -56,7 +56,10 @@ class StateGuard:
             while self._readers:
                 waited = time.monotonic() - begun
                 if waited > patience_s:
-                    raise PeerLost(f"another rank has been reading the state of step {self.step} for {waited:.0f} s")
+                    raise PeerLost(
+                        f"another rank has been reading the state of step {self.step} for {waited:.0f} s; give it "
+                        "longer with checks=Checks(timeout=...)"
+                    )
                 if waited > WARN_AFTER_S and not warned:
                     warned = True
                     _log.warning("step %d waits for a rank that reads the state before it", self.step + 1)

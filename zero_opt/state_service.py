@@ -12,27 +12,32 @@ own: READY or why not, then its list of entries. Once the asking rank has made r
 rank after the other, which sends its elements. Until then, and until a rank has sent all, its state may not change.
 
 [Note: the end]
-A rank that closes says so round the ring, and serves on until all have. The process's exit waits for that.
+A rank that closes says so round the ring, and serves on until all have; the process's exit waits for that. No thread
+can be started by then (Python 3.12), so what is asked after close() is answered by the thread that listens, which must
+not wait, and delivered by one that is there from the beginning. All asking ranks take from the others in one order, so
+threads that deliver to one rank at a time cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
-import os
+import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import process_end
 from .collectives import Group, SideGroup, Transfer, Window, tensor_bytes
-from .consolidate import FullState, LocalState, listed, listing, spans
+from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
@@ -43,12 +48,12 @@ _log = logging.getLogger("zero_opt")
 _FOR_EVER_S = 10 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
-# Seconds at most that the process's exit waits for ranks that have not closed.
-_EXIT_S = 1800.0
 # Seconds that a step, which all ranks may have entered and left with an error, has to end once one has closed.
 _GRACE_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
+_State = LocalState | FrozenState
+
 # Messages round the ring.
 _OPEN, _CLOSED = 0, 1
 # What an asking rank says once it has heard all answers.
@@ -58,10 +63,6 @@ _LATER, _ERROR = 3, 4
 _RING_TAG = 1
 # Pulls of one rank that have a tag of their own.
 _PULL_TAGS = 1 << 20
-
-# Services of this process that some rank may still ask.
-_running: set[StateService] = set()
-os.register_at_fork(after_in_child=_running.clear)
 
 
 class _Message(NamedTuple):
@@ -84,6 +85,21 @@ class _Answer(NamedTuple):
     code: int
     step: int
     nbytes: int
+
+
+class _Offer(NamedTuple):
+    """What a rank has been told that it can have.
+
+    Attributes:
+        state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.
+    """
+
+    dst: int
+    tag: int
+    state: _State | None
+    payload: bytes
+    text: Tensor
+    sending: Transfer
 
 
 def _words(*numbers: int) -> Tensor:
@@ -123,16 +139,18 @@ class StateService:
         flats: dict[int, FlatParam],
         control: Group,
     ) -> None:
-        self._side, self._guard, self._flats, self._control = side, guard, flats, control
-        self._in_step: object | None = None
+        self._side, self._guard = side, guard
+        self._flats: dict[int, FlatParam] | None = flats
+        self._control: Group | None = control
         self._capture: Callable[[], LocalState] | None = capture
+        self._final: tuple[_State | None, bytes] | None = None
+        self._in_step: object | None = None
         self._left = (side.rank - 1) % side.world_size
         self._right = (side.rank + 1) % side.world_size
         self._others = [rank for rank in range(side.world_size) if rank != side.rank]
         self._open = set(self._others)
-        self._closed = self._ended = False
+        self._closed = self._in_order = False
         self._lost: Exception | None = None
-        self._unservable: Exception | None = None
         self._condition = threading.Condition()
         self._asking = threading.Lock()
         self._pulls = 0
@@ -141,10 +159,14 @@ class StateService:
         self._passed: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
-        self._expiry: threading.Timer | None = None
+        self._serving = process_end.Serving()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._expires: float | None = None
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring", daemon=True)
-        _running.add(self)
+        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end", daemon=True)
+        process_end.add(self)
         self._thread.start()
+        self._delivering.start()
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -172,25 +194,30 @@ class StateService:
         if message.kind == _CLOSED:
             self._open.discard(message.origin)
             if self._in_step is not None and message.changes == self._guard.changes:
-                late = threading.Timer(_GRACE_S, self._leave_step, [self._in_step])
-                late.daemon = True
-                late.start()
+                process_end.started(threading.Timer(_GRACE_S, self._leave_step, [self._in_step]))
             return
-        thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state", daemon=True)
+        if self._final is not None:
+            with self._served(message.origin):
+                offer = self._offer(message)
+                if offer is not None:
+                    self._jobs.put(partial(self._deliver_later, offer))
+            return
+        thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state")
         self._answering.add(thread)
-        thread.start()
+        if not process_end.started(thread):
+            self._answering.discard(thread)
+            self._jobs.put(partial(self._answer, message))
 
     def _end(self) -> None:
         """No rank can ask any more, and none can be asked."""
-        for thread in list(self._answering):
+        self._jobs.put(None)
+        for thread in [*self._answering, self._delivering]:
             thread.join(_INTERRUPTED_S)
         with self._condition:
-            self._ended, self._capture = True, None
-            self._condition.notify_all()
-        if self._expiry is not None:
-            self._expiry.cancel()
+            self._capture = self._final = None
+        self._serving.over()
         self._side.close()
-        _running.discard(self)
+        process_end.running.discard(self)
 
     def _send(self, dst: int, tag: int, *numbers: int) -> None:
         words = _words(*numbers)
@@ -213,30 +240,61 @@ class StateService:
         try:
             closed = sorted(set(self._others) - self._open)
             if closed:
-                raise PeerLost(f"rank {closed[0]} has closed this optimizer, or ended, before step {self._guard.step}")
+                raise PeerLost(
+                    f"rank {closed[0]} has closed this optimizer, or ended, before step {self._guard.step}; let every "
+                    "rank take as many steps, or take uneven ones under torch.distributed.algorithms.Join"
+                )
             yield
         finally:
             self._in_step = None
 
     def _leave_step(self, step: object) -> None:
         """End the wait of a step that a rank will not enter, if it still goes on."""
-        if self._in_step is step:
-            self._control.interrupt()
+        control = self._control
+        if self._in_step is step and control is not None:
+            control.interrupt()
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
     def _answer(self, message: _Message) -> None:
-        """Answer one pull, in a thread of its own."""
+        """Answer one pull from beginning to end."""
+        with self._served(message.origin):
+            offer = self._offer(message)
+            if offer is not None:
+                self._deliver(offer)
+
+    def _deliver_later(self, offer: _Offer) -> None:
+        with self._served(offer.dst):
+            self._deliver(offer)
+
+    def _deliver_all(self) -> None:
+        """Do what remains of the pulls after close(), and break off what is not over when their time is."""
+        while True:
+            left = None if self._expires is None else max(0.0, self._expires - time.monotonic())
+            try:
+                job = self._jobs.get(timeout=left)
+            except queue.Empty:
+                self._expires = None
+                self._side.interrupt()
+                continue
+            if job is None:
+                return
+            job()
+
+    @contextlib.contextmanager
+    def _served(self, dst: int) -> Iterator[None]:
+        """Within it this rank serves another."""
         try:
-            with torch.no_grad():
-                self._serve(message)
+            with torch.no_grad(), self._serving.one():
+                yield
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
-            _log.debug("rank %d does not get the state it asked for: %s", message.origin, error)
+            _log.debug("rank %d does not get the state it asked for: %s", dst, error)
             self._side.interrupt()
         finally:
             self._answering.discard(threading.current_thread())
 
-    def _serve(self, message: _Message) -> None:
+    def _offer(self, message: _Message) -> _Offer | None:
+        """Say whether the state can be had, and list it. Waits for nobody after close()."""
         dst, tag, guard = message.origin, _answer_tag(message.pull), self._guard
         verdict = guard.admit(message.changes)
         if verdict is Verdict.BEHIND:
@@ -244,38 +302,45 @@ class StateService:
             verdict = guard.wait_for(message.changes, self._side.timeout_s)
         if verdict is not Verdict.READY:
             self._send(dst, tag, *_Answer(verdict.value, guard.step, 0))
-            return
+            return None
         try:
-            state, payload = self._listed()
+            now = self._capture, self._guard.failure  # in this order, as close() replaces them
+            state, payload = self._final or self._listed(*now)
             self._send(dst, tag, *_Answer(_ERROR if state is None else Verdict.READY.value, guard.step, len(payload)))
             text = _bytes_tensor(payload)
-            sending, word = self._side.send_to(text, dst, tag), _words(_STOP)
-            self._side.receive_from(word, dst, tag + 1).wait(self._side.timeout_s + _MARGIN_S)
-            if word.item() == _GO and state is not None:
-                sending.wait(self._side.timeout_s)
-                self._send_elements(state, payload, dst, tag)
-        finally:
+            return _Offer(dst, tag, state, payload, text, self._side.send_to(text, dst, tag))
+        except BaseException:
             guard.leave()
+            raise
 
-    def _listed(self) -> tuple[LocalState | None, bytes]:
+    def _deliver(self, offer: _Offer) -> None:
+        """Send the elements once the asking rank says so."""
+        try:
+            word = _words(_STOP)
+            self._side.receive_from(word, offer.dst, offer.tag + 1).wait(self._side.timeout_s + _MARGIN_S)
+            if word.item() == _GO and offer.state is not None:
+                offer.sending.wait(self._side.timeout_s)
+                self._send_elements(offer, offer.state)
+        finally:
+            self._guard.leave()
+
+    def _listed(
+        self, capture: Callable[[], LocalState] | None, failure: Exception | None, freeze: bool = False
+    ) -> tuple[_State | None, bytes]:
         """The state and its listing, or ``None`` and the error that there is instead."""
-        error, capture = self._unservable, self._capture
-        if self._guard.failure is not None:
-            error = _step_failed("it", self._guard.failure)
-        if error is None and capture is not None:
-            try:
-                state = capture()
-                state.synchronize()
-                return state, listing(state)
-            except Exception as found:  # whatever it is, the asking rank must not wait for this one
-                error = found
-        return None, json.dumps([type(error).__name__, str(error)]).encode()
+        try:
+            state = self._own_state("it", capture, failure)
+            found = FrozenState(state) if freeze else state
+            state.synchronize()
+            return found, listing(state)
+        except Exception as error:  # whatever it is, the asking rank must not wait for this one
+            return None, json.dumps([type(error).__name__, str(error)]).encode()
 
-    def _send_elements(self, state: LocalState, payload: bytes, dst: int, tag: int) -> None:
+    def _send_elements(self, offer: _Offer, state: _State) -> None:
         window = Window()
-        for entry in listed(payload):
-            for chunk in state.chunks(entry):
-                window.add(self._side.send_to(chunk, dst, tag), chunk)
+        for entry in listed(offer.payload):
+            for chunk in chunks(state, entry):
+                window.add(self._side.send_to(chunk, offer.dst, offer.tag), chunk)
         window.drain()
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -290,18 +355,19 @@ class StateService:
             StateDictError: state of one cannot be sent. StepFailed and others: why one has no state of this step.
             StateNotConsolidated: closed, or in a fork.
         """
-        if self._closed or self._side.inherited:
+        flats = self._flats
+        if self._closed or flats is None or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
         with self._asking, self._guard.reading() as changes:
-            own = self._own_state()
+            own = self._own_state("this rank", self._capture, self._guard.failure)
             self._pulls += 1
             unasked = set(self._others)
             try:
                 payloads = self._ask(changes)
-                result = FullState(self._flats)
+                result = FullState(flats)
                 targets = [self._place(result, own, payload) for payload in payloads]
                 for rank in self._others:
                     unasked.discard(rank)
@@ -312,20 +378,21 @@ class StateService:
                         self._send(rank, _answer_tag(self._pulls) + 1, _STOP)
             return result.by_param()
 
-    def _own_state(self) -> LocalState:
-        capture = self._capture
+    def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise PeerLost(f"this rank holds only a shard of the state, and another has ended: {self._lost}")
-        if self._guard.failure is not None:
-            raise _step_failed("this rank", self._guard.failure) from self._guard.failure
+            raise PeerLost(
+                f"this rank holds only a shard of the state, and another has ended: {self._lost}; restart all ranks "
+                "from a checkpoint"
+            )
+        if failure is not None:
+            raise _step_failed(name, failure) from failure
         return capture()
 
     def _ask(self, changes: int) -> list[bytes | None]:
         """Ask all ranks; their listings, ``None`` for this rank."""
         heard: dict[int, int | None] = dict.fromkeys(self._others)
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
-        warning.daemon = True
-        warning.start()
+        process_end.started(warning)
         try:
             self._send_round(_OPEN, self._pulls, changes)
             return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
@@ -354,7 +421,8 @@ class StateService:
             )
         if answer.code == Verdict.BEHIND.value:
             raise PeerLost(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}"
+                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
+                "every rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
         text = torch.empty(answer.nbytes, dtype=torch.uint8)
         self._side.receive_from(text, rank, tag).wait(patience_s)
@@ -390,59 +458,38 @@ class StateService:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Serve the state as it is, until all ranks have closed; does not wait for that."""
+        """The user closes: serve the state as it is, until all ranks have closed; does not wait for that."""
+        self._close(in_order=sys.exc_info()[0] is None)
+
+    def abandon(self) -> None:
+        """As :meth:`close`, where the user has not: the program may have failed."""
+        self._close(in_order=False)
+
+    def _close(self, in_order: bool) -> None:
         if self._side.inherited:  # where nothing runs, and locks may be held for ever
             self._side.close()
             return
         with self._condition:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._in_order = True, in_order
+            self._guard.finish()
             self._freeze()
             with contextlib.suppress(RuntimeError):
                 self._send_round(_CLOSED, 0, self._guard.changes)
-            if self._open and not self._ended:
-                self._expiry = threading.Timer(self._side.timeout_s, self._side.interrupt)
-                self._expiry.daemon = True
-                self._expiry.start()
+            self._expires = time.monotonic() + self._side.timeout_s
+            self._jobs.put(lambda: None)
             self._condition.notify_all()
-        self._guard.finish()
 
     def _freeze(self) -> None:
-        """Keep the tensors of the state, and nothing else of the optimizer."""
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            try:
-                state = capture()
-                self._capture = lambda: state
-            except Exception as error:  # for the rank that asks
-                self._unservable = error
+        """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
+        self._final = self._listed(self._capture, self._guard.failure, freeze=True)
+        self._flats = self._capture = self._control = None
+        self._guard.failure = None  # its traceback leads to them
 
-    def join(self, patience_s: float) -> None:
-        """Wait until all ranks have closed, or so many seconds."""
-        self._thread.join(min(patience_s, WARN_AFTER_S))
-        if self._thread.is_alive() and patience_s > WARN_AFTER_S:
-            _log.warning(
-                "this process has ended, and waits for ranks %s, which may still ask for its part of the optimizer's "
-                "state; they should close() it, or end",
-                sorted(self._open),
-            )
-            self._thread.join(patience_s - WARN_AFTER_S)
+    def join(self, failed: bool) -> None:
+        """See :class:`process_end.Service`."""
+        if not failed:
+            self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
         self._thread.join(_INTERRUPTED_S)
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that the others have to close."""
-        return self._side.timeout_s
-
-
-@atexit.register
-def _serve_to_the_end() -> None:
-    """Serve while other ranks may ask; but the ranks must not wait for one that an exception has ended."""
-    services = list(_running)
-    for service in services:
-        service.close()
-    failed = getattr(sys, "last_value", None) is not None
-    for service in services:
-        service.join(0.0 if failed else min(service.patience_s, _EXIT_S))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from torch import nn
 import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.stepped import make_stepped, service_of, take_step
-from zero_opt import state_service
+from zero_opt import process_end, state_service
 
 SECONDS = 40  # nothing hangs
 
@@ -38,7 +36,7 @@ def _others_gone(rank: int, world_size: int, how: str) -> Any:
             gc.collect()
             assert gone() is None
         else:
-            state_service._serve_to_the_end()
+            process_end.serve_to_the_end()
         return None
     time.sleep(0.3)
     found = optimizer.state_dict()
@@ -72,6 +70,85 @@ def test_a_step_that_a_closed_rank_will_not_enter_is_an_error_at_once(when: floa
     assert max(found[0], found[2]) < 2.8
 
 
+def _one_drops_its_model(rank: int, world_size: int, how: str) -> Any:
+    """What is alive of rank 1's model, and how many parameters rank 0 has state of then."""
+    params, optimizer = make_stepped(2)
+    alive: list[Any] = []
+    if rank == 1:
+        if how == "failed":  # the traceback leads to the model
+            try:
+                _fail_with(params, optimizer)
+            except ValueError as error:
+                service_of(optimizer)._guard.failure = error
+        if how != "collected":
+            optimizer.close()
+        alive = [weakref.ref(kept) for kept in (*params, optimizer)]
+        del optimizer, params
+        gc.collect()
+        alive = [kept() for kept in alive if kept() is not None]
+    dist.barrier()
+    if rank == 1:
+        return len(alive)
+    with pytest.raises(zero_opt.StepFailed) if how == "failed" else contextlib.nullcontext():
+        found = optimizer.state_dict()["state"]
+        assert {entry["exp_avg"].shape for entry in found.values()} == {param.shape for param in params}
+    optimizer.close()
+    return None
+
+
+def _fail_with(params: Any, optimizer: Any) -> None:
+    raise ValueError(f"{len(params)} parameters of {type(optimizer).__name__}")
+
+
+@pytest.mark.parametrize("how", ["closed", "collected", "failed"])
+def test_a_rank_that_serves_on_keeps_no_model(how: str) -> None:
+    assert run_processes(2, _one_drops_its_model, how, timeout=SECONDS)[1] == 0
+
+
+def _all_but_the_first_are_closed(rank: int, world_size: int, askers: int) -> Any:
+    """Several ask at once, again and again, ranks that can deliver to one at a time."""
+    _, optimizer = make_stepped(2)
+    if rank >= askers:
+        optimizer.close()
+    dist.barrier()
+    found = [optimizer.state_dict() for _ in range(10)] if rank < askers else []
+    dist.barrier()
+    optimizer.close()
+    return [len(state_dict["state"]) for state_dict in found]
+
+
+@pytest.mark.parametrize(("world_size", "askers"), [(3, 2), (4, 2), (4, 3)])
+def test_closed_ranks_are_asked_by_several_at_once(world_size: int, askers: int) -> None:
+    found = run_processes(world_size, _all_but_the_first_are_closed, askers, timeout=SECONDS)
+    assert found == [[4] * 10] * askers + [[]] * (world_size - askers)
+
+
+def _others_stay_open(rank: int, world_size: int) -> Any:
+    """A closed rank's patience ends, but not while it is asked."""
+    _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=2.0))
+    seconds = 0.0
+    if rank == 1:
+        thread, begun = service_of(optimizer)._thread, time.monotonic()
+        optimizer.close()
+        thread.join(20)
+        seconds = time.monotonic() - begun
+        dist.barrier()
+    else:
+        time.sleep(1.0)
+        service = service_of(optimizer)
+        place = service._place
+        service._place = lambda *args: time.sleep(0.7) or place(*args)  # twice, past the two seconds
+        assert len(optimizer.state_dict()["state"]) == 4
+        dist.barrier()
+        with pytest.raises(zero_opt.PeerLost):
+            optimizer.state_dict()
+    return seconds
+
+
+def test_a_closed_rank_is_not_kept_for_ever() -> None:
+    assert 1.9 < run_processes(2, _others_stay_open, timeout=SECONDS)[1] < 10
+
+
 def _ends(rank: int, world_size: int) -> Any:
     _, optimizer = make_stepped()
     thread = service_of(optimizer)._thread
@@ -80,7 +157,7 @@ def _ends(rank: int, world_size: int) -> Any:
     with pytest.raises(zero_opt.StateNotConsolidated, match="closed"):
         optimizer.state_dict()
     thread.join(10)
-    return thread.is_alive() or bool(state_service._running)
+    return thread.is_alive() or bool(process_end.running)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -149,7 +226,9 @@ def _one_stays_behind(rank: int, world_size: int) -> Any:
         logging.getLogger("zero_opt").addHandler(handler)
         guard = service_of(optimizer)._guard
         guard.commit(2)
-        with pytest.raises(zero_opt.PeerLost, match="in step 2 of this rank, but rank 1 has stayed in step 1"):
+        with pytest.raises(
+            zero_opt.PeerLost, match=r"in step 2 of this rank, but rank 1 has stayed in step 1; .*Checks"
+        ):
             optimizer.state_dict()
         guard.changes, guard.step = guard.changes - 1, 1
         assert [text for text in logged if "rank 1 (in step 1)" in text]
@@ -300,40 +379,3 @@ def test_asking_beside_training_never_mixes_steps() -> None:
     assert steps
     assert all(len(found) == 1 for found in steps)
     assert all("between steps" in text for text in refused)
-
-
-SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist, zero_opt
-rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-params = [torch.nn.Parameter(torch.ones(500))]
-opt = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
-params[0].sum().backward()
-opt.step()
-if rank == 0:
-    time.sleep(1)
-    if how == "return":
-        torch.save(opt.state_dict(), folder + "/opt.pt")
-elif how == "raise":
-    raise SystemError("training went wrong")
-"""
-
-
-@pytest.mark.parametrize("how", ["return", "raise"])
-def test_a_process_that_returns_from_main_is_asked_and_one_that_fails_is_not_kept(how: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), how], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=SECONDS)[1].decode() for process in (ranks[1], ranks[0])]
-    codes = [process.returncode for process in ranks]
-    if how == "return":
-        assert codes == [0, 0], said
-        saved = torch.load(tmp_path / "opt.pt", weights_only=True)
-        assert saved["state"][0]["exp_avg"].shape == (500,)
-    else:
-        assert codes == [0, 1], said

@@ -1,0 +1,156 @@
+"""Processes that end, one way or another, while other ranks may still ask for their part of the state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Forks the two ranks of all cases, with everything imported, and says how they ended: each one's exit code, what it
+# wrote to stderr, and the seconds until it ended. Ranks that outlast the others of all cases are killed.
+LAUNCHER = """
+import atexit, json, os, signal, sys, threading, time
+import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp, zero_opt
+from zero_opt import process_end
+
+def train(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+    params = [torch.nn.Parameter(torch.ones(500))]
+    opt = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
+    params[0].sum().backward()
+    opt.step()
+    return opt
+
+def save(opt, folder):
+    torch.save(opt.state_dict(), folder + "/opt.pt")
+
+def start_no_thread():
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = refuse
+
+def child(rank, folder, programs):
+    exec(programs[rank], globals() | {"rank": rank, "folder": folder})
+
+torch.set_num_threads(1)
+warm = torch.nn.Parameter(torch.ones(1))
+warm.grad = torch.ones(1)
+torch.optim.AdamW([warm]).step()
+cases, pids = json.load(sys.stdin), {}
+for name, case in cases.items():
+    folder = case["folder"]
+    os.mkdir(folder)
+    for number in range(1 if case["children"] else 2):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(95)
+            process_end._QUIET_S = case["quiet"]
+            os.dup2(os.open(folder + f"/said_{number}", os.O_CREAT | os.O_WRONLY), 2)
+            if case["children"]:
+                mp.start_processes(child, (folder, case["programs"]), nprocs=2, start_method="fork")
+            else:
+                exec(case["programs"][number], globals() | {"rank": number, "folder": folder})
+            sys.exit()
+        pids[pid] = name, number, case["outlasts"] == number
+begun, found = time.monotonic(), {name: {} for name in cases}
+while not all(outlasts for _, _, outlasts in pids.values()):
+    pid, status = os.wait()
+    name, number, _ = pids.pop(pid)
+    said = open(cases[name]["folder"] + f"/said_{number}").read()
+    found[name][number] = os.waitstatus_to_exitcode(status), said, time.monotonic() - begun
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+json.dump(found, sys.stdout)
+"""
+TRAIN = "globals()['opt'] = opt = train(rank, folder)  # alive until the process ends\n"
+
+
+def _case(rank_0: str, rank_1: str, quiet: float = 30, **options: Any) -> dict[str, Any]:
+    programs = [TRAIN + textwrap.dedent(program) for program in (rank_0, rank_1)]
+    return {"programs": programs, "quiet": quiet, "outlasts": None, "children": False, **options}
+
+
+SAVES = "time.sleep(1.5); save(opt, folder)"
+SAVES_SLOWLY = """
+    service = opt._sharded._groups.service; place = service._place
+    service._place = lambda *args: time.sleep(1) or place(*args)
+    save(opt, folder)
+"""
+IS_ASKED = "while not opt._sharded._groups.service._serving._count: time.sleep(0.01)"
+IN_ORDER = {
+    "returns": _case(SAVES, ""),
+    "exits with 0": _case(SAVES, "sys.exit(0)"),
+    "has closed": _case(SAVES, "opt.close()", 0.2),
+    "is being asked": _case(SAVES_SLOWLY, IS_ASKED, 0.2),
+    "starts no threads": _case(SAVES + "; save(opt, folder)", "atexit.register(start_no_thread)"),
+    "starts no threads before it closes": _case(
+        SAVES, "atexit.register(time.sleep, 3); atexit.register(start_no_thread)"
+    ),
+    "asks at its own exit": _case("atexit.register(save, opt, folder); atexit.register(start_no_thread)", ""),
+    "is a child": _case(SAVES, "", 0.2, children=True),
+    "is a child and exits with 0": _case(SAVES, "sys.exit(0)", 0.2, children=True),
+}
+RAISES = "raise SystemError('training went wrong')"
+WAITS = "time.sleep(90)"
+FAILED = {
+    "raises": _case(WAITS, RAISES, 80, outlasts=0),
+    "exits with 1": _case(WAITS, "sys.exit(1)", 0.5, outlasts=0),
+    "exits with 1, and closes": _case(WAITS, "try: sys.exit(1)\nfinally: opt.close()", 0.5, outlasts=0),
+}
+FAILED_CHILDREN = {
+    "child raises": _case(WAITS, RAISES, 80, children=True),
+    "child exits with 1": _case(WAITS, "sys.exit(1)", 80, children=True),
+    "child ends": _case(WAITS, "os._exit(1)", 80, children=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ends")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Any:
+    """By case and rank: exit code, what it said, and after how many seconds."""
+    cases = {**IN_ORDER, **FAILED, **FAILED_CHILDREN}
+    text = json.dumps({name: {**case, "folder": str(folder / name)} for name, case in cases.items()})
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHER], input=text, env=environment, stdout=subprocess.PIPE, timeout=120, text=True
+    )
+    assert done.returncode == 0
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("how", IN_ORDER)
+def test_a_process_that_is_over_is_asked(how: str, ended: Any, folder: Path) -> None:
+    for code, said, _ in ended[how].values():
+        assert code == 0, said
+        assert "Traceback" not in said
+    saved = torch.load(folder / how / "opt.pt", weights_only=True)
+    assert saved["state"][0]["exp_avg"].shape == (500,)
+
+
+@pytest.mark.parametrize("how", FAILED)
+def test_a_main_program_that_fails_is_not_kept(how: str, ended: Any) -> None:
+    ((code, said, seconds),) = ended[how].values()  # the other rank's is not known: it still ran
+    assert code == 1, said
+    assert seconds < 60
+    assert ("ranks [0] may still ask" in said) is (how != "raises")
+
+
+@pytest.mark.parametrize("how", FAILED_CHILDREN)
+def test_the_parent_hears_of_a_child_that_fails(how: str, ended: Any) -> None:
+    ((code, said, seconds),) = ended[how].values()
+    assert code == 1, said
+    assert "ProcessRaisedException" in said or "ProcessExitedException" in said
+    assert seconds < 60
