@@ -29,40 +29,45 @@ class ShownState:
         self._partition, self._placement = partition, placement
         self._groups_checked: object = owner.param_groups
         self._due: list[int] = []
+        self._pieces: Sequence[ParamSlice] = ()  # this rank's
+        self._live: dict[int, ParamState] = {}  # as shown, by global index
 
     def add(self, elsewhere: Mapping[int, Kind]) -> None:
         """Parameters were planned of which this rank has no slice, by global index."""
+        self._pieces = self._partition.owned()
         self._stand_ins.add(elsewhere, self._owner.param_groups)
 
     def show(self, params: Sequence[Tensor]) -> None:
         """Let ``owner.state`` have an entry for everything that has state."""
         state = self._owner.state
         for index, live in self._placement.state():
-            if state.get(params[index]) is not live:
-                state[params[index]] = live
-        for index, shown in self._stand_ins.shown():
-            if params[index] not in state:
+            if self._live.get(index) is not live:
+                state[params[index]] = self._live[index] = live
+        for index, shown in self._stand_ins.news():
+            if shown:
                 state[params[index]] = dict(shown)
+            else:
+                state.pop(params[index], None)
 
-    def stepped(self, params: Sequence[Tensor], used: int) -> None:
+    def stepped(self, used: int) -> None:
         """A step was taken in which the masked parameters had gradients; a pending one counts when the next lands."""
         self._due.append(used)
-        self._follow(params, len(self._due) - int(self._placement.pending))
+        self._follow(len(self._due) - int(self._placement.pending))
 
-    def landed(self, params: Sequence[Tensor]) -> None:
+    def landed(self) -> None:
         """No step is pending any more."""
-        self._follow(params, len(self._due))
+        self._follow(len(self._due))
 
-    def _follow(self, params: Sequence[Tensor], count: int) -> None:
+    def _follow(self, count: int) -> None:
         due, self._due = self._due[:count], self._due[count:]
         for used in due:
-            for index in self._stand_ins.step(used, self._owner.param_groups):
-                self._owner.state.pop(params[index], None)
+            self._stand_ins.step(used, self._owner.param_groups)
 
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
         """All state was replaced, by this, per global index and in full shape."""
         self._due.clear()
         self._owner.state.clear()
+        self._live.clear()
         self._stand_ins.load(states, self._owner.param_groups)
 
     def require_params(self, params: Sequence[Tensor]) -> None:
@@ -83,31 +88,32 @@ class ShownState:
         Raises:
             StepPending: state was replaced while a step was pending. StateDictError: what it was replaced by.
         """
-        state, live = self._owner.state, dict(self._placement.state())
+        state = self._owner.state
+
+        def entry_of(index: int) -> ParamState | None:
+            return state.get(params[index]) or None
+
         try:
-            changed = [
-                piece.param
-                for piece in self._partition.owned()
-                if self._adopt_slice(piece, state.get(params[piece.param]) or None, live.get(piece.param))
-            ]
-            for index in self._stand_ins:
-                if self._stand_ins.adopt(index, state.get(params[index]) or None, self._owner.param_groups):
-                    state.pop(params[index], None)
-                    changed.append(index)
-            if changed:
+            changed = [piece for piece in self._pieces if self._adopt_slice(piece, entry_of(piece.param))]
+            if self._stand_ins.adopt(entry_of, self._owner.param_groups) or changed:
                 self.show(params)
         except ZeroOptError:
             raise
         except Exception as error:
             raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
 
-    def _adopt_slice(self, piece: ParamSlice, entry: ParamState | None, live: ParamState | None) -> bool:
+    def _adopt_slice(self, piece: ParamSlice, entry: ParamState | None) -> bool:
         """Whether other objects than ``entry`` are to be shown of this rank's slice."""
-        if not (entry or live):
+        if not (entry or self._live.get(piece.param)):
             return False
         flat = self._partition.flats[piece.param]
         if entry and piece.in_param.numel != flat.param.numel():
             shape = flat.param.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
-        return self._placement.adopt(piece.param, entry)
+        others = self._placement.adopt(piece.param, entry)
+        if others or entry is None:
+            self._live.pop(piece.param, None)
+        else:
+            self._live[piece.param] = entry
+        return others

@@ -7,8 +7,9 @@ scalars to the bit, and nothing needs to be sent. One stand-in serves all parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,18 @@ class _StandIn:
     kind: Kind
     trial: Trial
     members: list[int] = field(default_factory=list)
+    mask: int = 0  # bit per member
     shown: dict[str, Any] = field(default_factory=dict)
+
+    def admit(self, members: Sequence[int]) -> None:
+        """Stand in for more."""
+        self.members.extend(members)
+        self.mask |= sum(1 << index for index in members)
+
+    def drop(self, index: int) -> None:
+        """Stand in for one less."""
+        self.members.remove(index)
+        self.mask &= ~(1 << index)
 
     def refresh(self) -> bool:
         """Bring ``shown`` up to date; whether it holds other objects than before."""
@@ -60,6 +72,7 @@ class StandIns:
         self._known = is_known(cls)
         self._all: list[_StandIn] = []
         self._of: dict[int, _StandIn] = {}
+        self._due: list[int] = []  # what is to be shown anew
 
     def add(self, members: Mapping[int, Kind], groups: Sequence[Mapping[str, Any]]) -> None:
         """Stand in for more parameters, given by global index."""
@@ -75,38 +88,34 @@ class StandIns:
         for index in members:
             before = self._of.get(index)
             if before is not None:
-                before.members.remove(index)
+                before.drop(index)
             self._of[index] = stand_in
-        stand_in.members.extend(members)
+        stand_in.admit(members)
         stand_in.refresh()
+        self._due.extend(members)
         self._all = [found for found in (*self._all, stand_in) if found.members]
 
-    def step(self, used: int, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    def step(self, used: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Follow a step of the owners.
 
         Args:
             used: bit per global index, whether any rank had a gradient.
-
-        Returns:
-            The parameters that show other objects than before.
         """
-        changed: list[int] = []
         for stand_in in list(self._all):
-            with_grad = [index for index in stand_in.members if used >> index & 1]
+            with_grad = used & stand_in.mask
             if not with_grad:
                 continue
-            part = len(with_grad) < len(stand_in.members)
-            if part:
-                stand_in = self._copied(stand_in, with_grad, groups)
+            if with_grad != stand_in.mask:
+                part = [index for index in stand_in.members if with_grad >> index & 1]
+                stand_in = self._copied(stand_in, part, groups)
             try:
                 stand_in.trial.optimizer.param_groups[0].update(hypers_of(groups[stand_in.kind.group]))
                 stand_in.trial.step()
             except Exception:  # what the class cannot step like this, it shows nothing of; an owner says what is wrong
                 self._forget(stand_in)
                 continue
-            if stand_in.refresh() or part:
-                changed += stand_in.members
-        return changed
+            if stand_in.refresh():
+                self._due.extend(stand_in.members)
 
     def _forget(self, stand_in: _StandIn) -> None:
         self._all.remove(stand_in)
@@ -121,12 +130,11 @@ class StandIns:
         self._put(other, members)
         return other
 
-    def shown(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """(global index, what to show) of every parameter that has state."""
-        for stand_in in self._all:
-            if stand_in.shown:
-                for index in stand_in.members:
-                    yield index, stand_in.shown
+    def news(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """(global index, what to show, if anything) of every parameter that has other objects than when last asked."""
+        due, self._due = self._due, []
+        for index in dict.fromkeys(due):
+            yield index, self._of[index].shown if index in self._of else {}
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the scalars of full-shape state; a parameter without any is new."""
@@ -150,23 +158,27 @@ class StandIns:
             )
         return made
 
-    def adopt(self, index: int, state: Mapping[str, Any] | None, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Follow what the user made of what was shown of one parameter; ``None`` if that is gone.
+    def adopt(self, entry_of: Callable[[int], Mapping[str, Any] | None], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Follow what the user made of what was shown.
+
+        Args:
+            entry_of: what the user has of a parameter, by global index; ``None`` if that is gone.
 
         Returns:
-            Whether anything else is to be shown.
+            Whether there are :meth:`news`.
         """
-        stand_in = self._of[index]
-        shown = stand_in.shown
-        if not (shown or state):
-            return False
-        if state and shown and all(state.get(key) is value for key, value in shown.items()):
-            return False
-        self._put(self._filled(stand_in.kind, state or {}, groups), [index])
-        return True
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._of))
+        edited: list[tuple[int, Mapping[str, Any] | None]] = []
+        for stand_in in self._all:
+            shown = stand_in.shown
+            for index in stand_in.members:
+                entry = entry_of(index)
+                if not (entry or shown):
+                    continue
+                if not (entry and shown and all(map(is_, map(entry.get, shown), shown.values()))):
+                    edited.append((index, entry))
+        for index, entry in edited:
+            self._put(self._filled(self._of[index].kind, entry or {}, groups), [index])
+        return bool(edited)
 
 
 def _number(value: Any) -> Any:

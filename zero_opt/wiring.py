@@ -341,7 +341,7 @@ class Wiring:
         self._guard.commit(self.progress.step)
         if self._guard.failure is not None:
             raise self._guard.failure
-        self._shown.stepped(self._params, self.progress.used)
+        self._shown.stepped(self.progress.used)
         self._show_state()
 
     def flush(self) -> None:
@@ -372,7 +372,7 @@ class Wiring:
             spread(self.partition.buckets, self._groups.control)
             self._owed = False
             self._guard.commit(self.progress.step)
-            self._shown.landed(self._params)
+            self._shown.landed()
             self._show_state()
         self.agreement.raise_first_error(conflict)
 
