@@ -424,9 +424,9 @@ class Wiring:
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
             )
-        edited = self._follow_edits()
-        if edited is not None:
-            raise edited
+        conflict = None if self._closed else self._follow_edits()
+        if conflict is not None:
+            raise conflict
         kept, state = self._full_state
         if state is not None and kept == self._version():
             return copied(state)
