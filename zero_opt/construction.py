@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .agreement import value_digest
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
-from .flat_param import check_memory, is_dense, is_dtensor
+from .flat_param import check_memory, is_dense
 from .placement import hypers_of
 from .policies import AdamState
 
@@ -242,14 +242,15 @@ class HyperDigest:
 def loaded_contents(
     states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]
 ) -> Iterator[tuple[str, Any]]:
-    """What every rank must load alike, as (name, JSON value); of tensors that are cut over the ranks, only which."""
+    """What every rank must load alike, as (name, JSON value); of tensors cut over the ranks, not the values."""
     yield from hyper_contents(groups)
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
         for key, value in sorted(state.items()):
             found = repr(_comparable(value))
-            if isinstance(value, Tensor) and not is_dtensor(value):
-                found = f"{value.dtype} {tuple(value.shape)}, digest {value_digest(value)}"
+            if isinstance(value, Tensor):
+                told = getattr(value, "placements", None) or f"digest {value_digest(value)}"
+                found = f"{value.dtype} {tuple(value.shape)}, {told}"
             yield f"state {key!r} of {describe(index)}", found
 
 

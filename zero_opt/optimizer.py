@@ -24,7 +24,7 @@ from .construction import (
     template_of,
 )
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
-from .grad_norm import check_max_norm, clip_factor
+from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
@@ -275,9 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         except ZeroOptError as found:
             error = found
         if self._sharded is not None:
-            norm = self._sharded.norm(self._sharded.finish(error, clip_to=limit))
-            self._sharded.reduction.scale(clip_factor(norm, limit))
-            return norm
+            return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
         return torch.nn.utils.clip_grad_norm_(self._params(), limit)

@@ -161,14 +161,8 @@ class ShardedState:
     def shards(self, states: Mapping[int, Mapping[str, Any]]) -> States:
         """This rank's part of the given state, which may be cut by rows or whole, per parameter it owns a slice of.
 
-        Raises:
-            RankMismatch: on every rank, if the ranks give tensors of different keys, shapes or dtypes.
+        The ranks have compared keys, shapes, dtypes and how tensors are cut.
         """
-        self._agreement.on_contents(
-            (f"state {key!r} of parameter {index}", _listed(value))
-            for index, state in states.items()
-            for key, value in state.items()
-        )
         own = {piece.param: piece for piece in self._partition.owned()}
         owners = self._owners()
         mine: States = {index: {} for index in states if index in own}
@@ -247,11 +241,3 @@ class ShardedState:
 
 def _form_of(value: DTensor) -> Form:
     return Form(tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
-def _listed(value: Any) -> list[Any]:
-    """What the ranks compare of a state value."""
-    if not isinstance(value, Tensor):
-        return [type(value).__name__]
-    cut_by = str(value.placements) if isinstance(value, DTensor) else "whole"
-    return [list(value.shape), str(value.dtype), cut_by]

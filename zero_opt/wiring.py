@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from .agreement import Agreement
 from .background_gather import build_gather, check_held
 from .buckets import GradBucket
 from .collectives import build_exchange
-from .consolidate import Consolidation
 from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
-from .errors import OptimizerClosed, StateNotConsolidated, StepFailed, StepPending, UnsupportedParam, ZeroOptError
+from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
-from .flat_param import is_dtensor
 from .grad_norm import clip_factor, total_norm
 from .join import follow_hypers
 from .own_groups import OwnGroups
@@ -34,11 +32,8 @@ from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
 from .shown_state import ShownState
 from .stand_ins import Kind, StandIns
-from .state_dict import copied, cut
 from .state_guard import StateGuard
-
-if TYPE_CHECKING:
-    from .sharded_state import ShardedState
+from .whole_state import WholeState
 
 _log = logging.getLogger("zero_opt")
 
@@ -98,7 +93,6 @@ class Wiring:
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
-        self._full_state: tuple[tuple[int, ...], dict[int, dict[str, Any]] | None] = ((), None)  # and its _version()
         self._digest = HyperDigest()
         self._guard = StateGuard()
         self._closed = False
@@ -116,6 +110,7 @@ class Wiring:
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         self.placement = self._build_placement()
+        self._whole = WholeState(self.agreement, self.partition, self.placement, self._guard)
         self._shown = ShownState(
             owner, StandIns(recipe.optimizer_class, recipe.defaults), self.partition, self.placement
         )
@@ -267,7 +262,7 @@ class Wiring:
             self.reduction.reset()
             grads = self.finish()
             while self.progress.clip_to is not None:
-                self.reduction.scale(clip_factor(self.norm(grads), self.progress.clip_to))
+                self.clip(grads, self.progress.clip_to)
                 grads = self.finish()
             self.take(grads)
         finally:
@@ -275,9 +270,9 @@ class Wiring:
 
     def take(self, grads: Sequence[GradShard]) -> None:
         """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective."""
-        if self._recipe.max_grad_norm is not None:
-            self.reduction.scale(clip_factor(self.norm(grads), self._recipe.max_grad_norm))
-        self.gather.run(self.progress.step, self.step(grads))
+        limit = self._recipe.max_grad_norm
+        grad_scale = 1.0 if limit is None else float(clip_factor(self.norm(grads), limit))
+        self.gather.run(self.progress.step, self.step(grads, grad_scale))
         self.stepped()
 
     def _follow_params(self) -> None:
@@ -307,11 +302,17 @@ class Wiring:
         missed.__cause__ = failure
         return missed
 
+    def clip(self, grads: Sequence[GradShard], max_norm: float) -> Tensor:
+        """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective."""
+        norm = self.norm(grads)
+        self.reduction.scale(clip_factor(norm, max_norm))
+        return norm
+
     def norm(self, grads: Sequence[GradShard]) -> Tensor:
         """Global L2 norm of the reduced gradients. Collective."""
         return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
 
-    def step(self, grads: Sequence[GradShard]) -> Iterator[GradBucket]:
+    def step(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
         """Step this rank's shards; yields every bucket that is updated once it is up to date here.
 
         If the placement fails they come as they are, because the other ranks wait for them: :meth:`stepped` raises.
@@ -322,7 +323,7 @@ class Wiring:
             left += [index for index in range(len(buckets)) if index not in left]
         try:
             self._guard.begin(self._patience_s)
-            for index in self.placement.step(grads, self._param_groups):
+            for index in self.placement.step(grads, self._param_groups, grad_scale):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
@@ -387,29 +388,18 @@ class Wiring:
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, a pending step included, to rank ``to``. Collective."""
-        state = self._collect(to)
-        self._full_state = (self._version(), state)
-
-    def _version(self) -> tuple[int, ...]:
-        """Another one when this rank's state has changed, by a step or by the user."""
-        live = (value for _, state in self.placement.state() for value in state.values() if isinstance(value, Tensor))
-        return (self._guard.changes, *(value._version for value in live))
-
-    def _collect(self, to: int) -> dict[int, dict[str, Any]] | None:
-        self.flush()
-        self.agreement.raise_first_error(self._missed() or self._follow_edits(), "consolidate_state_dict()")
-        return Consolidation(self.agreement, self.partition, self.placement).run(to)
+        self._settle("consolidate_state_dict()")
+        self._whole.consolidate(to)
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """All state, a pending step included, cut by rows over the ranks. Collective."""
+        self._settle("sharded_state_dict()")
+        return self._whole.rows()
+
+    def _settle(self, call: str) -> None:
+        """Let state be what it is after the last step and the user's edits, on every rank."""
         self.flush()
-        self.agreement.raise_first_error(self._missed() or self._follow_edits(), "sharded_state_dict()")
-        return self._sharded_state().snapshot()
-
-    def _sharded_state(self) -> ShardedState:
-        from .sharded_state import ShardedState  # takes seconds to import, and few need it
-
-        return ShardedState(self.agreement, self.partition, self.placement)
+        self.agreement.raise_first_error(self._missed() or self._follow_edits(), call)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """The full state: what :meth:`consolidate` brought here, if still current, else pulled from the other ranks.
@@ -417,43 +407,18 @@ class Wiring:
         It shares no memory with anything. Not collective: what other ranks have replaced or dropped in their ``state``
         is in it from their next step or consolidation on.
         """
-        if self.placement.pending and self._closed:
-            raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
-        if self.placement.pending:
-            raise StepPending(
-                "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
-                "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
-            )
+        self._whole.require_landed()
         conflict = None if self._closed else self._follow_edits()
         if conflict is not None:
             raise conflict
-        kept, state = self._full_state
-        if state is not None and kept == self._version():
-            return copied(state)
-        if self.partition.world_size == 1:
-            return self._collect(0) or {}
-        if self._groups.service is not None:
-            return self._groups.service.pull()
-        raise StateNotConsolidated(
-            "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
-            "every rank, after the last step, then opt.state_dict() on that rank"
-        )
+        return self._whole.here(self._groups.service)
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take this rank's slices out of state that has its full shape here, or over all ranks (DTensors)."""
         self.agreement.on_contents(loaded_contents(states, groups, self._describe))
         self.gather.flush()
         self._admit(sum(1 << index for index in states))
-        cut_by_rows = any(is_dtensor(value) for state in states.values() for value in state.values())
-        cut_by_rows = self.agreement.any(cut_by_rows)
-        if cut_by_rows:
-            mine = self._sharded_state().shards(states)
-        else:
-            mine = {
-                piece.param: cut(states[piece.param], piece, self.partition.flats[piece.param])
-                for piece in self.partition.owned()
-                if piece.param in states
-            }
+        mine = self._whole.own_part(states)
         self._guard.begin(self._patience_s)
         self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
@@ -465,6 +430,7 @@ class Wiring:
 
     def close(self) -> None:
         """Let parameters arrive, stop listening and destroy the groups, all of it whatever fails meanwhile."""
+        self._whole.close()
         self._closed = True
         with ExitStack() as last_first:
             last_first.callback(self._groups.close)

@@ -175,6 +175,16 @@ def expected(case: Case, world_size: int, reduction: Any, steps: int = STEPS) ->
     return [param.detach().clone() for param in params], optimizer.state_dict()
 
 
+def backward_of(case: Case, params: Any, reduction: Any, step: int, rank: int, world_size: int) -> None:
+    """A step's gradients as they come to a reduction: the mean in ``p.grad``, or by this rank's own backwards."""
+    if isinstance(reduction, zero_opt.AlreadyReduced):
+        for index, param in enumerate(params):
+            param.grad = sum_of_means(case, world_size, step, index)
+    else:
+        for used, grads in local_backwards(case, params, step, rank):
+            torch.autograd.backward(used, grads)
+
+
 def train(
     case: Case, rank: int, world_size: int, reduction: Any, steps: int = STEPS, **options: Any
 ) -> tuple[list[Tensor], Any]:
@@ -183,12 +193,7 @@ def train(
     optimizer = case.sharded(params, reduction, **options)
     for step in range(steps):
         optimizer.zero_grad()
-        if isinstance(reduction, zero_opt.AlreadyReduced):
-            for index, param in enumerate(params):
-                param.grad = sum_of_means(case, world_size, step, index)
-        else:
-            for used, grads in local_backwards(case, params, step, rank):
-                torch.autograd.backward(used, grads)
+        backward_of(case, params, reduction, step, rank, world_size)
         optimizer.step()
     to = steps % world_size
     optimizer.consolidate_state_dict(to=to)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_opt
-from test.distributed.harness import run_processes
+from test.distributed.harness import assert_bitwise, run_processes
 
 SECONDS = 20  # nothing hangs
 
@@ -73,3 +73,21 @@ def test_ranks_that_mean_different_ones_are_told(to: Any, what: str) -> None:
     kind, _, rest = what.partition(": ")
     assert messages[1].startswith(kind)
     assert rest.removeprefix("rank 1: ") in messages[1]
+
+
+def _consolidate_and_close(rank: int, world_size: int) -> Any:
+    optimizer = _stepped(torch.optim.Adam)
+    optimizer.consolidate_state_dict(to=0)
+    before = optimizer.state_dict()
+    optimizer.close()
+    if rank == 0:
+        return before, optimizer.state_dict()
+    with pytest.raises(zero_opt.StateNotConsolidated, match="closed"):
+        optimizer.state_dict()
+    return before, before
+
+
+def test_what_was_consolidated_is_there_after_the_end() -> None:
+    (before, after), _ = run_processes(2, _consolidate_and_close, timeout=SECONDS)
+    assert len(after["state"]) == 2
+    assert_bitwise(after, before)

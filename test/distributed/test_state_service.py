@@ -15,7 +15,7 @@ from torch import nn
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
-from test.distributed.scenario import BUCKET_MB, SHAPES, Case, case, expected, local_backwards, sum_of_means
+from test.distributed.scenario import BUCKET_MB, SHAPES, Case, backward_of, case, expected
 from test.distributed.stepped import make_stepped, take_step
 from zero_opt import consolidate
 
@@ -37,15 +37,6 @@ REDUCTIONS = {
 }
 
 
-def _backward(case: Case, params: Any, reduction: Any, step: int, rank: int, world_size: int) -> None:
-    if isinstance(reduction, zero_opt.AlreadyReduced):
-        for index, param in enumerate(params):
-            param.grad = sum_of_means(case, world_size, step, index)
-    else:
-        for used, grads in local_backwards(case, params, step, rank):
-            torch.autograd.backward(used, grads)
-
-
 def _alone(rank: int, world_size: int, case: Case, reduction: Any, asks: Callable[[int, int], bool]) -> Any:
     """The state dicts that this rank asked for, by step, while the others went on."""
     delays = random.Random(rank)
@@ -54,7 +45,7 @@ def _alone(rank: int, world_size: int, case: Case, reduction: Any, asks: Callabl
     found = {0: optimizer.state_dict()} if asks(rank, 0) else {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        _backward(case, params, reduction, step, rank, world_size)
+        backward_of(case, params, reduction, step, rank, world_size)
         time.sleep(delays.choice([0, 0, 0.001, 0.01]))
         optimizer.step()
         time.sleep(delays.choice([0, 0, 0.001, 0.01]))

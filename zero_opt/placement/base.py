@@ -39,8 +39,12 @@ class Placement(Protocol):
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """The buckets that :meth:`step` will update, the same on every rank."""
 
-    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
         """One optimizer step of this rank's slices with the given hyperparameters per group.
+
+        Gradients are multiplied by ``grad_scale`` first, in the same pass over memory where the step is native.
 
         Yields the index of each bucket of :meth:`landing`, in order, once its parameters are updated here; must be run
         to the end.

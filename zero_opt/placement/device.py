@@ -95,31 +95,37 @@ class DevicePlacement(AtOnce):
             if index in self._stepped:
                 self._stepped[index].data = self._flats[index].part(self._slices[index].in_param)
 
-    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
         """See :class:`Placement`."""
         inner = self._optimizer
         for flat in self._flats.values():
             flat.load()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(hypers_of(outer))
-        yield from self._step_shards(grads)
+        yield from self._step_shards(grads, grad_scale)
         for outer, own in zip(groups, inner.param_groups, strict=True):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
 
-    def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
+    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         """All at once: a class may keep state per group or per step."""
-        self._step_together(grads, self._optimizer)
+        self._step_together(grads, self._optimizer, grad_scale)
         yield from (shard.bucket for shard in grads if shard.used)
 
-    def _step_together(self, grads: Sequence[GradShard], stepper: torch.optim.Optimizer) -> None:
+    def _step_together(self, grads: Sequence[GradShard], stepper: torch.optim.Optimizer, grad_scale: float) -> None:
+        native = isinstance(stepper, (CPUAdam, CPUAdamW))
+        options = {"grad_scale": grad_scale} if native else {}
         parts = []
         for shard in grads:
             for piece, grad in zip(shard.slices, shard.grads, strict=True):
                 if grad is not None:
                     part = self._stepped[piece.param]
+                    if grad_scale != 1 and not native:
+                        grad = grad * grad_scale  # not in place: it may be the user's own
                     part.grad = grad if grad.dtype is part.dtype else grad.to(part.dtype)
                     parts.append(part)
-        bare_step(stepper)
+        bare_step(stepper, **options)
         for part in parts:
             part.grad = None
 
@@ -164,10 +170,10 @@ class DevicePlacement(AtOnce):
 class BucketwisePlacement(DevicePlacement):
     """Steps one bucket at a time, so that it can be on its way to the other ranks while the next is stepped."""
 
-    def _step_shards(self, grads: Sequence[GradShard]) -> Iterator[int]:
+    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         for shard in grads:
             if any(grad is not None for grad in shard.grads):
-                self._step_together([shard], self._stepper_of(shard))
+                self._step_together([shard], self._stepper_of(shard), grad_scale)
             if shard.used:
                 yield shard.bucket
 

@@ -239,10 +239,12 @@ class WorkerPlacement:
             return [shard.bucket for shard in grads if shard.used]
         return [] if self._pending is None else self._pending.buckets
 
-    def step(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
         """See :class:`Placement`."""
         before = list(self.land())
-        self._submit(grads, groups)
+        self._submit(grads, groups, grad_scale)
         yield from self._land() if not self._delay else before
 
     def wait(self) -> None:
@@ -286,7 +288,9 @@ class WorkerPlacement:
                 )
         return None
 
-    def _submit(self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]]) -> None:
+    def _submit(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> None:
         batches: dict[int, tuple[Any, list[Any], list[int]]] = {}
         keep: list[Tensor] = []
         used: list[_Used] = []
@@ -297,7 +301,7 @@ class WorkerPlacement:
                 continue
             number = shard.bucket.layout.group
             if number not in batches:
-                batches[number] = (adam_hypers(groups[number]).native(), [], [])
+                batches[number] = (adam_hypers(groups[number]).native(grad_scale), [], [])
             _, runs, addresses = batches[number]
             shard.read_params(positions)
             home = shard.take_grads(found.grads)
