@@ -24,6 +24,8 @@ from .errors import (
     StepDesync,
     StepFailed,
     StepPending,
+    StorageFailed,
+    StorageFull,
     UnsupportedOptimizer,
     UnsupportedParam,
     WorkerDied,
@@ -31,7 +33,17 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    DDPHook,
+    MixedPrecision,
+    NVMeOffload,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -49,6 +61,7 @@ __all__ = [
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
+    "NVMeOffload",
     "NativeUnavailable",
     "OptimizerClosed",
     "OutOfMemory",
@@ -62,6 +75,8 @@ __all__ = [
     "StepDesync",
     "StepFailed",
     "StepPending",
+    "StorageFailed",
+    "StorageFull",
     "UnsupportedOptimizer",
     "UnsupportedParam",
     "WorkerDied",

@@ -380,6 +380,7 @@ class Wiring:
     def memory_report(self) -> dict[str, int]:
         """Bytes of gradient shards and of staging on this rank."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
+        staging += self.placement.staging_nbytes
         return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
 
     def _show_state(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives import Group
 from ..errors import ConfigTypeError
-from ..policies import AlreadyReduced, WorkerOffload
+from ..policies import AlreadyReduced, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from .base import ParamState, Placement
 from .device import (
@@ -21,12 +21,13 @@ from .device import (
     hypers_of,
     steps_params_apart,
 )
+from .native_rules import check_groups as _check_native_groups
+from .native_rules import check_params as _check_native_params
+from .native_rules import check_state as _check_native_state
+from .nvme import NVMePlacement
 from .worker import WorkerPlacement
-from .worker import check_groups as _check_worker_groups
-from .worker import check_params as _check_worker_params
-from .worker import check_state as _check_worker_state
 
-Policy = WorkerOffload | None
+Policy = WorkerOffload | NVMeOffload | None
 
 __all__ = [
     "DevicePlacement",
@@ -45,9 +46,9 @@ __all__ = [
 
 def check_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is one this version can place."""
-    if policy is not None and not isinstance(policy, WorkerOffload):
-        called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigTypeError(f"offload must be None or WorkerOffload(), got {policy!r}{called}")
+    if policy is not None and not isinstance(policy, (WorkerOffload, NVMeOffload)):
+        called = f"; write {policy.__name__}(...)" if isinstance(policy, type) else ""
+        raise ConfigTypeError(f"offload must be None, WorkerOffload() or NVMeOffload(path), got {policy!r}{called}")
 
 
 def check_params(
@@ -58,8 +59,8 @@ def check_params(
 ) -> None:
     """Raise UnsupportedOptimizer or UnsupportedParam, naming it, for what cannot be stepped where the policy says."""
     if policy is not None:
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_params((param for group in groups for param in group["params"]), describe)
+        _check_native_groups(type(policy).__name__, optimizer_class, groups)
+        _check_native_params(type(policy).__name__, (param for group in groups for param in group["params"]), describe)
 
 
 def check_state(
@@ -70,8 +71,8 @@ def check_state(
 ) -> None:
     """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that a placement cannot take."""
     if policy is not None:
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_state(states)
+        _check_native_groups(type(policy).__name__, optimizer_class, groups)
+        _check_native_state(states)
 
 
 def build_placement(
@@ -86,6 +87,8 @@ def build_placement(
     Args:
         reduction: where gradients come from.
     """
+    if isinstance(policy, NVMeOffload):
+        return NVMePlacement(policy, defaults)
     if policy is not None:
         grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
         return WorkerPlacement(policy, defaults, group, grad_buffers)
