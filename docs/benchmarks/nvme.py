@@ -2,7 +2,7 @@
 
     python docs/benchmarks/nvme.py DIRECTORY [--state-mb 2048] [--rounds 7] [--write docs/benchmarks/results/]
 
-Per round, in turns: the disk's own speed, and one step. The first is a plain loop over a file of the same size, reserved
+Per round, in turns: the speed of the disk, and one step. The first is a plain loop over a file as large, reserved
 and opened in the same way: one thread reads all of it from start to end while another writes it from start to end, in
 blocks as large as a window's arrays, and nothing is computed; then either alone. Medians over the rounds count.
 

@@ -195,6 +195,24 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer.close()
 
 
+def test_state_that_cannot_be_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """A page past the end of its file is as one that the disk does not give."""
+    params = make_params()
+    optimizer = make(params, tmp_path)
+    backward(params, 1, 0)
+    optimizer.step()
+    file = placement_of(optimizer)._disk.file
+    os.ftruncate(file._fd, 0)
+    with pytest.raises(zero_opt.StorageFailed, match="cannot be read from the file that holds it"):
+        optimizer.state_dict()
+    with pytest.raises(zero_opt.StorageFailed, match="cannot be read from the file that holds it"):
+        zero_opt.sharded_state_dict(optimizer)
+    backward(params, 1, 0)
+    with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed \(the file ends there\)"):
+        optimizer.step()
+    optimizer.close()
+
+
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
