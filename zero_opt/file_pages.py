@@ -13,14 +13,14 @@ from torch import Tensor
 from .errors import StorageFailed
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
-_UNREADABLE = (errno.EFAULT, errno.EHWPOISON)
+_UNREADABLE = (errno.EFAULT, 133)  # EHWPOISON, which errno does not name everywhere
 
 
 @functools.cache
 def _madvise() -> Callable[..., int]:
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def require_readable(run: Tensor) -> None:

@@ -36,7 +36,7 @@ class Faults:
         self.due: tuple[str, int, int] | None = None
         self._lock = threading.Lock()
         for name in self._calls:
-            monkeypatch.setattr(nvme_file.os, name, lambda *given, name=name: self._call(name, *given))
+            monkeypatch.setattr(os, name, lambda *given, name=name: self._call(name, *given))
 
     def _call(self, name: str, fd: int, buffers: Any, offset: int) -> int:
         with self._lock:
@@ -107,7 +107,7 @@ def _fails_on_one(rank: int, world_size: int, path: Path) -> Any:
         return read(*given)
 
     backward(params, 1, rank)
-    nvme_file.os.preadv = preadv
+    os.preadv = preadv
     if rank == 1:
         with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed"):
             optimizer.step()
@@ -179,7 +179,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer = make(params, tmp_path, offload=in_file(tmp_path, hang_timeout=0.05))
     backward(params, 1, 0)
     answers, read = threading.Event(), os.preadv
-    monkeypatch.setattr(nvme_file.os, "preadv", lambda *given: answers.wait(SECONDS) and read(*given))
+    monkeypatch.setattr(os, "preadv", lambda *given: answers.wait(SECONDS) and read(*given))
     with pytest.raises(zero_opt.StorageFailed, match=r"has not answered for 0\.05 s.*hang_timeout"):
         optimizer.step()
     answers.set()
@@ -282,7 +282,7 @@ def test_a_file_system_that_knows_no_files_without_names(tmp_path: Path, monkeyp
             raise OSError(errno.EOPNOTSUPP, "no")
         return opened(path, flags, *rest, **named)
 
-    monkeypatch.setattr(nvme_file.os, "open", refusing)
+    monkeypatch.setattr(os, "open", refusing)
     optimizer = make(make_params(), tmp_path)
     assert list(tmp_path.iterdir()) == []
     optimizer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB, Case, case, expected, train, values
 from test.distributed.test_worker_offload import LRS, NATIVE, SHAPES, backward, make_params, simulate
-from zero_opt.placement import nvme_file
+from zero_opt.placement import nvme_extent
 
 SECONDS = 60  # nothing hangs
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -60,7 +61,7 @@ def test_same_bits_as_a_plain_optimizer(world_size: int, reduction: Any, tmp_pat
 
 
 def train_ranks(rank: int, world_size: int, path: Path, steps: int, dtype: torch.dtype, **options: Any) -> Any:
-    """One rank's parameters after every step and at the end, and the state then."""
+    """One rank's parameters after every step and at the end, and the state then, which each rank gets by itself."""
     params = make_params(dtype)
     optimizer = make(params, path, **options)
     seen = []
@@ -70,8 +71,7 @@ def train_ranks(rank: int, world_size: int, path: Path, steps: int, dtype: torch
         backward(params, step, rank)
         optimizer.step()
         seen.append([param.detach().clone() for param in params])
-    optimizer.consolidate_state_dict()
-    state = optimizer.state_dict()["state"] if rank == 0 else None
+    state = optimizer.state_dict()["state"]
     optimizer.close()
     return [*seen, seen[-1]], state
 
@@ -82,8 +82,7 @@ def test_every_dtype(world_size: int, dtype: torch.dtype, tmp_path: Path) -> Non
     seen, state = simulate(world_size, 6, 0, dtype)
     for rank, found in enumerate(run_processes(world_size, train_ranks, tmp_path, 6, dtype, timeout=SECONDS)):
         assert_bitwise(found[0], seen, f"rank {rank}")
-        if rank == 0:
-            assert_bitwise(found[1], state, "state")
+        assert_bitwise(found[1], state, f"state on rank {rank}")
 
 
 def _train_on(cls: Any, offload: Any, **options: Any) -> Any:
@@ -121,15 +120,30 @@ def test_bits_do_not_depend_on_the_window(window_mb: float, tmp_path: Path) -> N
     assert_bitwise(list(found), list(simulate(1, 4, 0, torch.bfloat16)))
 
 
+def test_masters_of_fp32_parameters_are_in_the_file_where_those_are_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, but that copies stay on the host."""
+    made = nvme_extent.FileShard.__init__
+
+    def apart(self: Any, bucket: Any) -> None:
+        made(self, bucket)
+        self.direct = False
+
+    monkeypatch.setattr(nvme_extent.FileShard, "__init__", apart)
+    assert_bitwise(list(train_ranks(0, 1, tmp_path, 4, torch.float32)), list(simulate(1, 4, 0)))
+    assert_bitwise(_edited(tmp_path, torch.float32), _edited(None, torch.float32))
+
+
 def test_where_no_transfer_goes_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = nvme_file.fcntl.fcntl
+    flags = fcntl.fcntl
 
     def refusing(fd: int, command: int, value: int = 0) -> int:
-        if command == nvme_file.fcntl.F_SETFL and value & os.O_DIRECT:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct transfers here")
         return flags(fd, command, value)
 
-    monkeypatch.setattr(nvme_file.fcntl, "fcntl", refusing)
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
     params = make_params()
     optimizer = make(params, tmp_path)
     assert not placement_of(optimizer)._disk.file.direct

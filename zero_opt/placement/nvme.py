@@ -91,7 +91,7 @@ class NVMePlacement:
             windows += extent.windows(self._window_bytes, len(windows))
         largest = max((window.total_nbytes for window, _ in windows), default=0)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
-            require_memory(BUFFERS * largest, "NVMeOffload, for its windows,")
+            require_memory(BUFFERS * largest, f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}")
             self._buffers = [Buffer(largest) for _ in range(BUFFERS)]
         self._extents, self._windows = extents, windows
 

@@ -19,6 +19,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from typing import NamedTuple
 
 import torch
@@ -89,15 +90,12 @@ class Disk:
 
     def wait(self, transfer: Future[None]) -> None:
         """Raise what went wrong with a transfer; StorageFailed if it does not end in time, and then it goes on."""
-        try:
-            transfer.result(self.patience_s)
-        except TimeoutError as error:
-            if transfer.done():
-                raise
+        if transfer not in futures_wait([transfer], self.patience_s).done:
             raise StorageFailed(
                 f"the disk under {self.file.folder!r} has not answered for {self.patience_s:g} s; give it longer with "
                 "NVMeOffload(hang_timeout=...)"
-            ) from error
+            )
+        transfer.result(0)
 
     def close(self) -> None:
         """End the threads; transfers go on until they end."""
