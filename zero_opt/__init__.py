@@ -31,7 +31,17 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -41,6 +51,7 @@ __all__ = [
     "AtStep",
     "CPUAdam",
     "CPUAdamW",
+    "CPUOffload",
     "Checks",
     "ConfigConflict",
     "ConfigError",

@@ -84,7 +84,7 @@ class LocalState:
             )
         self._flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
-        self._state = dict(placement.state())
+        self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
 
     @classmethod

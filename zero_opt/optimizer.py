@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._wired = self._closed = False
         Joinable.__init__(self)
         parent = resolve_group(process_group)
-        if offload is None and (parent is None or parent.size() == 1):
+        if offload is None and precision.master_dtype is None and (parent is None or parent.size() == 1):
             self._build_alone(params)
         else:
             self._build_sharded(params, OwnGroups(parent, checks.timeout))
@@ -364,7 +364,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 check_options(state_dict["param_groups"])
             groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
             if self._sharded is not None:
-                check_state(self._recipe.offload, self._recipe.optimizer_class, groups, states)
+                recipe = self._recipe
+                check_state(recipe.offload, recipe.precision, recipe.optimizer_class, groups, states)
                 self._sharded.placement.wait()
         except UnsupportedOptimizer as found:
             error = StateDictError(f"in the state dict, {found}")

@@ -25,7 +25,7 @@ from .join import follow_hypers
 from .own_groups import OwnGroups
 from .param_gather import spread
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, hypers_of
+from .placement import Placement, build_placement, check_params, home_of, hypers_of
 from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
@@ -60,8 +60,8 @@ class Recipe:
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe, self.precision.reduce_dtype)
-        check_params(self.offload, self.optimizer_class, param_groups, describe)
+        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
+        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
         model = self.reduction.overlap_param_gather
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)
@@ -97,9 +97,8 @@ class Wiring:
         self._guard = StateGuard()
         self._closed = False
         self._owed = False  # ranks may not have all of each other's updates
-        geometry = Geometry(
-            not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
-        )
+        dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
+        geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
         self.agreement = Agreement(groups.control, describe)
         self.agreement.on_contents(recipe.entries())  # what comes below is collective, and differs with it
         self.partition = Partition(groups.control, geometry, describe)
@@ -127,7 +126,12 @@ class Wiring:
         try:
             with self.agreement.together("ShardedOptimizer()"):
                 placement = build_placement(
-                    recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
+                    recipe.offload,
+                    recipe.precision,
+                    recipe.optimizer_class,
+                    recipe.defaults,
+                    self._groups.control,
+                    recipe.reduction,
                 )
         except BaseException:
             if placement is not None:
@@ -197,9 +201,7 @@ class Wiring:
         for index in added:
             if index not in mine:
                 param = self._params[index]
-                home = (param.dtype, param.device)
-                if self._recipe.offload is not None:
-                    home = (torch.float32, torch.device("cpu"))
+                home = home_of(self._recipe.offload, self._recipe.precision, param)
                 kinds[index] = Kind(self._group_of[index], param.dim(), *home)
         self._shown.add(kinds)
 
