@@ -102,9 +102,11 @@ class Agreement:
 
         Raises:
             StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
+            PeerSilent: a rank does not come. PeerLost: one has ended.
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
         mask_bytes = _mask_bytes(param_count)
+        self.group.in_step(mine.step)
         payload = mine.pack(mask_bytes, failed=error is not None)
         unpacked = [
             StepReport.unpack(raw, mask_bytes)
