@@ -35,7 +35,7 @@ from .placement import check_state, hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, fitted, match, pack_groups
+from .state_dict import Refused, StateDict, copied, fitted, match, pack_groups
 from .wiring import Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -342,11 +342,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 state_dict = replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
         """Load a full ``torch.optim`` state dict, saved at any world size. Collective; every rank gives the whole dict.
 
         The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
-        end, and forgotten.
+        end, and forgotten. The log says which parameters start afresh because the dict has no state for them.
+
+        Args:
+            strict: whether state that does not fit its parameter is an error. Else that parameter starts afresh,
+                hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
             StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
@@ -356,17 +360,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        elementwise = is_elementwise(self._recipe.optimizer_class)
+        cls, refused = self._recipe.optimizer_class, Refused(strict=strict)
         error: Exception | None = None
         states: dict[int, Mapping[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         try:
-            states = match(state_dict, self.param_groups, elementwise)
+            states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
             if self._sharded is not None:
                 check_options(state_dict["param_groups"])
-            groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
+            states, groups = fitted(states, self.param_groups, state_dict["param_groups"], cls, refused)
             if self._sharded is not None:
-                check_state(self._recipe.offload, self._recipe.optimizer_class, groups, states)
+                check_state(self._recipe.offload, cls, groups, states)
                 self._sharded.placement.wait()
         except UnsupportedOptimizer as found:
             error = StateDictError(f"in the state dict, {found}")
@@ -377,10 +381,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if error is not None:
             raise error
         if self._sharded is None:
-            self._alone().load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            self._alone().load_state_dict(refused.for_class(state_dict, states, self.param_groups))
             self._share_inner()
         else:
             self._sharded.load(states, groups)
+        if self._group.rank == 0:
+            refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
