@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .buckets import GradBucket
-from .collectives import Window, check_rank, tensor_bytes
+from .collectives import check_rank, tensor_bytes
 from .errors import StateDictError, StepPending
 from .flat_param import FlatParam
 from .partition import Partition
 from .placement import Placement
 from .state_dict import torch_dtype
+from .transfers import Window
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16

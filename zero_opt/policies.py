@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 EXCHANGES = ("auto", "backend")
+NONFINITE = ("ignore", "raise", "skip")
 MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # Of a worker. A slip of the pen would take all the processes that the system grants.
@@ -228,15 +229,25 @@ class Checks:
     """What is verified while training, and how long a rank waits for another.
 
     Attributes:
+        nonfinite: what ``step()`` does when a reduced gradient has an inf or NaN on any rank. ``"ignore"``: does not
+            look. ``"raise"``: ``NonFiniteGradient`` on every rank, naming the owner and the parameter. ``"skip"``: no
+            rank steps, and ``opt.skipped_steps`` counts it. Both leave parameters and state as they were.
         timeout: seconds a collective of this optimizer may take before it is an error; ``None`` is the process
             group's own timeout.
+        hang_timeout: seconds after which a rank of this host that is stopped (``SIGSTOP``, a debugger) is an error for
+            those that wait for it.
     """
 
+    nonfinite: str = "ignore"
     timeout: float | None = None
+    hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.nonfinite not in NONFINITE:
+            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {self.nonfinite!r}")
         if self.timeout is not None:
             _check_positive("Checks", "timeout", self.timeout)
+        _check_positive("Checks", "hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
