@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
-from .collectives import Group, Window
+from .collectives import Group
 from .consolidate import Entry, LocalState, listed, listing, small_value
 from .file_pages import require_readable
 from .flat_param import contiguous_strides, is_dense
@@ -25,6 +25,7 @@ from .layout import ParamSlice, Span
 from .partition import Partition
 from .placement import Placement
 from .state_dict import cut, torch_dtype
+from .transfers import Window
 
 States = dict[int, dict[str, Any]]
 

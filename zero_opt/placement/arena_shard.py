@@ -12,10 +12,9 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..cpu_adam.checks import GRAD_DTYPES
 from ..cpu_adam.runs import BoundRun
-from ..flat_param import own_writes
 from ..shared_memory import Arena
-from .native_rules import HALVES
-from .state_shard import MAXIMUM, MOMENTS, StateShard, follow_param
+from .master_shard import HALVES
+from .state_shard import MAXIMUM, MOMENTS, StateShard
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ALIGN = 64
@@ -45,10 +44,9 @@ class ArenaShard(StateShard):
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
-        self.lodged = bucket.dtype in GRAD_DTYPES and bucket.device.type == "cpu"
-        self.grad_dtype = bucket.dtype if self.lodged else torch.float32
+        self.lodged = bucket.shard_dtype in GRAD_DTYPES and bucket.device.type == "cpu"
+        self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
         self._sections: dict[str, Section] = {}
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -79,20 +77,11 @@ class ArenaShard(StateShard):
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
             self.bucket.lodge([self._arrays[role] for role in grads])
 
-    def repoint(self, position: int) -> None:
-        """See :class:`StateShard`."""
-        super().repoint(position)
-        self._copies.pop(position, None)
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._slice("out" if "out" in self._arrays else "master", position)
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    def read_params(self, positions: Sequence[int]) -> None:
-        """Take masters from parameters that the user has written to."""
-        for position in filter(self.edited, positions):
-            flat, piece = self.flats[position], self.pieces[position]
-            flat.load()
-            follow_param(self._slice("master", position), flat.flat[slice(*piece.in_param)])
-            self.follows(position)
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
@@ -134,18 +123,3 @@ class ArenaShard(StateShard):
         """These slices have been stepped; nobody reads the gradients any more."""
         super().count_step(positions)
         self.bucket.reclaim()
-
-    def write_params(self, positions: Sequence[int]) -> None:
-        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
-        for position in positions:
-            if position not in self._copies:
-                target = self.flats[position].flat[slice(*self.pieces[position].in_param)]
-                self._copies[position] = (target, self._slice("out" if "out" in self._arrays else "master", position))
-        pairs = [self._copies[position] for position in positions]
-        flats = [self.flats[position] for position in positions]
-        with own_writes(flats):
-            if pairs:
-                targets, sources = zip(*pairs, strict=True)
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-            for flat in flats:
-                flat.store()

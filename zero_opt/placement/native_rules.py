@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu_adam import CPUAdam, CPUAdamW, require_native
+from ..cpu_adam import require_native
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
+from .master_shard import HALVES
+from .native_steps import ADAM_CLASSES
 
-HALVES = (torch.bfloat16, torch.float16)
-PARAM_DTYPES = (torch.float32, *HALVES)
-_CLASSES = (torch.optim.Adam, torch.optim.AdamW, CPUAdam, CPUAdamW)
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 _log = logging.getLogger("zero_opt")
 
@@ -27,8 +26,8 @@ def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable
         policy: the name of the policy that is to do so.
     """
     require_native()
-    if cls not in _CLASSES:
-        names = ", ".join(known.__name__ for known in _CLASSES)
+    if cls not in ADAM_CLASSES:
+        names = ", ".join(known.__name__ for known in ADAM_CLASSES)
         raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_OTHERWISE}")
     for number, group in enumerate(groups):
         if group.get("fused") is False or group.get("foreach"):
@@ -48,7 +47,7 @@ def _say_fused(policy: str, name: str) -> None:
 def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
     """Raise UnsupportedParam, naming it, for a parameter that cannot be stepped natively."""
     for index, param in enumerate(params):
-        if param.dtype not in PARAM_DTYPES:
+        if param.dtype not in (torch.float32, *HALVES):
             raise UnsupportedParam(
                 f"{describe(index)} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {_OTHERWISE}"
             )

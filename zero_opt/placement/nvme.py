@@ -123,6 +123,14 @@ class NVMePlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def saved(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`; it is plain."""
+        return self.state()
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`; none is."""
+        return iter(())
+
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`. Values are copied to the file."""
         shard, position = self._places[index]

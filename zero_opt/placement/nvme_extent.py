@@ -30,6 +30,14 @@ class FileShard(StateShard):
         self.index = bucket.layout.index
         self.direct = self.param_dtype is torch.float32 and bucket.device.type == "cpu"
 
+    def master(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self.param_run(position) if self.direct else super().master(position)
+
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`; a step itself writes to the parameters."""
+        return self.master(position).to(self.param_dtype)
+
     def bind(self, arrays: dict[str, Tensor]) -> None:
         """Make the views anew over these arrays, (shard numel,) each."""
         self._arrays = arrays

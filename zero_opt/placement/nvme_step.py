@@ -12,9 +12,10 @@ from ..cpu_adam import AdamHypers, AdamUpdate, adam_update_
 from ..cpu_adam.checks import GRAD_DTYPES
 from ..flat_param import FlatParam, own_writes
 from ..reduction.base import GradShard
+from .master_shard import follow_param
 from .nvme_extent import FileShard, Segment
 from .nvme_pass import Buffer, Disk, Window, WindowPass
-from .state_shard import MAXIMUM, MOMENTS, follow_param
+from .state_shard import MAXIMUM, MOMENTS
 
 
 class Hypers(NamedTuple):
@@ -63,7 +64,7 @@ class FileStep:
         self._grads[key] = flat.flatten(grad) if grad.shape == flat.param.shape else grad
         if shard.edited(position):
             self._following.add(key)
-        shard.follows(position)
+        shard.follow(position)
 
     def plan(self, windows: Iterable[tuple[Window, Sequence[Segment]]], buffers: Sequence[Buffer], disk: Disk) -> None:
         """Find out which windows have something to step."""
@@ -99,8 +100,7 @@ class FileStep:
 
     def _param(self, part: Segment) -> Tensor:
         """The parameter's elements, (part numel,)."""
-        start = part.shard.pieces[part.position].in_param.start
-        return part.shard.flats[part.position].flat[start + part.at.start : start + part.at.stop]
+        return part.shard.param_run(part.position)[part.at]
 
     def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
         shard, target = part.shard, self._param(part)

@@ -1,4 +1,4 @@
-"""One bucket's shard of state, with this rank's slices of it: live views, and when a master follows its parameter."""
+"""One bucket's shard of Adam's state, in arrays of the shard's size, as it is shown, replaced and counted."""
 
 from __future__ import annotations
 
@@ -9,29 +9,18 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from ..flat_param import FlatParam
 from .base import ParamState
-from .native_rules import HALVES
+from .master_shard import HALVES, MasterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
 
 
-def follow_param(master: Tensor, param: Tensor) -> None:
-    """Take a master from the parameter that the user has written to, in place; both 1-D, the master on the CPU."""
-    if param.dtype in HALVES:
-        # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
-        same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16).to(master.device)
-        torch.where(same, master, param.to(master.device).float(), out=master)
-    else:
-        master.copy_(param)
+class StateShard(MasterShard):
+    """See the module. Slices are those of this rank in the bucket.
 
-
-class StateShard:
-    """See the module. Slices are named by their position among those of this rank in the bucket.
-
-    Arrays are of the shard's size, and fp32: exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; master, where that is not
-    the parameter itself.
+    Arrays are (shard numel,), fp32: exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; master, where the parameter is not
+    that itself.
 
     Attributes:
         steps: steps done, fp32, one per slice.
@@ -39,17 +28,22 @@ class StateShard:
     """
 
     def __init__(self, bucket: GradBucket) -> None:
-        self.bucket, self.pieces = bucket, bucket.slices
         by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
-        self.flats: list[FlatParam] = [by_index[piece.param] for piece in self.pieces]
+        super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
+        self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
         self._arrays: dict[str, Tensor] = {}
-        self._stale = set(range(len(self.pieces)))
-        self._known = [flat.edits for flat in self.flats]
         self._views: dict[int, ParamState] = {}
         self._own: dict[int, ParamState] = {}
+
+    def master(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._slice("master", position)
+
+    def _slice(self, role: str, position: int) -> Tensor:
+        return self._arrays[role][slice(*self.pieces[position].in_shard)]
 
     def _renew_views(self) -> None:
         """Let the dicts that the user holds show the arrays as they are mapped now, but for what the user put there."""
@@ -61,23 +55,13 @@ class StateShard:
                     shown[key] = value
             self._views[position] = shown
 
-    def repoint(self, position: int) -> None:
-        """The parameter's data moved: whatever lies there is the user's."""
-        self._stale.add(position)
-
-    def _slice(self, role: str, position: int) -> Tensor:
-        return self._arrays[role][slice(*self.pieces[position].in_shard)]
-
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            flat = self.flats[position]
-            whole = self.pieces[position].in_param.numel == flat.param.numel()
             shown: ParamState = {"step": self.steps[position]}
             keys = [key for key in (*MOMENTS, MAXIMUM) if key in self._arrays]
             for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
-                run = self._slice(key, position)
-                shown[key] = flat.shaped(run) if whole else run
+                shown[key] = self.shaped(self._slice(key, position), position)
             self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
 
@@ -103,20 +87,9 @@ class StateShard:
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
-        flat, piece = self.flats[position], self.pieces[position]
-        if "master" in self._arrays and ("master" not in saved or self.param_dtype not in HALVES):
-            flat.load()
-            self._slice("master", position).copy_(flat.flat[slice(*piece.in_param)])
-        self.follows(position)
-
-    def edited(self, position: int) -> bool:
-        """Whether the user has written to the parameter since it was last read or written here."""
-        return position in self._stale or self.flats[position].edits != self._known[position]
-
-    def follows(self, position: int) -> None:
-        """The master is, or will be, what the parameter is at this moment."""
-        self._stale.discard(position)
-        self._known[position] = self.flats[position].edits
+        if "master" not in saved or self.param_dtype not in HALVES:
+            self.take_param(position)
+        self.follow(position)
 
     def has_maximum(self) -> bool:
         """Whether there is a place for amsgrad's state."""
