@@ -281,6 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
+        self._parked.require_here()
         return torch.nn.utils.clip_grad_norm_(self._params(), limit)
 
     def flush(self) -> None:
