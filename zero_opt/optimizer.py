@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,28 +17,28 @@ from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
-    check_options,
     check_type,
     check_wrapped_class,
-    is_elementwise,
     normalized,
     normalized_group,
     template_of,
 )
-from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
+from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
+from .loading import Loading
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .parked import Parked
 from .placement import Policy as Offload
 from .placement import check_policy as check_offload
-from .placement import check_state, hypers_of
+from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
+from .recipe import Recipe
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import Refused, StateDict, copied, fitted, match, pack_groups
-from .wiring import Recipe, Wiring
+from .state_dict import StateDict, copied, pack_groups
+from .wiring import Wiring
 
 _Closure = Callable[[], Any]
 
@@ -382,32 +382,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        cls, refused = self._recipe.optimizer_class, Refused(strict=strict)
-        error: Exception | None = None
-        states: dict[int, Mapping[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        try:
-            self._parked.require_here()
-            states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
-            if self._sharded is not None:
-                check_options(state_dict["param_groups"])
-            states, groups = fitted(states, self.param_groups, state_dict["param_groups"], cls, refused)
-            if self._sharded is not None:
-                check_state(self._recipe.offload, self._recipe.precision, cls, groups, states)
-                self._sharded.placement.wait()
-        except UnsupportedOptimizer as found:
-            error = StateDictError(f"in the state dict, {found}")
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        if self._sharded is not None:
-            self._sharded.agreement.raise_first_error(error, "load_state_dict()")
-        if error is not None:
-            raise error
+        loading = Loading(self, self._recipe, state_dict, strict=strict)
+        loading.check(self._sharded, self._parked)
+        refused, states = loading.refused, loading.states
         if self._sharded is None:
             self._alone().load_state_dict(refused.for_class(state_dict, states, self.param_groups))
             self._share_inner()
         else:
-            self._sharded.load(states, groups)
+            self._sharded.load(states, loading.groups)
         if self._group.rank == 0:
             refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .background_gather import build_gather, check_held
+from .background_gather import build_gather
 from .buckets import GradBucket
 from .collectives import build_exchange
-from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
+from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
@@ -27,10 +26,10 @@ from .own_groups import OwnGroups
 from .param_gather import spread
 from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, home_of, hypers_of
-from .placement import Policy as Offload
-from .policies import AlreadyReduced, Checks, MixedPrecision
-from .reduction import GradShard, Parts, Policy, build_reduction
+from .placement import Placement, build_placement, home_of, hypers_of
+from .policies import AlreadyReduced
+from .recipe import Recipe
+from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
 from .shown_state import ShownState
 from .stand_ins import Kind, StandIns
@@ -43,45 +42,6 @@ _log = logging.getLogger("zero_opt")
 def _close_all(exchanges: Mapping[str, Exchange]) -> None:
     for exchange in exchanges.values():
         exchange.close()
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a sharded optimizer is made of, as the user gave it.
-
-    Attributes:
-        defaults: the wrapped class's own arguments.
-    """
-
-    optimizer_class: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
-    reduction: Policy
-    offload: Offload
-    precision: MixedPrecision
-    max_grad_norm: float | None
-    checks: Checks
-
-    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
-        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
-        model = self.reduction.overlap_param_gather
-        if model is not None:
-            check_held(model, (param for group in param_groups for param in group["params"]), describe)
-
-    def entries(self) -> list[tuple[str, Any]]:
-        """What ranks compare of it."""
-        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-        policies = {
-            "reduction": self.reduction,
-            "offload": self.offload,
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-            "checks.nonfinite": self.checks.nonfinite,
-        }
-        background = self.reduction.overlap_param_gather is not None
-        compared = [(key, repr(value)) for key, value in policies.items()]
-        return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
 
 
 class Wiring:
