@@ -459,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_alone_step", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
