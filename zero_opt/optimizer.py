@@ -18,6 +18,7 @@ from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
     check_options,
+    check_type,
     check_wrapped_class,
     is_elementwise,
     normalized,
@@ -29,6 +30,7 @@ from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
+from .parked import Parked
 from .placement import Policy as Offload
 from .placement import check_policy as check_offload
 from .placement import check_state, hypers_of
@@ -54,9 +56,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
-        offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
-            process beside this one. :class:`NVMeOffload`: in a file, stepped a window at a time.
-        precision: dtypes of the gradient path.
+        offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
+            process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
+        precision: dtypes of the gradient path and of masters.
         max_grad_norm: clip the global gradient norm to this at every step.
         checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
@@ -89,8 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         try:
             check_reduction(reduction)
             check_offload(offload)
-            _check_type("precision", precision, MixedPrecision)
-            _check_type("checks", checks, Checks)
+            check_type("precision", precision, MixedPrecision)
+            check_type("checks", checks, Checks)
             check_wrapped_class(optimizer_class)
             max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
         except ZeroOptError as error:  # of one rank alone, the others must hear of it
@@ -98,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
+        self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
         parent = resolve_group(process_group)
@@ -146,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if wrong is not None:
                     raise wrong
                 self._validate(params)
-            self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            self._sharded = Wiring(self._recipe, groups, self._describe, self, self._parked)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -195,12 +198,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return
         self._require_open()
         if self._sharded is None:
+            self._parked.require_here()
             with adopt_errors():
                 self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
             return
         known = len(self.param_groups)
         try:
             with self._sharded.agreement.together("add_param_group()"):
+                self._parked.require_here()
                 with adopt_errors():
                     super().add_param_group(normalized_group(param_group, known))
                     template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
@@ -218,10 +223,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Args:
             closure: called once, with gradients enabled, to recompute the loss; its value is returned.
-            **options: what else the wrapped class's ``step`` takes; at world size 1 only.
+            **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
-            ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
@@ -230,6 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         self._require_open()
         if self._sharded is None:
+            self._parked.require_here()
             return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
@@ -238,10 +243,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @_disable_dynamo  # what torch.compile cannot trace, it calls
     def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
         """World size > 1, or an offload."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         parts.take(parts.finish())
         return loss
 
@@ -276,6 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
+        self._parked.require_here()
         return self._alone_step.clip(self._params(), limit)
 
     @property
@@ -298,6 +302,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._sharded is not None:
             with torch.no_grad():
                 self._sharded.flush()
+
+    def offload_state(self) -> None:
+        """Give the parameters' device the memory of state, masters and reduced gradients until :meth:`reload_state`.
+
+        Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
+        group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
+        """
+        self._require_open()
+        if self._sharded is not None:
+            self._sharded.leave_device()
+        self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+
+    def reload_state(self) -> None:
+        """Undo :meth:`offload_state`."""
+        if self._sharded is not None:
+            self._sharded.come_back()
+        self._parked.come_back()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -366,6 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         states: dict[int, Mapping[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         try:
+            self._parked.require_here()
             states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
             if self._sharded is not None:
                 check_options(state_dict["param_groups"])
@@ -405,8 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """See ``torch.distributed.algorithms.Joinable``."""
-        device: torch.device = self._params()[0].device
-        return device
+        return torch.device(self._params()[0].device)
 
     @property
     def join_process_group(self) -> Any:
@@ -434,10 +455,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._sharded is not None:
             return self._sharded.rows()
         assert self._inner is not None
-        return {
-            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.items()}
-            for index, entry in copied(self._inner.state_dict()["state"]).items()
-        }
+        return copied(self._inner.state_dict()["state"], torch.device("cpu"))
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
@@ -488,8 +506,3 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _require_open(self) -> None:
         if self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")

@@ -25,6 +25,7 @@ from .join import follow_hypers
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
+from .parked import Parked
 from .partition import Geometry, Partition
 from .placement import Placement, build_placement, check_params, home_of, hypers_of
 from .placement import Policy as Offload
@@ -90,7 +91,12 @@ class Wiring:
     """
 
     def __init__(
-        self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
+        self,
+        recipe: Recipe,
+        groups: OwnGroups,
+        describe: Callable[[int], str],
+        owner: torch.optim.Optimizer,
+        parked: Parked,
     ) -> None:
         self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
         self._params: list[Tensor] = []
@@ -100,6 +106,7 @@ class Wiring:
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._guard = StateGuard()
         self._closed = False
+        self._parked = parked
         self._owed = False  # ranks may not have all of each other's updates
         dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
         geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
@@ -243,7 +250,7 @@ class Wiring:
         self.gather.flush()
         self.progress.clip_to = clip_to
         self.progress.hypers = self._digest.of(self._param_groups)
-        error = error or self._missed() or self._follow_edits()
+        error = error or self._parked.error() or self._missed() or self._follow_edits()
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -396,6 +403,21 @@ class Wiring:
             self._shown.landed()
             self._show_state()
         self.agreement.raise_first_error(conflict)
+
+    def leave_device(self) -> None:
+        """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
+        self.gather.flush()
+        for bucket in self.partition.buckets:
+            bucket.leave()
+            bucket.forget_staging()
+        self.gather.forget()
+        self._pool.release()
+        self._parked.leave(self.placement.resident())
+
+    def come_back(self) -> None:
+        """Undo :meth:`leave_device`, but for what is parked."""
+        for bucket in self.partition.buckets:
+            bucket.come_back()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes of gradient shards and of staging on this rank."""
