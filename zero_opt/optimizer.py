@@ -229,8 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            WorkerDied, WorkerFailed, StorageFailed: the worker cannot take the step, or the disk fails in it; it stays
-                pending, see :meth:`flush`.
+            WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
@@ -442,9 +441,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included, and
-        the windows of :class:`NVMeOffload`, under which ``state`` is in the file; it is allocated once and reused. Not
-        collective. At world size 1 there are no shards and no staging.
+        ``staging``, allocated once and reused, is what buckets pass through to and from the other ranks, shared memory
+        and a file's windows included (``state`` is in the file then). At world size 1 there are no shards, no staging. Not collective.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
         tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -115,8 +115,7 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: a placement cannot take them. Nothing
-                was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
@@ -336,8 +335,7 @@ class Wiring:
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
-            WorkerDied, WorkerFailed, StorageFailed: on every rank, if the step cannot be taken on one; it stays pending
-                there.
+            WorkerDied, WorkerFailed, StorageFailed: on every rank, if one cannot take the step; it stays pending there.
         """
         self.placement.require_own()
         self.gather.flush()
