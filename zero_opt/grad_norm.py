@@ -81,6 +81,11 @@ def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
     square = square_sum(grads)
     if group is not None:
         square = sum(t.item() for t in group.all_gather(torch.tensor([square], dtype=torch.float64)))
+    return norm_of(square)
+
+
+def norm_of(square: float) -> Tensor:
+    """The root of a sum of squares, rounded once: a 0-dim fp32 tensor."""
     return torch.tensor(math.sqrt(square) if square >= 0 else math.nan, dtype=torch.float32)
 
 

@@ -16,24 +16,28 @@ from .agreement import Agreement
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
-    check_options,
     check_wrapped_class,
-    is_elementwise,
     normalized,
     normalized_group,
+    run_once,
     template_of,
+    tensors_of,
 )
-from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
+from .dtensors import local_of
+from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
+from .loading import checked_load
+from .local_wiring import LocalWiring
+from .mesh_params import admit, mesh_of, needs_parts
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
-from .placement import bare_step, check_state, hypers_of
+from .placement import bare_step, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, fitted, match, pack_groups
+from .state_dict import StateDict, copied, pack_groups
 from .wiring import Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -51,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
+            Left out where parameters are DTensors (FSDP2): their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
             process beside this one.
@@ -66,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
     """
@@ -94,11 +100,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
         Joinable.__init__(self)
-        parent = resolve_group(process_group)
-        if offload is None and (parent is None or parent.size() == 1):
+        params = run_once(params)
+        self._mesh = mesh_of(params, self._recipe, process_group)
+        parent = None if self._mesh is not None else resolve_group(process_group)
+        if offload is None and (parent is None or parent.size() == 1) and not needs_parts(self._mesh, optimizer_class):
             self._build_alone(params)
         else:
-            self._build_sharded(params, OwnGroups(parent, checks.timeout))
+            neighbours = None if self._mesh is None else self._mesh.largest
+            self._build_sharded(params, OwnGroups(parent, checks.timeout, neighbours))
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -132,7 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         try:
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
                 self._validate(params)
-            self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            if self._mesh is None:
+                self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            else:
+                self._sharded = LocalWiring(self._recipe, groups, self._describe, self, self._mesh)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -180,15 +192,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self.param_groups.append(param_group)  # the wrapped class has checked it
             return
         self._require_open()
+        known = len(self.param_groups)
         if self._sharded is None:
             with adopt_errors():
-                self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
+                group = normalized_group(param_group, known)
+                admit(self._mesh, tensors_of([group]), self._recipe)
+                self._alone().add_param_group(group)
             return
-        known = len(self.param_groups)
         try:
             with self._sharded.agreement.together("add_param_group()"):
                 with adopt_errors():
-                    super().add_param_group(normalized_group(param_group, known))
+                    group = normalized_group(param_group, known)
+                    admit(self._mesh, tensors_of([group]), self._recipe)
+                    super().add_param_group(group)
                     template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
                 self._recipe.check_params(self.param_groups, self._describe)
             self._sharded.add_groups()
@@ -210,6 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
             WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
         """
         self._require_open()
@@ -232,6 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _step_alone(self, closure: _Closure | None, options: Mapping[str, Any]) -> Any:
         """World size 1: the wrapped class's own step."""
         inner = self._alone()
+        if self._mesh is not None:
+            self._mesh.begin_step()
         if closure is None or self._max_grad_norm is None:
             self._clip_alone()
             return bare_step(inner, closure, **options)
@@ -245,7 +264,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _clip_alone(self) -> None:
         if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params(), self._max_grad_norm)
+            self._scale_alone(self._max_grad_norm)
+
+    def _scale_alone(self, max_norm: float) -> Tensor:
+        if self._mesh is not None:
+            return self._mesh.clip(self._params(), max_norm)
+        return torch.nn.utils.clip_grad_norm_(self._params(), max_norm)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -278,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
-        return torch.nn.utils.clip_grad_norm_(self._params(), limit)
+        return self._scale_alone(limit)
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
@@ -309,10 +333,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        if self._sharded is None:
-            check_rank(to, 1, "to")
-        else:
+        if self._sharded is not None:
             self._sharded.consolidate(to)
+        elif self._mesh is not None:
+            self._mesh.consolidate(to, self._alone().state_dict()["state"], self.state)
+        else:
+            check_rank(to, 1, "to")
 
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
@@ -332,6 +358,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             hook(self)
         if self._sharded is None:
             state_dict = self._alone().state_dict()
+            if self._mesh is not None:
+                state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -354,28 +382,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        elementwise = is_elementwise(self._recipe.optimizer_class)
-        error: Exception | None = None
-        states: dict[int, Mapping[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        try:
-            states = match(state_dict, self.param_groups, elementwise)
-            if self._sharded is not None:
-                check_options(state_dict["param_groups"])
-            groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
-            if self._sharded is not None:
-                check_state(self._recipe.offload, self._recipe.optimizer_class, groups, states)
-                self._sharded.placement.wait()
-        except UnsupportedOptimizer as found:
-            error = StateDictError(f"in the state dict, {found}")
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        if self._sharded is not None:
-            self._sharded.agreement.raise_first_error(error, "load_state_dict()")
-        if error is not None:
-            raise error
+        states, groups = checked_load(self, self._recipe, self._sharded, state_dict)
         if self._sharded is None:
-            self._alone().load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            loaded = copied if self._mesh is None else self._mesh.spread(state_dict["param_groups"], self.param_groups)
+            self._alone().load_state_dict({**state_dict, "state": loaded(state_dict["state"])})
             self._share_inner()
         else:
             self._sharded.load(states, groups)
@@ -437,7 +447,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
-        tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        values = (value for state in self.state.values() for value in state.values())
+        tensors = [local_of(value) for value in values if isinstance(value, Tensor)]
         return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -449,7 +460,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_mesh", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

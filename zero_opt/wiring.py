@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from .placement import Policy as Offload
 from .policies import AlreadyReduced, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
-from .shown_state import ShownState
+from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard
 from .whole_state import WholeState
@@ -86,9 +86,7 @@ class Wiring:
     Its users' groups and state are those of ``owner``.
     """
 
-    def __init__(
-        self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: Owner) -> None:
         self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
@@ -118,7 +116,7 @@ class Wiring:
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
@@ -127,7 +125,7 @@ class Wiring:
         try:
             with self.agreement.together("ShardedOptimizer()"):
                 placement = build_placement(
-                    recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
+                    recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.neighbours, recipe.reduction
                 )
         except BaseException:
             if placement is not None:

@@ -47,7 +47,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("collectives", "wait"): _TRANSFER,
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
-    ("optimizer", "wait"): _WORKER,
+    ("loading", "wait"): _WORKER,
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
     ("placement.worker", "wait"): _WORKER,
