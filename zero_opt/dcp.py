@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .errors import ConfigTypeError, StateDictError
+from .flat_param import is_dtensor
+from .mesh_params import state_like
 from .optimizer import ShardedOptimizer
 from .state_dict import StateDict, first_state, pack_groups
 
@@ -21,7 +23,7 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
 
     Every rank gets the format of :meth:`ShardedOptimizer.state_dict`, with tensors of a parameter's shape as
     ``DTensor`` of that shape, cut by rows (``Shard(0)``) over the ranks, in host memory: 1/world_size of the state per
-    rank. At world size 1 they are plain tensors. Nothing aliases live state. State dict hooks are called as for
+    rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing aliases live state. State dict hooks are called as for
     ``state_dict``.
 
     Trainable parameters that have no state yet are given a place each, so that there is something to load into; the
@@ -79,6 +81,8 @@ def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tenso
 
     recipe = optimizer._recipe
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
+    if is_dtensor(param):
+        return state_like(recipe.optimizer_class, hypers, param, masters=recipe.offload is not None)
     made = first_state(recipe.optimizer_class, hypers, param, masters=recipe.offload is not None)
     group = optimizer._group
     return {

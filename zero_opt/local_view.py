@@ -20,34 +20,33 @@ class _Twin:
     at either must see both.
 
     Attributes:
-        plain: shares memory and, unless the part was re-pointed, the version counter of the part.
+        plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
     """
 
     def __init__(self, param: Tensor) -> None:
-        self.param = param
-        self.plain = nn.Parameter(local_of(param.detach()), requires_grad=param.requires_grad)
+        self.param, part = param, local_of(param)
+        self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
         self._apart = is_dtensor(param)
-        self._seen = (param._version, self.plain._version)
+        self._edits, self._writes = (param._version, part._version), self.plain._version
 
     def follow(self) -> None:
         """Take over what the user and autograd have done to the parameter since."""
-        param, plain = self.param, self.plain
+        param, plain, part = self.param, self.plain, local_of(self.param)
         if plain.requires_grad is not param.requires_grad:
             plain.requires_grad_(param.requires_grad)
-        part = local_of(param.detach())
         if _place(part) != _place(plain):
             plain.data = part
-        if self._apart and param._version != self._seen[0]:
+        if self._apart and (param._version, part._version) != self._edits:
             torch.autograd.graph.increment_version([plain])
-            self._seen = (param._version, plain._version)
+        self._edits, self._writes = (param._version, part._version), plain._version
         plain.grad = local_grad(param)
 
     def written(self) -> None:
         """Let autograd know of what has been written to the part."""
         self.plain.grad = None
-        if self._apart and self.plain._version != self._seen[1]:
+        if self._apart and self.plain._version != self._writes:
             torch.autograd.graph.increment_version([self.param])
-            self._seen = (self.param._version, self.plain._version)
+            self._edits, self._writes = (self.param._version, local_of(self.param)._version), self.plain._version
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

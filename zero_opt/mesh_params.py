@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .construction import is_elementwise, tensors_of
 from .cpu_adam import CPUAdam, CPUAdamW
-from .dtensors import check_dtensor, counts_here, cut_like, local_grad, whole
+from .dtensors import check_dtensor, counts_here, cut_like, local_grad, local_of, shown, whole
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from .flat_param import is_dtensor
 from .fsdp import Shards
@@ -24,6 +24,7 @@ from .grad_norm import clip_factor, norm_of, square_sum
 from .mesh_group import MeshGroup
 from .policies import AlreadyReduced, DDPHook
 from .state_dict import copied
+from .trial import is_known, state_after_a_step
 from .wiring import Recipe
 
 States = dict[int, dict[str, Any]]
@@ -151,6 +152,27 @@ class MeshParams:
         self.forget()
 
 
+def state_like(
+    cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, *, masters: bool
+) -> dict[str, Any]:
+    """What a DTensor's state will be like after its first step, full of its first values, in host memory. Collective.
+
+    Args:
+        masters: state is fp32, with a master, whatever the parameter's dtype, and this rank's parts are stepped.
+    """
+    if not is_known(cls):
+        return {}
+    like = torch.zeros_like(param)
+    if not (masters or steps_parts(cls)):
+        made = state_after_a_step(cls, hypers, like)
+    else:
+        half = masters and param.dtype is not torch.float32
+        part = local_of(like).to(torch.float32 if half else param.dtype)
+        made = {**state_after_a_step(cls, hypers, part.clone()), **({"master": part} if half else {})}
+        made = shown(made, param, part)
+    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
+
+
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     """Another one when state was edited in place, replaced, added or dropped."""
     return tuple(
@@ -206,9 +228,9 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
         mesh.add(params)
 
 
-def needs_parts(mesh: MeshParams | None, cls: type[torch.optim.Optimizer]) -> bool:
+def steps_parts(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether a class takes no DTensors, so that it must be given this rank's parts of them."""
-    return mesh is not None and cls in (CPUAdam, CPUAdamW)
+    return cls in (CPUAdam, CPUAdamW)
 
 
 def _check_policies(recipe: Recipe, process_group: object) -> None:
@@ -228,7 +250,7 @@ def _check_policies(recipe: Recipe, process_group: object) -> None:
 
 def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
     """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
-    if not is_elementwise(cls):
+    if not (is_elementwise(cls) or steps_parts(cls)):
         raise UnsupportedOptimizer(
             f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
             "offload=None it is given the DTensors themselves. If it is elementwise, see "

@@ -29,7 +29,7 @@ from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .loading import checked_load
 from .local_wiring import LocalWiring
-from .mesh_params import admit, mesh_of, needs_parts
+from .mesh_params import admit, mesh_of, steps_parts
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
 from .placement import bare_step, hypers_of
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params = run_once(params)
         self._mesh = mesh_of(params, self._recipe, process_group)
         parent = None if self._mesh is not None else resolve_group(process_group)
-        if offload is None and (parent is None or parent.size() == 1) and not needs_parts(self._mesh, optimizer_class):
+        if offload is None and (parent is None or parent.size() == 1) and not (self._mesh and steps_parts(optimizer_class)):
             self._build_alone(params)
         else:
             neighbours = None if self._mesh is None else self._mesh.largest
