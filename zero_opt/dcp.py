@@ -23,8 +23,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
 
     Every rank gets the format of :meth:`ShardedOptimizer.state_dict`, with tensors of a parameter's shape as
     ``DTensor`` of that shape, cut by rows (``Shard(0)``) over the ranks, in host memory: 1/world_size of the state per
-    rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing aliases live state. State dict hooks are called as for
-    ``state_dict``.
+    rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing
+    aliases live state. State dict hooks are called as for ``state_dict``.
 
     Trainable parameters that have no state yet are given a place each, so that there is something to load into; the
     entry ``"with_state"`` says which state is real. Nothing is stepped for that: a class from elsewhere than

@@ -37,13 +37,14 @@ class MeshParams:
         shards: what FSDP does with the parameters.
     """
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+    def __init__(self) -> None:
+        self.shards = Shards()
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], States] | None = None
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Take in more parameters, DTensors or not."""
+        self.shards.add(params)
         for mesh in (param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
             if mesh not in self._groups:
                 self._groups[mesh] = MeshGroup(mesh)
@@ -193,14 +194,12 @@ def mesh_of(entries: Iterable[Any], recipe: Recipe, process_group: object) -> Me
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
-    params, shards = tensors_of(entries), Shards()
-    if not any(map(is_dtensor, params)):
-        shards.add(params)
-        return None
-    _check_policies(recipe, process_group)
-    if recipe.offload is not None:
-        _check_cuttable(recipe.optimizer_class)
-    mesh = MeshParams(shards)
+    params = tensors_of(entries)
+    mesh = MeshParams() if any(map(is_dtensor, params)) else None
+    if mesh is not None:
+        _check_policies(recipe, process_group)
+        if recipe.offload is not None:
+            _check_cuttable(recipe.optimizer_class)
     admit(mesh, params, recipe)
     return mesh
 
@@ -211,6 +210,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
     Raises:
         UnsupportedParam: one does not go with those that are there. ParamsUnsharded: one is a gathered copy.
     """
+    Shards().add(params)
     for position, param in enumerate(params):
         label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
         if is_dtensor(param) and mesh is None:
@@ -221,10 +221,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
             )
         check_dtensor(param, label)
-    if mesh is None:
-        Shards().add(params)
-    else:
-        mesh.shards.add(params)
+    if mesh is not None:
         mesh.add(params)
 
 

@@ -103,7 +103,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params = run_once(params)
         self._mesh = mesh_of(params, self._recipe, process_group)
         parent = None if self._mesh is not None else resolve_group(process_group)
-        if offload is None and (parent is None or parent.size() == 1) and not (self._mesh and steps_parts(optimizer_class)):
+        if (
+            offload is None
+            and (parent is None or parent.size() == 1)
+            and not (self._mesh and steps_parts(optimizer_class))
+        ):
             self._build_alone(params)
         else:
             neighbours = None if self._mesh is None else self._mesh.largest
