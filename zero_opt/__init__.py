@@ -14,10 +14,12 @@ from .errors import (
     GradientConflict,
     GradientConsumed,
     NativeUnavailable,
+    NonFiniteGradient,
     OptimizerClosed,
     OutOfMemory,
     ParamsUnsharded,
     PeerLost,
+    PeerSilent,
     ProcessGroupError,
     RankMismatch,
     StateDictError,
@@ -32,7 +34,17 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -42,6 +54,7 @@ __all__ = [
     "AtStep",
     "CPUAdam",
     "CPUAdamW",
+    "CPUOffload",
     "Checks",
     "ConfigConflict",
     "ConfigError",
@@ -51,11 +64,13 @@ __all__ = [
     "GradientConsumed",
     "MixedPrecision",
     "NativeUnavailable",
+    "NonFiniteGradient",
     "OptimizerClosed",
     "OutOfMemory",
     "Overlapped",
     "ParamsUnsharded",
     "PeerLost",
+    "PeerSilent",
     "ProcessGroupError",
     "RankMismatch",
     "ShardedOptimizer",

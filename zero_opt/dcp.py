@@ -12,6 +12,7 @@ from .errors import ConfigTypeError, StateDictError
 from .flat_param import is_dtensor
 from .mesh_params import state_like
 from .optimizer import ShardedOptimizer
+from .placement import home_of
 from .state_dict import StateDict, first_state, pack_groups
 
 # Of a sharded state dict: for which parameters there is state, and which; a JSON text.
@@ -81,9 +82,10 @@ def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tenso
 
     recipe = optimizer._recipe
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
+    home = home_of(recipe.offload, recipe.precision, param)
     if is_dtensor(param):
-        return state_like(recipe.optimizer_class, hypers, param, masters=recipe.offload is not None)
-    made = first_state(recipe.optimizer_class, hypers, param, masters=recipe.offload is not None)
+        return state_like(recipe, hypers, param, home[0])
+    made = first_state(recipe.optimizer_class, hypers, param, home[0])
     group = optimizer._group
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value

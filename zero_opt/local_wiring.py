@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .dtensors import hidden, shown
 from .errors import ZeroOptError
+from .grad_norm import Measured
 from .local_view import LocalView
 from .mesh_params import MeshParams
 from .own_groups import OwnGroups
-from .policies import AlreadyReduced
+from .policies import AlreadyReduced, Checks
 from .reduction import GradShard
 from .wiring import Recipe, Wiring
 
@@ -22,7 +24,7 @@ from .wiring import Recipe, Wiring
 class LocalWiring(Wiring):
     """Everything that :class:`Wiring` connects, over this rank's parts as plain parameters of a rank alone.
 
-    What is asked of it, and what its user sees, are DTensors. Nothing it does is collective but for :meth:`norm`,
+    What is asked of it, and what its user sees, are DTensors. Nothing it does is collective but for :meth:`measure`,
     :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
     """
 
@@ -48,10 +50,10 @@ class LocalWiring(Wiring):
         self._mesh.shards.require_sharded()
         self._view.follow()
 
-    def stepped(self) -> None:
+    def take(self, grads: Sequence[GradShard]) -> None:
         """See :class:`Wiring`."""
         try:
-            super().stepped()
+            super().take(grads)
         finally:
             self._view.written()
 
@@ -65,16 +67,13 @@ class LocalWiring(Wiring):
         finally:
             self._view.written()
 
-    def norm(self, grads: Sequence[GradShard]) -> Tensor:
-        """Global L2 norm of the gradients. Collective over the parameters' meshes."""
-        return self._mesh.norm(
-            {
-                self._view.param_of(self._params[piece.param]): grad
-                for shard in grads
-                for piece, grad in zip(shard.slices, shard.grads, strict=True)
-                if grad is not None
-            }
-        )
+    def measure(self, grads: Sequence[GradShard]) -> Measured:
+        """See :class:`Wiring`. Collective over the parameters' meshes."""
+        found: list[Tensor | None] = [None] * len(self._params)
+        for shard in grads:
+            for piece, grad in zip(shard.slices, shard.grads, strict=True):
+                found[piece.param] = grad
+        return self._mesh.measure([self._view.param_of(plain) for plain in self._params], found)
 
     def _show_state(self) -> None:
         super()._show_state()
@@ -110,3 +109,21 @@ class LocalWiring(Wiring):
         parts = {index: hidden(state, self._view.param_of(self._params[index])) for index, state in states.items()}
         super().load(parts, groups)
         self._view.written()
+
+
+def build_wiring(
+    recipe: Recipe,
+    groups: OwnGroups,
+    describe: Callable[[int], str],
+    owner: torch.optim.Optimizer,
+    mesh: MeshParams | None,
+) -> Wiring:
+    """What connects the parts of an optimizer, over DTensors if it has a mesh. Collective."""
+    if mesh is None:
+        return Wiring(recipe, groups, describe, owner)
+    return LocalWiring(recipe, groups, describe, owner, mesh)
+
+
+def own_groups(parent: dist.ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
+    """The groups of an optimizer: over DTensors a rank is alone but for its neighbours. Collective."""
+    return OwnGroups(parent, checks, None if mesh is None else mesh.largest)

@@ -15,13 +15,20 @@ class MeshGroup(Group):
 
     So callers must be where they may call such operations: on all ranks of the mesh, in one order with the forward and
     backward of a sharded model. Rank and order are those of the mesh's flattened ranks.
+
+    Attributes:
+        ranks: in the default process group.
     """
 
     def __init__(self, mesh: Any) -> None:
         self._device_mesh = mesh
-        ranks = mesh.mesh.flatten().tolist()
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.inline_bytes, self.backend, self.parent = INLINE_BYTES, "mesh", None
-        self.rank, self.world_size, self.timeout_s = ranks.index(torch.distributed.get_rank()), len(ranks), 0.0
+        self.rank, self.world_size, self.timeout_s = (
+            self.ranks.index(torch.distributed.get_rank()),
+            len(self.ranks),
+            0.0,
+        )
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See :class:`Group`."""

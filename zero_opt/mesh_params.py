@@ -6,7 +6,6 @@ rank, and a state dict in full shapes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .alone_step import AloneStep
 from .construction import is_elementwise, tensors_of
 from .cpu_adam import CPUAdam, CPUAdamW
 from .dtensors import check_dtensor, counts_here, cut_like, local_grad, local_of, shown, whole
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from .flat_param import is_dtensor
 from .fsdp import Shards
-from .grad_norm import clip_factor, norm_of, square_sum
+from .grad_norm import Measured, clip_factor, look
 from .mesh_group import MeshGroup
+from .nonfinite import NonFinite
 from .policies import AlreadyReduced, DDPHook
 from .state_dict import copied
 from .trial import is_known, state_after_a_step
@@ -54,33 +55,26 @@ class MeshParams:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
 
-    # -- the norm -----------------------------------------------------------------------------------------------------
+    def stepper(self, nonfinite: NonFinite, max_grad_norm: float | None) -> AloneStep:
+        """What steps the wrapped class, given the DTensors themselves."""
+        return _MeshStep(nonfinite, max_grad_norm, self)
 
-    def norm(self, grads: Mapping[Tensor, Tensor]) -> Tensor:
-        """Global L2 norm, as :func:`zero_opt.grad_norm.total_norm` gives it: the same bits on every rank. Collective.
+    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Measured:
+        """See :func:`zero_opt.grad_norm.measure`; the same bits on every rank. Collective.
 
         Args:
-            grads: by parameter, this rank's part of the gradient. Of parts that several ranks have one counts; plain
-                parameters' gradients are those of every rank.
+            params: all parameters, by global index. grads: this rank's parts of their gradients. Of parts that several
+                ranks have one counts; plain parameters' gradients are those of every rank.
         """
-        squares = [square_sum(grad for param, grad in grads.items() if not is_dtensor(param))]
+        plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
+        rows = [(0, *row) for row in look(plain, range(len(params)), None)]
         for mesh, group in self._groups.items():
-            mine = square_sum(
-                grad
-                for param, grad in grads.items()
-                if is_dtensor(param) and param.device_mesh == mesh and counts_here(param)  # type: ignore[attr-defined]
-            )
-            squares += [float(one) for one in group.all_gather(torch.tensor([mine], dtype=torch.float64))]
-        return norm_of(math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares))
-
-    def clip(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale all gradients, in place, to a global norm of at most ``max_norm``; the norm before. Collective."""
-        found = {param: grad for param in params if (grad := local_grad(param)) is not None}
-        norm = self.norm(found)
-        factor = clip_factor(norm, max_norm)
-        for grad in found.values():
-            grad.mul_(factor.to(grad.device))
-        return norm
+            counted = [
+                grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
+                for param, grad in zip(params, grads, strict=True)
+            ]
+            rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
+        return Measured.of(rows)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -121,56 +115,68 @@ class MeshParams:
         """The state is about to change."""
         self._kept = None
 
-    def spread(
-        self, saved_groups: Sequence[Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]
-    ) -> Callable[[Mapping[Any, Mapping[str, Any]]], dict[Any, dict[str, Any]]]:
-        """What makes of checked state, under the ids of its own groups, what a step of DTensors needs; copies."""
+    def spread(self, state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A checked state dict with state as a step of DTensors needs it; see :func:`cut_like`."""
         self.forget()
         param_of = {
             saved_id: param
-            for saved, group in zip(saved_groups, param_groups, strict=True)
+            for saved, group in zip(state_dict["param_groups"], param_groups, strict=True)
             for saved_id, param in zip(saved["params"], group["params"], strict=True)
         }
-
-        def spread(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-            return {
-                index: {
-                    key: cut_like(value, param_of[index]).detach().clone() if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                }
-                for index, state in states.items()
+        states = {
+            index: {
+                key: cut_like(value, param_of[index]) if isinstance(value, Tensor) else value
+                for key, value in state.items()
             }
-
-        return spread
-
-    def begin_step(self) -> None:
-        """The parameters and the state are about to change.
-
-        Raises:
-            ParamsUnsharded: FSDP has gathered copies of parameters.
-        """
-        self.shards.require_sharded()
-        self.forget()
+            for index, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
 
 
-def state_like(
-    cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, *, masters: bool
-) -> dict[str, Any]:
+class _MeshStep(AloneStep):
+    """Steps DTensors by the wrapped class, after what is asked of their gradients."""
+
+    def __init__(self, nonfinite: NonFinite, max_grad_norm: float | None, mesh: MeshParams) -> None:
+        super().__init__(nonfinite, max_grad_norm)
+        self._mesh = mesh
+
+    def step(self, inner: torch.optim.Optimizer, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """See :class:`AloneStep`."""
+        self._mesh.shards.require_sharded()
+        self._mesh.forget()
+        return super().step(inner, closure, options)
+
+    def _measured(self, params: Sequence[Tensor]) -> Measured:
+        return self._mesh.measure(params, [local_grad(param) for param in params])
+
+    def _norm(self, params: Sequence[Tensor]) -> Tensor:
+        return self._measured(params).norm
+
+    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
+        norm = self._norm(params)
+        factor = clip_factor(norm, max_norm)
+        for grad in map(local_grad, params):
+            if grad is not None:
+                grad.mul_(factor.to(grad.device))
+        return norm
+
+
+def state_like(recipe: Recipe, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
     """What a DTensor's state will be like after its first step, full of its first values, in host memory. Collective.
 
     Args:
-        masters: state is fp32, with a master, whatever the parameter's dtype, and this rank's parts are stepped.
+        stepped_dtype: of what is stepped for the parameter; where it is not the parameter's, there is a master too.
     """
+    cls = recipe.optimizer_class
     if not is_known(cls):
         return {}
     like = torch.zeros_like(param)
-    if not (masters or steps_parts(cls)):
+    if not steps_apart(recipe):
         made = state_after_a_step(cls, hypers, like)
     else:
-        half = masters and param.dtype is not torch.float32
-        part = local_of(like).to(torch.float32 if half else param.dtype)
-        made = {**state_after_a_step(cls, hypers, part.clone()), **({"master": part} if half else {})}
-        made = shown(made, param, part)
+        part = local_of(like).to(stepped_dtype)
+        master = {} if stepped_dtype is param.dtype else {"master": part}
+        made = shown({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
@@ -198,7 +204,7 @@ def mesh_of(entries: Iterable[Any], recipe: Recipe, process_group: object) -> Me
     mesh = MeshParams() if any(map(is_dtensor, params)) else None
     if mesh is not None:
         _check_policies(recipe, process_group)
-        if recipe.offload is not None:
+        if steps_apart(recipe):
             _check_cuttable(recipe.optimizer_class)
     admit(mesh, params, recipe)
     return mesh
@@ -225,9 +231,10 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
         mesh.add(params)
 
 
-def steps_parts(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class takes no DTensors, so that it must be given this rank's parts of them."""
-    return cls in (CPUAdam, CPUAdamW)
+def steps_apart(recipe: Recipe) -> bool:
+    """Whether something else than the DTensors themselves is stepped: this rank's parts of them, or their masters."""
+    native = recipe.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
+    return native or recipe.offload is not None or recipe.precision.master_dtype is not None
 
 
 def _check_policies(recipe: Recipe, process_group: object) -> None:
@@ -239,17 +246,17 @@ def _check_policies(recipe: Recipe, process_group: object) -> None:
         instead = "whose gradients fully_shard reduces, not DDP; leave reduction out"
     elif recipe.reduction.overlap_param_gather is not None:
         instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
-    elif recipe.precision.reduce_dtype is not None:
-        instead = "whose gradients fully_shard reduces; set reduce_dtype in its MixedPrecisionPolicy instead"
+    elif recipe.precision.reduce_dtype is not None or recipe.precision.accumulate_dtype is not None:
+        instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
     if instead is not None:
         raise ConfigConflict(f"parameters are DTensors, {instead}")
 
 
 def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
     """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
-    if not (is_elementwise(cls) or steps_parts(cls)):
+    if not (is_elementwise(cls) or cls in (CPUAdam, CPUAdamW)):
         raise UnsupportedOptimizer(
             f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
-            "offload=None it is given the DTensors themselves. If it is elementwise, see "
+            "offload=None and no master_dtype it is given the DTensors themselves. If it is elementwise, see "
             "zero_opt.register_elementwise()"
         )

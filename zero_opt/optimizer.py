@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
+from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
@@ -25,19 +27,21 @@ from .construction import (
 )
 from .dtensors import local_of
 from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
+from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .loading import checked_load
-from .local_wiring import LocalWiring
-from .mesh_params import admit, mesh_of, steps_parts
+from .local_wiring import build_wiring, own_groups
+from .mesh_params import MeshParams, admit, mesh_of, steps_apart
+from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
-from .placement import bare_step, hypers_of
 from .placement import check_policy as check_offload
+from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, pack_groups
+from .state_dict import StateDict, in_host_memory, pack_groups
 from .wiring import Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -61,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             process beside this one.
         precision: dtypes of the gradient path.
         max_grad_norm: clip the global gradient norm to this at every step.
-        checks: bounds on waiting.
+        checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
 
     All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
@@ -89,34 +93,44 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         checks: Checks = Checks(),  # noqa: B008  (frozen)
         **defaults: Any,
     ) -> None:
-        check_reduction(reduction)
-        check_offload(offload)
-        _check_type("precision", precision, MixedPrecision)
-        _check_type("checks", checks, Checks)
-        check_wrapped_class(optimizer_class)
-        self._max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, self._max_grad_norm)
+        wrong: ZeroOptError | None = None
+        params = run_once(params)
+        over_dtensors = any(map(is_dtensor, tensors_of(params)))
+        self._mesh: MeshParams | None = None
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
+        try:
+            check_reduction(reduction)
+            check_offload(offload)
+            _check_type("precision", precision, MixedPrecision)
+            _check_type("checks", checks, Checks)
+            check_wrapped_class(optimizer_class)
+            if max_grad_norm is not None:
+                self._recipe = replace(self._recipe, max_grad_norm=check_max_norm(max_grad_norm, "max_grad_norm"))
+            self._mesh = mesh_of(params, self._recipe, process_group)
+        except ZeroOptError as error:  # of one rank alone, the others must hear of it
+            wrong = error
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
         Joinable.__init__(self)
-        params = run_once(params)
-        self._mesh = mesh_of(params, self._recipe, process_group)
-        parent = None if self._mesh is not None else resolve_group(process_group)
-        if (
-            offload is None
-            and (parent is None or parent.size() == 1)
-            and not (self._mesh and steps_parts(optimizer_class))
-        ):
+        parent = None if over_dtensors else resolve_group(process_group)
+        alone = parent is None or parent.size() == 1
+        if alone and wrong is not None:
+            raise wrong
+        apart = offload is not None or precision.master_dtype is not None
+        if alone and not (apart if self._mesh is None else steps_apart(self._recipe)):
             self._build_alone(params)
         else:
-            neighbours = None if self._mesh is None else self._mesh.largest
-            self._build_sharded(params, OwnGroups(parent, checks.timeout, neighbours))
+            self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _build_alone(self, params: Iterable[Any]) -> None:
+        recipe = self._recipe
+        check_skippable(recipe.optimizer_class, recipe.checks)
+        kind = AloneStep if self._mesh is None else self._mesh.stepper
+        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
         with adopt_errors():
             inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
         self._inner = inner
@@ -141,14 +155,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(inner, name)
 
-    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
+    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups, wrong: ZeroOptError | None) -> None:
         try:
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                if wrong is not None:
+                    raise wrong
                 self._validate(params)
-            if self._mesh is None:
-                self._sharded = Wiring(self._recipe, groups, self._describe, self)
-            else:
-                self._sharded = LocalWiring(self._recipe, groups, self._describe, self, self._mesh)
+            self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -229,13 +242,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+            NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise.
             WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
-            return self._step_alone(closure, options)
+            return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
         return self._step_sharded(self._sharded, closure)
@@ -249,31 +263,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         parts.take(parts.finish())
         return loss
-
-    def _step_alone(self, closure: _Closure | None, options: Mapping[str, Any]) -> Any:
-        """World size 1: the wrapped class's own step."""
-        inner = self._alone()
-        if self._mesh is not None:
-            self._mesh.begin_step()
-        if closure is None or self._max_grad_norm is None:
-            self._clip_alone()
-            return bare_step(inner, closure, **options)
-
-        def clipped() -> Any:
-            loss = closure()
-            self._clip_alone()
-            return loss
-
-        return bare_step(inner, clipped, **options)
-
-    def _clip_alone(self) -> None:
-        if self._max_grad_norm is not None:
-            self._scale_alone(self._max_grad_norm)
-
-    def _scale_alone(self, max_norm: float) -> Tensor:
-        if self._mesh is not None:
-            return self._mesh.clip(self._params(), max_norm)
-        return torch.nn.utils.clip_grad_norm_(self._params(), max_norm)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -306,7 +295,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
-        return self._scale_alone(limit)
+        return self._alone_step.clip(self._params(), limit)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often :meth:`step` has left parameters and state alone, under ``Checks(nonfinite="skip")``."""
+        return self._alone_step.skips if self._sharded is None else self._sharded.progress.skips
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
@@ -372,11 +366,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 state_dict = replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
         """Load a full ``torch.optim`` state dict, saved at any world size. Collective; every rank gives the whole dict.
 
         The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
-        end, and forgotten.
+        end, and forgotten. The log says which parameters start afresh because the dict has no state for them.
+
+        Args:
+            strict: whether state that does not fit its parameter is an error. Else that parameter starts afresh,
+                hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
             StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
@@ -386,13 +384,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        states, groups = checked_load(self, self._recipe, self._sharded, state_dict)
+        states, groups, refused = checked_load(self, self._recipe, self._sharded, state_dict, strict=strict)
         if self._sharded is None:
-            loaded = copied if self._mesh is None else self._mesh.spread(state_dict["param_groups"], self.param_groups)
-            self._alone().load_state_dict({**state_dict, "state": loaded(state_dict["state"])})
+            loaded = refused.for_class(state_dict, states, self.param_groups)
+            if self._mesh is not None:
+                loaded = self._mesh.spread(loaded, self.param_groups)
+            self._alone().load_state_dict(loaded)
             self._share_inner()
         else:
             self._sharded.load(states, groups)
+        if self._group.rank == 0:
+            refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -439,10 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._sharded is not None:
             return self._sharded.rows()
         assert self._inner is not None
-        return {
-            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.items()}
-            for index, entry in copied(self._inner.state_dict()["state"]).items()
-        }
+        return in_host_memory(self._inner.state_dict()["state"])
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
@@ -464,7 +463,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_mesh", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ def _unsharded(rank: int, world_size: int) -> None:
             before, state = locals_of(sharded_params), local_state(optimizer)
             with torch.no_grad():
                 net(torch.ones(4, WIDTH))  # an evaluation between backward and step
-            _refuse(ParamsUnsharded, r"'scale' .*before step\(\)", optimizer.step)
+            _refuse(ParamsUnsharded, r"is unsharded: .*before step\(\)", optimizer.step)
             assert_bitwise([locals_of(sharded_params), local_state(optimizer)], [before, state])
             net.reshard()
             optimizer.step()
