@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import load, spread, write_result
 
 import zero_opt
 
@@ -140,7 +140,9 @@ def report(times: Times, rounds: int) -> str:
     lines += ["| what | ms | of a step |", "| --- | --- | --- |"]
     for name, seconds in times.items():
         middle = statistics.median(seconds)
-        lines.append(f"| {name} | {1e3 * middle:.3f} {spread([1e3 * s for s in seconds])} | {100 * middle / step:.2f} % |")
+        lines.append(
+            f"| {name} | {1e3 * middle:.3f} {spread([1e3 * s for s in seconds])} | {100 * middle / step:.2f} % |"
+        )
     return "\n".join(lines)
 
 
