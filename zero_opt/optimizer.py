@@ -450,9 +450,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging``, allocated once and reused, is what buckets pass through to and from the other ranks, shared memory
-        and a file's windows included (``state`` is in the file then). At world size 1 there are no shards and no
-        staging. Not collective.
+        ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
+        of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
         values = (value for state in self.state.values() for value in state.values())
