@@ -23,9 +23,12 @@ from .errors import (
     RankMismatch,
     StateDictError,
     StateNotConsolidated,
+    StateOffloaded,
     StepDesync,
     StepFailed,
     StepPending,
+    StorageFailed,
+    StorageFull,
     UnsupportedOptimizer,
     UnsupportedParam,
     WorkerDied,
@@ -33,7 +36,18 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    NVMeOffload,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -43,6 +57,7 @@ __all__ = [
     "AtStep",
     "CPUAdam",
     "CPUAdamW",
+    "CPUOffload",
     "Checks",
     "ConfigConflict",
     "ConfigError",
@@ -51,6 +66,7 @@ __all__ = [
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
+    "NVMeOffload",
     "NativeUnavailable",
     "NonFiniteGradient",
     "OptimizerClosed",
@@ -63,9 +79,12 @@ __all__ = [
     "ShardedOptimizer",
     "StateDictError",
     "StateNotConsolidated",
+    "StateOffloaded",
     "StepDesync",
     "StepFailed",
     "StepPending",
+    "StorageFailed",
+    "StorageFull",
     "UnsupportedOptimizer",
     "UnsupportedParam",
     "WorkerDied",

@@ -61,6 +61,12 @@ def check_wrapped_class(cls: object) -> None:
         )
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise ConfigTypeError unless an argument is of the type it must be."""
+    if not isinstance(value, kind):
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
 def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether ``step`` cannot be called without a closure."""
     closure = inspect.signature(cls.step).parameters.get("closure")
@@ -184,7 +190,7 @@ def checked_groups(
     """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded.
 
     Args:
-        reduce_dtype: dtype of the gradient path, ``None`` for each parameter's own.
+        reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.device.type == "meta":
@@ -192,7 +198,7 @@ def checked_groups(
         if param.is_complex() and reduce_dtype is not None:
             raise UnsupportedParam(
                 f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
-                "its gradient; leave reduce_dtype None"
+                "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
 

@@ -79,6 +79,14 @@ class OutOfMemory(ZeroOptError, MemoryError):
     """What is needed is more than may still be had; the message has both numbers, and nothing was touched."""
 
 
+class StorageFailed(ZeroOptError, OSError):
+    """The file that holds the state cannot be made, read or written; the message says where, and what became of it."""
+
+
+class StorageFull(StorageFailed):
+    """The file system has less room than the state needs; the message has both numbers, and nothing was touched."""
+
+
 class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
 
@@ -101,6 +109,10 @@ class NonFiniteGradient(ZeroOptError, RuntimeError):
 
 class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
+
+
+class StateOffloaded(ZeroOptError, RuntimeError):
+    """A step, a load or a reduction was asked for after ``offload_state()``; call ``reload_state()``."""
 
 
 class StateNotConsolidated(ZeroOptError, RuntimeError):

@@ -258,23 +258,22 @@ def _completed(
 
 
 def first_state(
-    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, *, masters: bool
+    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, stepped: torch.dtype
 ) -> dict[str, tuple[Any, torch.Size]]:
     """What a parameter's state will be like after its first step, found out on a small stand-in.
 
     Args:
-        masters: state is fp32, with a master, whatever the parameter's dtype.
+        stepped: dtype of what is stepped for it, a master if that is not the parameter's.
 
     Returns:
         Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
     """
     if not is_known(optimizer_class):
         return {}
-    half = masters and param.dtype is not torch.float32
     small = torch.Size([min(size, 2) for size in param.shape] or [2])
-    like = torch.zeros(small, dtype=torch.float32 if half else param.dtype, device=param.device)
+    like = torch.zeros(small, dtype=stepped, device=param.device)
     made = dict(state_after_a_step(optimizer_class, hypers, like))
-    if half and made:
+    if made and stepped is not param.dtype:
         made["master"] = like
     return {
         key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
@@ -341,9 +340,14 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
     return part
 
 
-def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """State whose tensors share no memory with the given ones."""
-    return {index: {key: apart(value) for key, value in entry.items()} for index, entry in state.items()}
+def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> dict[int, dict[str, Any]]:
+    """State whose tensors share no memory with the given ones, and are on ``device`` if one is given."""
+    return {
+        index: {
+            key: apart(value).to(device) if isinstance(value, Tensor) else apart(value) for key, value in entry.items()
+        }
+        for index, entry in state.items()
+    }
 
 
 def torch_dtype(name: str) -> torch.dtype:

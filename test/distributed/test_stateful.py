@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import zero_opt
 from test.distributed.machine import CLASSES, REDUCTIONS, Operation, check_script
 
-SCRIPTS = int(os.environ.get("ZERO_OPT_SOAK", "100"))
+SCRIPTS = int(os.environ.get("ZERO_OPT_SOAK", "60"))
 
 
 class Training(RuleBasedStateMachine):
@@ -137,6 +137,5 @@ def test_a_script_of_everything() -> None:
         ("backward", 8, 12, False),
         ("step",),
     ]
-    for cls in CLASSES:
-        for reduction in REDUCTIONS:
-            check_script(cls, reduction, [(2, first), (1, second), (3, third)])
+    for reduction in REDUCTIONS:
+        check_script(torch.optim.Adam, reduction, [(2, first), (1, second), (3, third)])
