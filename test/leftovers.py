@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 _PATIENCE_S = 5.0
-# Of pytest, which clears them itself; of torch, caches and what torch.multiprocessing notes of children that are killed.
+# Of pytest, which clears them itself; of torch, caches and notes about children that are killed.
 _OF_OTHERS = ("pytest-of-", "torchinductor_", "pytorch-errorfile-")
 
 
