@@ -22,6 +22,7 @@ SECOND_BASE = {
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
     "StepFailed": RuntimeError,
+    "ParamsUnsharded": RuntimeError,
     "PeerLost": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,
@@ -29,6 +30,8 @@ SECOND_BASE = {
     "NativeUnavailable": RuntimeError,
     "OutOfMemory": MemoryError,
     "StepPending": RuntimeError,
+    "StorageFailed": OSError,
+    "StorageFull": OSError,
     "WorkerDied": RuntimeError,
     "WorkerFailed": RuntimeError,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,30 +13,35 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
+from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
-    check_options,
-    check_type,
-    check_wrapped_class,
-    is_elementwise,
     normalized,
     normalized_group,
+    param_name,
+    run_once,
     template_of,
+    tensors_of,
 )
-from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
+from .dtensors import local_of
+from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
+from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
+from .loading import Loading
+from .local_wiring import build_wiring, own_groups
+from .mesh_params import MeshParams, admit, mesh_of, steps_apart
+from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .parked import Parked
 from .placement import Policy as Offload
-from .placement import bare_step, check_state, hypers_of
-from .placement import check_policy as check_offload
+from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
+from .recipe import Recipe
 from .reduction import GradReduction, Policy
-from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, fitted, match, pack_groups
-from .wiring import Recipe, Wiring
+from .state_dict import StateDict, copied, pack_groups
+from .wiring import Wiring
 
 _Closure = Callable[[], Any]
 
@@ -53,12 +58,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
+            Left out where parameters are DTensors (FSDP2): their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
-            process. :class:`WorkerOffload`: by one beside this.
+            process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
         precision: dtypes of the gradient path and of masters.
         max_grad_norm: clip the global gradient norm to this at every step.
-        checks: bounds on waiting.
+        checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
 
     All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
@@ -68,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
     """
@@ -85,31 +92,41 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         checks: Checks = Checks(),  # noqa: B008  (frozen)
         **defaults: Any,
     ) -> None:
-        check_reduction(reduction)
-        check_offload(offload)
-        check_type("precision", precision, MixedPrecision)
-        check_type("checks", checks, Checks)
-        check_wrapped_class(optimizer_class)
-        self._max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, self._max_grad_norm)
+        wrong: ZeroOptError | None = None
+        params = run_once(params)
+        over_dtensors = any(map(is_dtensor, tensors_of(params)))
+        self._mesh: MeshParams | None = None
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
+        try:
+            self._recipe = self._recipe.checked()
+            self._mesh = mesh_of(params, self._recipe, process_group)
+        except ZeroOptError as error:  # of one rank alone, the others must hear of it
+            wrong = error
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
-        parent = resolve_group(process_group)
-        if offload is None and precision.master_dtype is None and (parent is None or parent.size() == 1):
+        parent = None if over_dtensors else resolve_group(process_group)
+        alone = parent is None or parent.size() == 1
+        if alone and wrong is not None:
+            raise wrong
+        apart = offload is not None or precision.master_dtype is not None
+        if alone and not (apart if self._mesh is None else steps_apart(self._recipe)):
             self._build_alone(params)
         else:
-            self._build_sharded(params, OwnGroups(parent, checks.timeout))
+            self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _build_alone(self, params: Iterable[Any]) -> None:
+        recipe = self._recipe
+        check_skippable(recipe.optimizer_class, recipe.checks)
+        kind = AloneStep if self._mesh is None else self._mesh.stepper
+        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
         with adopt_errors():
-            inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
-        self._inner = inner
+            inner = self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
 
@@ -131,11 +148,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(inner, name)
 
-    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
+    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups, wrong: ZeroOptError | None) -> None:
         try:
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                if wrong is not None:
+                    raise wrong
                 self._validate(params)
-            self._sharded = Wiring(self._recipe, groups, self._describe, self, self._parked)
+            self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -160,15 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _describe(self, index: int) -> str:
         """How messages name the parameter with a global index."""
-        start = 0
-        for number, group in enumerate(self.param_groups):
-            count = len(group["params"])
-            if index < start + count:
-                names = group.get("param_names")
-                name = f" ({names[index - start]})" if names else ""
-                return f"parameter {index}{name} (group {number}, position {index - start})"
-            start += count
-        return f"parameter {index}"
+        return param_name(self.param_groups, index)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
@@ -183,17 +194,21 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self.param_groups.append(param_group)  # the wrapped class has checked it
             return
         self._require_open()
+        known = len(self.param_groups)
         if self._sharded is None:
             self._parked.require_here()
             with adopt_errors():
-                self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
+                group = normalized_group(param_group, known)
+                admit(self._mesh, tensors_of([group]), self._recipe)
+                self._alone().add_param_group(group)
             return
-        known = len(self.param_groups)
         try:
             with self._sharded.agreement.together("add_param_group()"):
                 self._parked.require_here()
                 with adopt_errors():
-                    super().add_param_group(normalized_group(param_group, known))
+                    group = normalized_group(param_group, known)
+                    admit(self._mesh, tensors_of([group]), self._recipe)
+                    super().add_param_group(group)
                     template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
                 self._recipe.check_params(self.param_groups, self._describe)
             self._sharded.add_groups()
@@ -213,13 +228,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises:
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+            NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
+            WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
             self._parked.require_here()
-            return self._step_alone(closure, options)
+            return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
         return self._step_sharded(self._sharded, closure)
@@ -231,24 +248,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             loss = None if closure is None else closure()
         parts.take(parts.finish())
         return loss
-
-    def _step_alone(self, closure: _Closure | None, options: Mapping[str, Any]) -> Any:
-        """World size 1: the wrapped class's own step."""
-        inner = self._alone()
-        if closure is None or self._max_grad_norm is None:
-            self._clip_alone()
-            return bare_step(inner, closure, **options)
-
-        def clipped() -> Any:
-            loss = closure()
-            self._clip_alone()
-            return loss
-
-        return bare_step(inner, clipped, **options)
-
-    def _clip_alone(self) -> None:
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params(), self._max_grad_norm)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -282,18 +281,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if error is not None:
             raise error
         self._parked.require_here()
-        return torch.nn.utils.clip_grad_norm_(self._params(), limit)
+        return self._alone_step.clip(self._params(), limit)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often :meth:`step` has left parameters and state alone, under ``Checks(nonfinite="skip")``."""
+        return self._alone_step.skips if self._sharded is None else self._sharded.progress.skips
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
 
         Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model
         (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also tries again a
-        step that a worker could not take.
+        step that a worker could not take, or in which a disk failed.
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
-            WorkerDied, WorkerFailed: the worker cannot take the pending step.
+            WorkerDied, WorkerFailed, StorageFailed: the worker, or the disk, cannot take the pending step.
         """
         self._require_open()
         if self._sharded is not None:
@@ -330,10 +334,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        if self._sharded is None:
-            check_rank(to, 1, "to")
-        else:
+        if self._sharded is not None:
             self._sharded.consolidate(to)
+        elif self._mesh is not None:
+            self._mesh.consolidate(to, self._alone().state_dict()["state"], self.state)
+        else:
+            check_rank(to, 1, "to")
 
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
@@ -353,6 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             hook(self)
         if self._sharded is None:
             state_dict = self._alone().state_dict()
+            if self._mesh is not None:
+                state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -361,11 +369,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 state_dict = replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
         """Load a full ``torch.optim`` state dict, saved at any world size. Collective; every rank gives the whole dict.
 
         The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
-        end, and forgotten.
+        end, and forgotten. The log says which parameters start afresh because the dict has no state for them.
+
+        Args:
+            strict: whether state that does not fit its parameter is an error. Else that parameter starts afresh,
+                hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
             StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
@@ -375,33 +387,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        elementwise = is_elementwise(self._recipe.optimizer_class)
-        error: Exception | None = None
-        states: dict[int, Mapping[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        try:
-            self._parked.require_here()
-            states = match(state_dict, self.param_groups, elementwise)
-            if self._sharded is not None:
-                check_options(state_dict["param_groups"])
-            groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
-            if self._sharded is not None:
-                recipe = self._recipe
-                check_state(recipe.offload, recipe.precision, recipe.optimizer_class, groups, states)
-                self._sharded.placement.wait()
-        except UnsupportedOptimizer as found:
-            error = StateDictError(f"in the state dict, {found}")
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        if self._sharded is not None:
-            self._sharded.agreement.raise_first_error(error, "load_state_dict()")
-        if error is not None:
-            raise error
+        loading = Loading(self, self._recipe, state_dict, strict=strict)
+        loading.check(self._sharded, self._parked)
+        refused, states = loading.refused, loading.states
         if self._sharded is None:
-            self._alone().load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            loaded = refused.for_class(state_dict, states, self.param_groups)
+            if self._mesh is not None:
+                loaded = self._mesh.spread(loaded, self.param_groups)
+            self._alone().load_state_dict(loaded)
             self._share_inner()
         else:
-            self._sharded.load(states, groups)
+            self._sharded.load(states, loading.groups)
+        if self._group.rank == 0:
+            refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -452,11 +450,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included; it is
-        allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
+        ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
+        of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
-        tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        values = (value for state in self.state.values() for value in state.values())
+        tensors = [local_of(value) for value in values if isinstance(value, Tensor)]
         return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -468,7 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

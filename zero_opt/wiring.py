@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .background_gather import build_gather, check_held
+from .background_gather import build_gather
 from .buckets import GradBucket
 from .collectives import build_exchange
-from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
+from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
-from .grad_norm import clip_factor, total_norm
+from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
+from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
 from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, home_of, hypers_of
-from .placement import Policy as Offload
-from .policies import AlreadyReduced, MixedPrecision
-from .reduction import GradShard, Parts, Policy, build_reduction
+from .placement import Placement, build_placement, home_of, hypers_of
+from .policies import AlreadyReduced
+from .recipe import Recipe
+from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
-from .shown_state import ShownState
+from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard
 from .whole_state import WholeState
@@ -42,43 +42,6 @@ _log = logging.getLogger("zero_opt")
 def _close_all(exchanges: Mapping[str, Exchange]) -> None:
     for exchange in exchanges.values():
         exchange.close()
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a sharded optimizer is made of, as the user gave it.
-
-    Attributes:
-        defaults: the wrapped class's own arguments.
-    """
-
-    optimizer_class: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
-    reduction: Policy
-    offload: Offload
-    precision: MixedPrecision
-    max_grad_norm: float | None
-
-    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
-        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
-        model = self.reduction.overlap_param_gather
-        if model is not None:
-            check_held(model, (param for group in param_groups for param in group["params"]), describe)
-
-    def entries(self) -> list[tuple[str, Any]]:
-        """What ranks compare of it."""
-        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-        policies = {
-            "reduction": self.reduction,
-            "offload": self.offload,
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-        }
-        background = self.reduction.overlap_param_gather is not None
-        compared = [(key, repr(value)) for key, value in policies.items()]
-        return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
 
 
 class Wiring:
@@ -92,7 +55,7 @@ class Wiring:
         recipe: Recipe,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        owner: torch.optim.Optimizer,
+        owner: Owner,
         parked: Parked,
     ) -> None:
         self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
@@ -100,6 +63,7 @@ class Wiring:
         self._group_of: list[int] = []
         self._known_groups = 0
         self._digest = HyperDigest()
+        self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._guard = StateGuard()
         self._closed = False
         self._parked = parked
@@ -124,7 +88,7 @@ class Wiring:
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
@@ -137,7 +101,7 @@ class Wiring:
                     recipe.precision,
                     recipe.optimizer_class,
                     recipe.defaults,
-                    self._groups.control,
+                    self._groups.neighbours,
                     recipe.reduction,
                 )
         except BaseException:
@@ -151,7 +115,7 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed: a placement cannot take them. Nothing was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
@@ -278,9 +242,16 @@ class Wiring:
             self.progress.absent = False
 
     def take(self, grads: Sequence[GradShard]) -> None:
-        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective."""
-        limit = self._recipe.max_grad_norm
-        grad_scale = 1.0 if limit is None else float(clip_factor(self.norm(grads), limit))
+        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective.
+
+        Raises:
+            NonFiniteGradient: on every rank, before anything is changed.
+        """
+        limit, look = self._recipe.max_grad_norm, cache(partial(self.measure, grads))
+        if self._nonfinite.skips(look):
+            self.progress.skipped()
+            return
+        grad_scale = 1.0 if limit is None else float(clip_factor(look().norm, limit))
         self.gather.run(self.progress.step, self.step(grads, grad_scale))
         self.stepped()
 
@@ -312,14 +283,19 @@ class Wiring:
         return missed
 
     def clip(self, grads: Sequence[GradShard], max_norm: float) -> Tensor:
-        """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective."""
-        norm = self.norm(grads)
-        self.reduction.scale(clip_factor(norm, max_norm))
-        return norm
+        """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective.
 
-    def norm(self, grads: Sequence[GradShard]) -> Tensor:
-        """Global L2 norm of the reduced gradients. Collective."""
-        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
+        Gradients that no step is to be taken with are left as they are.
+        """
+        measured = self.measure(grads)
+        if not self._nonfinite.skips(lambda: measured):
+            self.reduction.scale(clip_factor(measured.norm, max_norm))
+        return measured.norm
+
+    def measure(self, grads: Sequence[GradShard]) -> Measured:
+        """Global L2 norm of the reduced gradients, and whether they are finite. Collective."""
+        params = [piece.param for shard in grads for piece in shard.slices]
+        return measure([grad for shard in grads for grad in shard.grads], params, self._groups.control)
 
     def step(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
         """Step this rank's shards; yields every bucket that is updated once it is up to date here.
@@ -359,7 +335,7 @@ class Wiring:
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
-            WorkerDied, WorkerFailed: on every rank, if the step cannot be taken on one; it stays pending there.
+            WorkerDied, WorkerFailed, StorageFailed: on every rank, if one cannot take the step; it stays pending there.
         """
         self.placement.require_own()
         self.gather.flush()
@@ -404,6 +380,7 @@ class Wiring:
     def memory_report(self) -> dict[str, int]:
         """Bytes of gradient shards and of staging on this rank."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
+        staging += self.placement.staging_nbytes
         return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
 
     def _show_state(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ TIERS: dict[str, Any] = {
     "masters": {"precision": zero_opt.MixedPrecision(torch.float32)},
     "host": {"offload": zero_opt.CPUOffload()},
     "worker": {"offload": zero_opt.WorkerOffload()},
+    "file": {"offload": zero_opt.NVMeOffload(tempfile.gettempdir())},
 }
 
 
