@@ -53,9 +53,6 @@ def _squares(values: Tensor) -> Iterator[float]:
         norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         yield norm * norm
         return
-    if values.dtype in _NATIVE_DTYPES and native_available():
-        yield grad_squares([values]).total
-        return
     run = _run_of(values)
     for start in range(0, run.numel(), _PIECE_NUMEL):
         widened = run[start : start + _PIECE_NUMEL].double()
@@ -64,8 +61,15 @@ def _squares(values: Tensor) -> Iterator[float]:
 
 def square_sum(grads: Iterable[Tensor | None]) -> float:
     """Sum of squares of all elements, accumulated in fp64."""
+    native, others = [], []
+    kernel = native_available()
+    for grad in grads:
+        if grad is not None:
+            values = _values(grad.detach())
+            (native if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES else others).append(values)
     try:
-        return math.fsum(s for grad in grads if grad is not None for s in _squares(_values(grad.detach())))
+        total = grad_squares(native).total if native else 0.0  # in one call: of many small ones, calls are the cost
+        return math.fsum([total, *(square for values in others for square in _squares(values))])
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 
