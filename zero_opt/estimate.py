@@ -1,0 +1,206 @@
+"""How much memory an optimizer will take on a rank, before there is one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import GradBucket
+from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
+from .cpu_adam import CPUAdam, CPUAdamW
+from .errors import ConfigError, ConfigTypeError
+from .layout import aligned
+from .partition import Geometry
+from .placement import Policy as Offload
+from .placement import check_params, hypers_of
+from .placement import check_policy as check_offload
+from .policies import AlreadyReduced, AtStep, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .reduction import Policy
+from .reduction import check_policy as check_reduction
+from .rehearsal import Rehearsal, Sketch, sketch_of
+from .trial import StateSizes
+
+PLACES = ("device", "host", "nvme")
+# In the order of the table. The last four are what memory_report() has.
+KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers")
+
+
+class Row(NamedTuple):
+    """Bytes of one thing.
+
+    Attributes:
+        kind: one of :data:`KINDS`. where: one of :data:`PLACES`; the device is the parameters', whichever that is.
+        name: what exactly, the key in the state dict for state.
+    """
+
+    kind: str
+    where: str
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank; ``print`` shows them as a table.
+
+    Attributes:
+        title: what was estimated. rank: of ``world_size``; the one that needs most, unless asked otherwise.
+        rows: everything that is held between two steps, and gradients. Not what a step takes for its own time, as a
+            class without a fused kernel does, nor activations, nor what torch and drivers take for themselves.
+    """
+
+    title: str
+    rank: int
+    world_size: int
+    rows: tuple[Row, ...]
+    _rows_of: Callable[[int], tuple[Row, ...]] = field(repr=False, compare=False)
+
+    def on_rank(self, rank: int) -> Estimate:
+        """The estimate for another rank.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank!r}")
+        return Estimate(self.title, rank, self.world_size, self._rows_of(rank), self._rows_of)
+
+    def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
+        """Bytes of one kind, or in one place, or both; of all without either."""
+        return sum(row.nbytes for row in self.rows if kind in (None, row.kind) and where in (None, row.where))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes where the parameters are; that is host memory too, if they are on the CPU."""
+        return self.nbytes(where="device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that an offload takes."""
+        return self.nbytes(where="host")
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of files."""
+        return self.nbytes(where="nvme")
+
+    def __str__(self) -> str:
+        """A table of MiB by name and place."""
+        cells: dict[tuple[str, str], Counter[str]] = {}
+        for row in sorted(self.rows, key=lambda row: KINDS.index(row.kind)):
+            cells.setdefault((row.kind, row.name), Counter())[row.where] += row.nbytes
+        lines = [self.title, f"rank {self.rank} of {self.world_size}, in MiB"]
+        lines.append(_line("", "", PLACES))
+        lines += [_line(kind, name, map(_mib, map(found.get, PLACES))) for (kind, name), found in cells.items()]
+        lines.append(_line("total", "", map(_mib, (self.nbytes(where=place) for place in PLACES))))
+        return "\n".join(lines)
+
+
+def _line(kind: str, name: str, cells: Iterable[str]) -> str:
+    return f"{kind:<12} {name:<22}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def _mib(nbytes: int | None) -> str:
+    return f"{nbytes / 2**20:,.2f}" if nbytes else "-"
+
+
+def estimate(
+    model_or_numel: Any,
+    world_size: int,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+    offload: Offload = None,
+    precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
+    param_dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    **defaults: Any,
+) -> Estimate:
+    """Bytes per rank that ``ShardedOptimizer`` and what it works on will hold, by kind and place.
+
+    Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
+    on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. Ranks are taken to be on
+    one host, or, with ``exchange="backend"``, on several; accelerators to use their own collectives.
+
+    Args:
+        model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,
+            taken to be in parameters of the size of a bucket, for an elementwise class.
+        world_size: number of ranks.
+        optimizer_class, reduction, offload, precision, **defaults: as for ``ShardedOptimizer``.
+        param_dtype: what floating-point parameters will be cast to; ``None``: they stay, and a number is of torch's
+            default dtype.
+        device: where parameters will be; ``None``: they stay, and a number, or those on the meta device, will be on
+            this machine's accelerator if it has one, else on the CPU.
+
+    Raises:
+        ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
+            does, or because of the arguments that are only here.
+    """
+    check_reduction(reduction)
+    check_offload(offload)
+    if not isinstance(precision, MixedPrecision):
+        raise ConfigTypeError(f"precision must be a MixedPrecision, got {precision!r}")
+    check_wrapped_class(optimizer_class)
+    _check_count("world_size", world_size)
+    home = _Home(_checked_dtype(param_dtype), _checked_device(device))
+    with torch.device("cpu"):  # whatever the caller's default device, stand-ins are small and need values
+        if isinstance(model_or_numel, (int, float)):
+            params = home.of_number(model_or_numel, reduction, optimizer_class)
+        else:
+            params = home.of_params(model_or_numel)
+        case = _Case(params, world_size, optimizer_class, defaults, reduction, offload, precision)
+    return Estimate(case.title, case.fullest_rank, world_size, case.rows(case.fullest_rank), case.rows)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value!r}")
+
+
+def _checked_dtype(dtype: object) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigTypeError(f"param_dtype must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ConfigError(f"param_dtype must be floating-point, got {dtype!r}")
+    return dtype
+
+
+def _checked_device(device: object) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {device!r}") from error
+    if found.type == "meta":
+        raise ConfigError("device must be where parameters will be, such as 'cuda' or 'cpu', not 'meta'")
+    return torch.device(found.type)
+
+
+Groups = list[dict[str, Any]]
+
+
+class _Home(NamedTuple):
+    """What parameters will be, where it is not what they are."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    def _device_of(self, param: Tensor) -> torch.device:
+        if self.device is not None:
+            return self.device
+        if param.device.type != "meta":
+            return param.device
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
