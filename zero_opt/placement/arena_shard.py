@@ -12,11 +12,10 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..cpu_adam.checks import GRAD_DTYPES
 from ..cpu_adam.runs import BoundRun
-from ..flat_param import FlatParam, own_writes
 from ..shared_memory import Arena
 from .base import ParamState
+from .master_shard import HALVES, MasterShard
 
-HALVES = (torch.bfloat16, torch.float16)
 PARAM_DTYPES = (torch.float32, *HALVES)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAXIMUM = "max_exp_avg_sq"
@@ -39,7 +38,7 @@ def section_nbytes(numel: int, dtypes: Sequence[torch.dtype]) -> int:
     return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
 
 
-class ArenaShard:
+class ArenaShard(MasterShard):
     """See the module. Slices are named by their position among those of this rank in the bucket.
 
     Arrays are (shard numel,), fp32 but for ``out`` and gradients: master, exp_avg, exp_avg_sq; max_exp_avg_sq for
@@ -51,20 +50,17 @@ class ArenaShard:
     """
 
     def __init__(self, bucket: GradBucket) -> None:
-        self.bucket, self.pieces = bucket, bucket.slices
         by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
-        self.flats: list[FlatParam] = [by_index[piece.param] for piece in self.pieces]
+        super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
+        self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
         self.lodged = bucket.dtype in GRAD_DTYPES and bucket.device.type == "cpu"
         self.grad_dtype = bucket.dtype if self.lodged else torch.float32
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
-        self._stale = set(range(len(self.pieces)))
-        self._known = [flat.edits for flat in self.flats]
         self._sections: dict[str, Section] = {}
         self._views: dict[int, ParamState] = {}
         self._own: dict[int, ParamState] = {}
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -105,10 +101,13 @@ class ArenaShard:
                     shown[key] = value
             self._views[position] = shown
 
-    def repoint(self, position: int) -> None:
-        """The parameter's data moved: whatever lies there is the user's."""
-        self._copies.pop(position, None)
-        self._stale.add(position)
+    def master(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._slice("master", position)
+
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._slice("out" if "out" in self._arrays else "master", position)
 
     def _slice(self, role: str, position: int) -> Tensor:
         return self._arrays[role][slice(*self.pieces[position].in_shard)]
@@ -118,13 +117,10 @@ class ArenaShard:
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            flat = self.flats[position]
-            whole = self.pieces[position].in_param.numel == flat.param.numel()
             shown: ParamState = {"step": self.steps[position]}
             keys = [key for key in (*_MOMENTS, _MAXIMUM) if key in self._sections]
             for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
-                run = self._slice(key, position)
-                shown[key] = flat.shaped(run) if whole else run
+                shown[key] = self.shaped(self._slice(key, position), position)
             self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
 
@@ -150,33 +146,11 @@ class ArenaShard:
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
-        flat, piece = self.flats[position], self.pieces[position]
         if "master" not in saved or self.param_dtype not in HALVES:
-            flat.load()
-            self._slice("master", position).copy_(flat.flat[slice(*piece.in_param)])
-        self._stale.discard(position)
-        self._known[position] = flat.edits
+            self.take_param(position)
+        self.follow(position)
 
     # -- a step -------------------------------------------------------------------------------------------------------
-
-    def edited(self, position: int) -> bool:
-        """Whether the user has written to the parameter since it was last read or written here."""
-        return position in self._stale or self.flats[position].edits != self._known[position]
-
-    def read_params(self, positions: Sequence[int]) -> None:
-        """Take masters from parameters that the user has written to."""
-        for position in filter(self.edited, positions):
-            flat, piece = self.flats[position], self.pieces[position]
-            flat.load()
-            param, master = flat.flat[slice(*piece.in_param)], self._slice("master", position)
-            if self.param_dtype in HALVES:
-                # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
-                same = master.to(self.param_dtype).view(torch.int16) == param.view(torch.int16).to(master.device)
-                torch.where(same, master, param.to(master.device).float(), out=master)
-            else:
-                master.copy_(param)
-            self._stale.discard(position)
-            self._known[position] = flat.edits
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
@@ -226,18 +200,3 @@ class ArenaShard:
             self.steps[list(positions)] += 1
         self.stepped.update(positions)
         self.bucket.reclaim()
-
-    def write_params(self, positions: Sequence[int]) -> None:
-        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
-        for position in positions:
-            if position not in self._copies:
-                target = self.flats[position].flat[slice(*self.pieces[position].in_param)]
-                self._copies[position] = (target, self._slice("out" if "out" in self._arrays else "master", position))
-        pairs = [self._copies[position] for position in positions]
-        flats = [self.flats[position] for position in positions]
-        with own_writes(flats):
-            if pairs:
-                targets, sources = zip(*pairs, strict=True)
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-            for flat in flats:
-                flat.store()
