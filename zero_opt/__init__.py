@@ -30,6 +30,7 @@ from .errors import (
     WorkerFailed,
     ZeroOptError,
 )
+from .estimate import Estimate, estimate
 from .optimizer import ShardedOptimizer
 from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
 
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigError",
     "ConfigTypeError",
     "DDPHook",
+    "Estimate",
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
@@ -70,6 +72,7 @@ __all__ = [
     "ZeroOptError",
     "broadcast_params",
     "ddp_hook",
+    "estimate",
     "load_sharded_state_dict",
     "register_elementwise",
     "sharded_state_dict",

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .buckets import GradBucket
+from .collectives import check_rank
 from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
 from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import ConfigError, ConfigTypeError
-from .layout import aligned
-from .partition import Geometry
+from .layout import ALIGN
 from .placement import Policy as Offload
 from .placement import check_params, hypers_of
 from .placement import check_policy as check_offload
-from .policies import AlreadyReduced, AtStep, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import MixedPrecision, Overlapped
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
-from .rehearsal import Rehearsal, Sketch, sketch_of
-from .trial import StateSizes
+from .rehearsal import sketch_of
+from .sizing import Row, Sizing
+from .wiring import Recipe
 
 PLACES = ("device", "host", "nvme")
-# In the order of the table. The last four are what memory_report() has.
 KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers")
-
-
-class Row(NamedTuple):
-    """Bytes of one thing.
-
-    Attributes:
-        kind: one of :data:`KINDS`. where: one of :data:`PLACES`; the device is the parameters', whichever that is.
-        name: what exactly, the key in the state dict for state.
-    """
-
-    kind: str
-    where: str
-    name: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -66,10 +50,9 @@ class Estimate:
         """The estimate for another rank.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError, ConfigTypeError: there is no such rank.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {rank!r}")
+        check_rank(rank, self.world_size, "rank")
         return Estimate(self.title, rank, self.world_size, self._rows_of(rank), self._rows_of)
 
     def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
@@ -150,13 +133,47 @@ def estimate(
     check_wrapped_class(optimizer_class)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
-    with torch.device("cpu"):  # whatever the caller's default device, stand-ins are small and need values
+    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None)
+    with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
-            params = home.of_number(model_or_numel, reduction, optimizer_class)
+            groups = home.of_number(model_or_numel, recipe)
         else:
-            params = home.of_params(model_or_numel)
-        case = _Case(params, world_size, optimizer_class, defaults, reduction, offload, precision)
-    return Estimate(case.title, case.fullest_rank, world_size, case.rows(case.fullest_rank), case.rows)
+            groups = home.groups(model_or_numel)
+        sizing = _sizing(groups, home, world_size, recipe)
+    rank = sizing.fullest_rank()
+    return Estimate(_title(sizing), rank, world_size, sizing.rows(rank), sizing.rows)
+
+
+def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: Recipe) -> Sizing:
+    """The plan's input: sketches of all parameters, and param groups as the class completes them."""
+    listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+    names = [f"parameter {index}" for index in range(len(listed))]
+    sketches = {
+        index: sketch_of(param, number, home.device_of(param), names[index])
+        for index, (number, param) in enumerate(listed)
+    }
+    left = iter(sketches.values())
+    stand_ins = [{**group, "params": [next(left).flat.param for _ in group["params"]]} for group in groups]
+    cls, defaults = recipe.optimizer_class, recipe.defaults
+    if world_size == 1 and recipe.offload is None:
+        made = cls(stand_ins, **defaults)
+    else:
+        made = template_of(cls, stand_ins, defaults)
+        check_params(recipe.offload, cls, made.param_groups, names.__getitem__)
+    trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
+    return Sizing(sketches, trainable, [hypers_of(group) for group in made.param_groups], world_size, recipe)
+
+
+def _title(sizing: Sizing) -> str:
+    found = [sketch.flat.param for sketch in sizing.sketches.values()]
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in found})
+    devices = sorted({sketch.device.type for sketch in sizing.sketches.values()})
+    recipe = sizing.recipe
+    offload = "no offload" if recipe.offload is None else repr(recipe.offload)
+    return (
+        f"{recipe.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
+        f"on {', '.join(devices)}; {offload}; {recipe.reduction!r}; {recipe.precision!r}"
+    )
 
 
 def _check_count(name: str, value: object) -> None:
@@ -188,19 +205,51 @@ def _checked_device(device: object) -> torch.device | None:
     return torch.device(found.type)
 
 
-Groups = list[dict[str, Any]]
-
-
 class _Home(NamedTuple):
     """What parameters will be, where it is not what they are."""
 
     dtype: torch.dtype | None
     device: torch.device | None
 
-    def _device_of(self, param: Tensor) -> torch.device:
+    def groups(self, params: Any) -> list[dict[str, Any]]:
+        """Param groups, each parameter in the dtype it will have."""
+        entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
+        listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
+        return [{**group, "params": list(map(self._as, _tensors(group["params"])))} for group in listed]
+
+    def _as(self, param: Tensor) -> Tensor:
+        if self.dtype in (None, param.dtype) or not param.is_floating_point() or param.layout is not torch.strided:
+            return param
+        cast = torch.empty_strided(param.shape, param.stride(), dtype=self.dtype, device="meta")
+        return cast.requires_grad_(param.requires_grad)
+
+    def of_number(self, numel: float, recipe: Recipe) -> list[dict[str, Any]]:
+        """A param group of so many elements, in parameters that fill a bucket each."""
+        cls = recipe.optimizer_class
+        if not (is_elementwise(cls) or cls in (CPUAdam, CPUAdamW)):
+            raise ConfigError(
+                f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
+                "meta device if it is large, or register_elementwise() the class"
+            )
+        if isinstance(numel, bool) or not math.isfinite(numel) or numel != int(numel) or numel < 1:
+            raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {numel!r}")
+        dtype = self.dtype or torch.get_default_dtype()
+        each = max(int(recipe.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
+        counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]
+        params = [torch.empty(count, dtype=dtype, device="meta").requires_grad_() for count in counts]
+        return [{"params": params}]
+
+    def device_of(self, param: Tensor) -> torch.device:
+        """Where a parameter will be."""
         if self.device is not None:
             return self.device
         if param.device.type != "meta":
             return param.device
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    """The parameters of a group, without their names."""
+    listed = [params] if isinstance(params, Tensor) else params
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .alone_exchange import AloneExchange
 from .buckets import GradBucket
 from .cpu_adam import native_available
+from .errors import UnsupportedParam
 from .exchange import NATIVE_DTYPES, DirectExchange, Exchange, Gathering, Ident, PooledExchange, Run, StagingPool
 from .flat_param import FlatParam, check_memory
 from .host_exchange import own_nbytes
@@ -43,6 +46,8 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
     Raises:
         UnsupportedParam: it cannot be sharded; the message calls it ``label``.
     """
+    if is_lazy(param):
+        raise UnsupportedParam(f"{label} is not initialized yet; run a forward pass first")
     check_memory(param, label)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return Sketch(FlatParam(like, label), group, device)
@@ -111,9 +116,7 @@ class Rehearsal:
         layouts: the plan, as the optimizer would make it.
     """
 
-    def __init__(
-        self, sketches: Mapping[int, Sketch], world_size: int, reduction: Policy, geometry: Geometry
-    ) -> None:
+    def __init__(self, sketches: Mapping[int, Sketch], world_size: int, reduction: Policy, geometry: Geometry) -> None:
         self._sketches, self._world_size, self._reduction = sketches, world_size, reduction
         self._reduce_dtype = geometry.reduce_dtype
         specs: dict[int, ParamSpec] = {
@@ -124,7 +127,11 @@ class Rehearsal:
 
     def fullest_rank(self) -> int:
         """The rank whose shards have the most elements; of several the first."""
-        return max(range(self._world_size), key=lambda rank: sum(plan.shard(rank).numel for plan in self.layouts))
+        loads = [0] * self._world_size
+        for bounds in (plan.bounds for plan in self.layouts if not isinstance(plan.bounds, range)):  # else all alike
+            for rank, (start, stop) in enumerate(pairwise(bounds)):
+                loads[rank] += stop - start
+        return loads.index(max(loads))
 
     def buckets(self, rank: int) -> list[GradBucket]:
         """A rank's buckets, on the meta device but for what they call their device."""

@@ -85,9 +85,7 @@ class StateSizes:
         self._known: dict[tuple[int, tuple[int, ...], torch.dtype], Mapping[str, int]] = {}
         self._slopes: dict[tuple[int, torch.dtype], Mapping[str, tuple[int, Fraction]]] = {}
 
-    def of(
-        self, group: int, hypers: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
-    ) -> Mapping[str, int]:
+    def of(self, group: int, hypers: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
         """Bytes by key of the state of a parameter, or a part of one.
 
         Args:
@@ -100,18 +98,16 @@ class StateSizes:
         if key not in self._known:
             numel = math.prod(shape)
             if numel <= _REAL_NUMEL:
-                self._known[key] = self._tried(hypers, torch.zeros(*shape, dtype=dtype, device="cpu"))
+                self._known[key] = self._tried(hypers, torch.zeros(tuple(shape), dtype=dtype, device="cpu"))
             elif self._even:
                 self._known[key] = self._grown(group, hypers, numel, dtype)
             else:
-                self._known[key] = self._tried(hypers, torch.empty(*shape, dtype=dtype, device="meta"))
+                self._known[key] = self._tried(hypers, torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return self._known[key]
 
     def _grown(self, group: int, hypers: Mapping[str, Any], numel: int, dtype: torch.dtype) -> Mapping[str, int]:
         if (group, dtype) not in self._slopes:
-            few, more = (
-                self._tried(hypers, torch.zeros(count, dtype=dtype, device="cpu")) for count in (_FEW, _MORE)
-            )
+            few, more = (self._tried(hypers, torch.zeros(count, dtype=dtype, device="cpu")) for count in (_FEW, _MORE))
             slopes = {role: Fraction(more[role] - few[role], _MORE - _FEW) for role in few}
             self._slopes[group, dtype] = {role: (few[role], slope) for role, slope in slopes.items()}
         found = self._slopes[group, dtype]

@@ -38,6 +38,7 @@ __all__ = [
     "check_params",
     "check_policy",
     "check_state",
+    "grad_buffers_of",
     "hypers_of",
     "steps_params_apart",
 ]
@@ -74,6 +75,11 @@ def check_state(
         _check_worker_state(states)
 
 
+def grad_buffers_of(policy: WorkerOffload, reduction: Reduction) -> int:
+    """How many buffers a worker's gradients have: buckets are reduced into one while it reads the other."""
+    return 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
+
+
 def build_placement(
     policy: Policy,
     optimizer_class: type[torch.optim.Optimizer],
@@ -87,8 +93,7 @@ def build_placement(
         reduction: where gradients come from.
     """
     if policy is not None:
-        grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
-        return WorkerPlacement(policy, defaults, group, grad_buffers)
+        return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
     if FusedAdamPlacement.serves(optimizer_class):
         return FusedAdamPlacement(optimizer_class, defaults)
     strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement

@@ -1,0 +1,170 @@
+"""What every part of an optimizer holds on a rank, row by row, from a plan alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .buckets import GradBucket
+from .construction import is_elementwise
+from .partition import Geometry
+from .placement import grad_buffers_of
+from .placement.arena_shard import ArenaShard, section_nbytes
+from .placement.cores import split_cores
+from .policies import AlreadyReduced, AtStep, DDPHook, WorkerOffload
+from .rehearsal import Rehearsal, Sketch
+from .shared_memory import page_aligned
+from .trial import StateSizes
+from .wiring import Recipe
+from .worker_process import allowed_threads, control_nbytes
+
+DEVICE, HOST = "device", "host"
+
+
+class Row(NamedTuple):
+    """Bytes of one thing.
+
+    Attributes:
+        kind: ``params``; ``grads``, that autograd makes; ``grad_shards`` and ``staging``, on their way to other ranks
+            and from them; ``state``, in the state dict; ``masters``; ``buffers``, all other.
+        where: ``device``, the parameters', whichever that is; ``host``; ``nvme``.
+        name: what exactly; of state, the key.
+    """
+
+    kind: str
+    where: str
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What an optimizer is made of, its parameters as sketches; and what follows from that.
+
+    Attributes:
+        sketches: every parameter, by global index. trainable: indices of those that are planned.
+        hypers: of every param group, as the wrapped class completes them.
+    """
+
+    sketches: Mapping[int, Sketch]
+    trainable: Sequence[int]
+    hypers: Sequence[Mapping[str, Any]]
+    world_size: int
+    recipe: Recipe
+
+    @cached_property
+    def _sizes(self) -> StateSizes:
+        return StateSizes(self.recipe.optimizer_class, self.recipe.defaults)
+
+    @cached_property
+    def _rehearsal(self) -> Rehearsal:
+        recipe = self.recipe
+        geometry = Geometry(
+            not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
+        )
+        planned = {index: self.sketches[index] for index in self.trainable}
+        return Rehearsal(planned, self.world_size, recipe.reduction, geometry)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the wrapped class works by itself, without anything of ours."""
+        return self.world_size == 1 and self.recipe.offload is None
+
+    def fullest_rank(self) -> int:
+        """The rank that needs most."""
+        return 0 if self.alone else self._rehearsal.fullest_rank()
+
+    def rows(self, rank: int) -> tuple[Row, ...]:
+        """What a rank holds between two steps, and gradients."""
+        with torch.device("cpu"):  # whatever the caller's default device, stand-ins need values
+            found = [*self._params(), *(self._alone() if self.alone else self._sharded(rank))]
+        return tuple(row for row in found if row.nbytes)
+
+    def _params(self) -> Iterator[Row]:
+        yield Row("params", DEVICE, "parameters", _nbytes(self.sketches.values()))
+
+    def _grads(self) -> Row:
+        return Row("grads", DEVICE, "gradients", _nbytes(self.sketches[index] for index in self.trainable))
+
+    def _alone(self) -> Iterator[Row]:
+        yield self._grads()
+        held: Counter[str] = Counter()
+        for index in self.trainable:
+            flat, group, _ = self.sketches[index]
+            held.update(self._sizes.of(group, self.hypers[group], flat.param.shape, flat.param.dtype))
+        yield from (Row("state", DEVICE, key, nbytes) for key, nbytes in held.items())
+
+    def _sharded(self, rank: int) -> Iterator[Row]:
+        rehearsal = self._rehearsal
+        buckets = rehearsal.buckets(rank)
+        yield self._passing_grads(buckets)
+        yield Row("staging", DEVICE, "staging", rehearsal.staging_nbytes(rank, buckets))
+        mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
+        yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
+        if isinstance(self.recipe.offload, WorkerOffload):
+            for bucket in buckets:
+                bucket.device = rehearsal.device_of(bucket)
+            yield from self._of_worker(self.recipe.offload, buckets)
+        else:
+            yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
+            yield from self._on_device(buckets)
+
+    def _passing_grads(self, buckets: Sequence[GradBucket]) -> Row:
+        """All gradients, or, where buckets let go of them, two buckets of them."""
+        grads = self._grads()
+        if isinstance(self.recipe.reduction, (AtStep, AlreadyReduced, DDPHook)):
+            return grads
+        sizes = (sum(flat.param.numel() * flat.param.element_size() for flat in bucket.params) for bucket in buckets)
+        return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
+
+    def _on_device(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        held: Counter[str] = Counter()
+        for bucket in buckets:
+            for piece in bucket.slices:
+                param = self.sketches[piece.param].flat.param
+                whole = piece.in_param.numel == param.numel()
+                shape = param.shape if whole else (piece.in_param.numel,)
+                held.update(self._sizes.of(piece.group, self.hypers[piece.group], shape, param.dtype))
+        yield from (Row("state", DEVICE, key, nbytes) for key, nbytes in held.items())
+
+    def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        held: Counter[tuple[str, str, str]] = Counter()
+        usable = sorted(os.sched_getaffinity(0))
+        lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
+        start = taken = page_aligned(control_nbytes(lanes))
+        for bucket in buckets:
+            shard, amsgrad = ArenaShard(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
+            arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))
+            owned = sum(piece.in_param.numel for piece in bucket.slices)
+            for role, dtype in arrays.items():
+                place = _place_of(role, lodged=shard.lodged)
+                held[place] += (bucket.shard_numel if place[0] == "grad_shards" else owned) * dtype.itemsize
+            taken += section_nbytes(bucket.shard_numel, list(arrays.values()))
+            held["state", HOST, "step"] += shard.steps.numel() * shard.steps.element_size()
+            if not shard.lodged:
+                held["grad_shards", DEVICE, "reduced gradients"] += bucket.shard_nbytes
+        in_arena = sum(nbytes for (_, where, name), nbytes in held.items() if where == HOST and name != "step")
+        held["buffers", HOST, "control area"] += start
+        held["buffers", HOST, "padding"] += page_aligned(taken) - start - in_arena
+        yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+
+def _nbytes(sketches: Any) -> int:
+    return sum(found.flat.param.numel() * found.flat.param.element_size() for found in sketches)
+
+
+def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
+    """What an array of the arena is, as a kind, a place and a name."""
+    if role == "master":
+        return "masters", HOST, role
+    if role == "out":
+        return "buffers", HOST, "updated parameters"
+    if role.startswith("grad"):
+        return ("grad_shards", HOST, "reduced gradients") if lodged else ("buffers", HOST, "copies of gradients")
+    return "state", HOST, role
