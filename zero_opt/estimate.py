@@ -213,6 +213,8 @@ class _Home(NamedTuple):
 
     def groups(self, params: Any) -> list[dict[str, Any]]:
         """Param groups, each parameter in the dtype it will have."""
+        if isinstance(params, (str, bytes)) or (not hasattr(params, "__iter__") and not isinstance(params, nn.Module)):
+            raise ConfigTypeError(f"the model must be a module, its parameters or their number, got {params!r}")
         entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
         listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
         return [{**group, "params": list(map(self._as, _tensors(group["params"])))} for group in listed]

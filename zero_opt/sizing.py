@@ -137,7 +137,8 @@ class Sizing:
         held: Counter[tuple[str, str, str]] = Counter()
         usable = sorted(os.sched_getaffinity(0))
         lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
-        start = taken = page_aligned(control_nbytes(lanes))
+        # A run is a stretch of neighbours with one step count: as a rule, a bucket.
+        start = taken = page_aligned(control_nbytes(lanes, len(buckets)))
         for bucket in buckets:
             shard, amsgrad = ArenaShard(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
             arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))

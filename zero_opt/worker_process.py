@@ -53,11 +53,11 @@ def allowed_threads(requested: int) -> int:
     return _native.usable_threads(requested)
 
 
-def control_nbytes(lanes: int) -> int:
-    """Bytes of the control area of a worker with so many threads."""
+def control_nbytes(lanes: int, runs: int = _MAX_RUNS) -> int:
+    """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
     from . import _native
 
-    return _native.control_nbytes(lanes, _MAX_RUNS)
+    return _native.control_nbytes(lanes, runs)
 
 
 class _Child:
