@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import zero_opt
 from zero_opt.__main__ import main
@@ -26,8 +27,6 @@ def test_it_runs_as_a_module() -> None:
 
 
 def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     words = (
         "estimate 2e6 --world 3 --optimizer Adam --option amsgrad=True --option lr=0.1 --param-dtype bfloat16 "
         "--reduce-dtype float32 --device cuda --reduction at-step --bucket-mb 2 --offload worker --delay 1 --rank 2"
@@ -46,6 +45,15 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         lr=0.1,
     )
     assert capsys.readouterr().out == f"{same.on_rank(2)}\n"
+
+
+def test_masters_and_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "estimate 1e6 --param-dtype bfloat16 --device cuda --offload cpu --ratio 0.5 --subgroup-mb 2 --master split"
+    assert main([*words.split(), "--option", "fused=True"]) == 0
+    offload, precision = zero_opt.CPUOffload(ratio=0.5, subgroup_mb=2.0), zero_opt.MixedPrecision("split")
+    options = {"offload": offload, "precision": precision, "device": "cuda", "fused": True}
+    same = zero_opt.estimate(1_000_000, 1, param_dtype=torch.bfloat16, **options)
+    assert capsys.readouterr().out == f"{same}\n"
 
 
 def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +76,8 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --world 2 --rank 2", "rank"),
         ("1e6 --offload foo", "invalid choice"),
         ("1e6 --offload worker --delay 7", "delay"),
+        ("1e6 --offload cpu --ratio 2", "ratio"),
+        ("1e6 --master float16", "master_dtype"),
         ("1e6 --offload worker --optimizer SGD", "steps Adam"),
         ("1e6 --optimizer Foo", "not a class"),
         ("1e6 --optimizer Optimizer --world 0", "world_size"),

@@ -14,9 +14,11 @@ from .errors import (
     GradientConflict,
     GradientConsumed,
     NativeUnavailable,
+    NonFiniteGradient,
     OptimizerClosed,
     OutOfMemory,
     PeerLost,
+    PeerSilent,
     ProcessGroupError,
     RankMismatch,
     StateDictError,
@@ -32,7 +34,17 @@ from .errors import (
 )
 from .estimate import Estimate, estimate
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -42,6 +54,7 @@ __all__ = [
     "AtStep",
     "CPUAdam",
     "CPUAdamW",
+    "CPUOffload",
     "Checks",
     "ConfigConflict",
     "ConfigError",
@@ -52,10 +65,12 @@ __all__ = [
     "GradientConsumed",
     "MixedPrecision",
     "NativeUnavailable",
+    "NonFiniteGradient",
     "OptimizerClosed",
     "OutOfMemory",
     "Overlapped",
     "PeerLost",
+    "PeerSilent",
     "ProcessGroupError",
     "RankMismatch",
     "ShardedOptimizer",

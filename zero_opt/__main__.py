@@ -14,7 +14,7 @@ from . import cpu_adam, doctor
 from .errors import ZeroOptError
 from .estimate import estimate
 from .placement import Policy as Offload
-from .policies import AlreadyReduced, AtStep, MixedPrecision, Overlapped, WorkerOffload
+from .policies import AlreadyReduced, AtStep, CPUOffload, MixedPrecision, Overlapped, WorkerOffload
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "already-reduced": AlreadyReduced}
 _NATIVE = ("CPUAdam", "CPUAdamW")
@@ -25,6 +25,10 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32 or bfloat16")
     return found
+
+
+def _master(name: str) -> torch.dtype | str:
+    return name if name == "split" else _dtype(name)
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -51,11 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
+    sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
     sizes.add_argument("--reduce-dtype", type=_dtype, help="of gradients on their way (default: the parameters')")
     sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
     sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
-    sizes.add_argument("--offload", choices=("none", "worker"), default="none", help="where the shard lives")
+    sizes.add_argument("--offload", choices=("none", "cpu", "worker"), default="none", help="where the shard lives")
+    sizes.add_argument("--ratio", type=float, default=1.0, help="with --offload cpu: how much of the shard")
+    sizes.add_argument("--subgroup-mb", type=float, default=64, help="with --offload cpu: see CPUOffload")
     sizes.add_argument("--delay", type=int, default=0, help="with --offload worker: steps until an update arrives")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     looks = commands.add_parser(
@@ -66,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _offload(given: argparse.Namespace) -> Offload:
+    if given.offload == "cpu":
+        return CPUOffload(ratio=given.ratio, subgroup_mb=given.subgroup_mb)
     return WorkerOffload(delay=given.delay) if given.offload == "worker" else None
 
 
@@ -77,7 +86,7 @@ def _print_estimate(given: argparse.Namespace) -> None:
         given.optimizer,
         reduction=_REDUCTIONS[given.reduction](**sized),
         offload=_offload(given),
-        precision=MixedPrecision(reduce_dtype=given.reduce_dtype),
+        precision=MixedPrecision(given.master, given.reduce_dtype),
         param_dtype=given.param_dtype,
         device=given.device,
         **dict(given.option),

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .buckets import GradBucket
-from .collectives import Window, check_rank, tensor_bytes
+from .collectives import check_rank, tensor_bytes
 from .errors import StateDictError, StepPending
 from .flat_param import FlatParam
 from .partition import Partition
 from .placement import Placement
 from .state_dict import torch_dtype
+from .transfers import Window
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
@@ -84,7 +85,7 @@ class LocalState:
             )
         self._flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
-        self._state = dict(placement.state())
+        self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
 
     @classmethod

@@ -83,6 +83,22 @@ class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
 
 
+class PeerSilent(PeerLost, StepDesync):
+    """A rank that lives is stopped, or has not come to a call of all ranks in time; names it and its last step."""
+
+
+class NonFiniteGradient(ZeroOptError, RuntimeError):
+    """A reduced gradient has an inf or NaN (``Checks(nonfinite="raise")``); parameters and state are untouched.
+
+    Attributes:
+        rank: the rank that owns the element, ``None`` if the error has travelled. param: global parameter index.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, param: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.param = rank, param
+
+
 class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
 

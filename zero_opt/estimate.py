@@ -19,11 +19,11 @@ from .layout import ALIGN
 from .placement import Policy as Offload
 from .placement import check_params, hypers_of
 from .placement import check_policy as check_offload
-from .policies import MixedPrecision, Overlapped
+from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
 from .rehearsal import sketch_of
-from .sizing import Row, Sizing
+from .sizing import Row, Sizing, steps_alone
 from .wiring import Recipe
 
 PLACES = ("device", "host", "nvme")
@@ -133,7 +133,7 @@ def estimate(
     check_wrapped_class(optimizer_class)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
-    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None)
+    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks())
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
             groups = home.of_number(model_or_numel, recipe)
@@ -155,13 +155,16 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: 
     left = iter(sketches.values())
     stand_ins = [{**group, "params": [next(left).flat.param for _ in group["params"]]} for group in groups]
     cls, defaults = recipe.optimizer_class, recipe.defaults
-    if world_size == 1 and recipe.offload is None:
-        made = cls(stand_ins, **defaults)
-    else:
-        made = template_of(cls, stand_ins, defaults)
-        check_params(recipe.offload, cls, made.param_groups, names.__getitem__)
+    sharded = not steps_alone(world_size, recipe)
+    made = template_of(cls, stand_ins, defaults) if sharded else cls(stand_ins, **defaults)
+    hypers = [hypers_of(group) for group in made.param_groups]
+    if sharded:
+        placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
+        for sketch in sketches.values():
+            placed[sketch.group]["params"].append(sketch)
+        check_params(recipe.offload, recipe.precision, cls, placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
-    return Sizing(sketches, trainable, [hypers_of(group) for group in made.param_groups], world_size, recipe)
+    return Sizing(sketches, trainable, hypers, world_size, recipe)
 
 
 def _title(sizing: Sizing) -> str:

@@ -39,6 +39,16 @@ class Sketch(NamedTuple):
     group: int
     device: torch.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.flat.param.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parameter."""
+        return self.flat.param.numel() * self.dtype.itemsize
+
 
 def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sketch:
     """The sketch of a parameter, which may be on the meta device itself.
@@ -118,7 +128,7 @@ class Rehearsal:
 
     def __init__(self, sketches: Mapping[int, Sketch], world_size: int, reduction: Policy, geometry: Geometry) -> None:
         self._sketches, self._world_size, self._reduction = sketches, world_size, reduction
-        self._reduce_dtype = geometry.reduce_dtype
+        self._dtypes = (geometry.reduce_dtype, geometry.accumulate_dtype)
         specs: dict[int, ParamSpec] = {
             index: found.flat.spec(found.group)._replace(device=str(found.device)) for index, found in sketches.items()
         }
@@ -136,7 +146,7 @@ class Rehearsal:
     def buckets(self, rank: int) -> list[GradBucket]:
         """A rank's buckets, on the meta device but for what they call their device."""
         return [
-            GradBucket(plan, [self._sketches[index].flat for index in plan.params], rank, self._reduce_dtype)
+            GradBucket(plan, [self._sketches[index].flat for index in plan.params], rank, *self._dtypes)
             for plan in self.layouts
         ]
 

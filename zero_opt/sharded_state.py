@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
-from .collectives import Group, Window
+from .collectives import Group
 from .consolidate import Entry, LocalState, listed, listing, small_value
 from .flat_param import contiguous_strides, is_dense
 from .layout import ParamSlice, Span
 from .partition import Partition
 from .placement import Placement
 from .state_dict import cut, torch_dtype
+from .transfers import Window
 
 States = dict[int, dict[str, Any]]
 

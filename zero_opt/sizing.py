@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,11 +13,14 @@ import torch
 
 from .buckets import GradBucket
 from .construction import is_elementwise
+from .layout import ParamSlice
 from .partition import Geometry
 from .placement import grad_buffers_of
 from .placement.arena_shard import ArenaShard, section_nbytes
 from .placement.cores import split_cores
-from .policies import AlreadyReduced, AtStep, DDPHook, WorkerOffload
+from .placement.cpu import HostUnits
+from .placement.master_shard import HALVES
+from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, WorkerOffload
 from .rehearsal import Rehearsal, Sketch
 from .shared_memory import page_aligned
 from .trial import StateSizes
@@ -43,6 +46,14 @@ class Row(NamedTuple):
     nbytes: int
 
 
+def steps_alone(world_size: int, recipe: Recipe) -> bool:
+    """Whether the wrapped class works by itself, without anything of ours."""
+    return world_size == 1 and recipe.offload is None and recipe.precision.master_dtype is None
+
+
+Held = Counter[tuple[str, str, str]]
+
+
 @dataclass(frozen=True)
 class Sizing:
     """What an optimizer is made of, its parameters as sketches; and what follows from that.
@@ -65,25 +76,20 @@ class Sizing:
     @cached_property
     def _rehearsal(self) -> Rehearsal:
         recipe = self.recipe
-        geometry = Geometry(
-            not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
-        )
+        dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
+        geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
         planned = {index: self.sketches[index] for index in self.trainable}
         return Rehearsal(planned, self.world_size, recipe.reduction, geometry)
 
-    @property
-    def alone(self) -> bool:
-        """Whether the wrapped class works by itself, without anything of ours."""
-        return self.world_size == 1 and self.recipe.offload is None
-
     def fullest_rank(self) -> int:
         """The rank that needs most."""
-        return 0 if self.alone else self._rehearsal.fullest_rank()
+        return 0 if steps_alone(self.world_size, self.recipe) else self._rehearsal.fullest_rank()
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""
         with torch.device("cpu"):  # whatever the caller's default device, stand-ins need values
-            found = [*self._params(), *(self._alone() if self.alone else self._sharded(rank))]
+            alone = steps_alone(self.world_size, self.recipe)
+            found = [*self._params(), *(self._alone() if alone else self._sharded(rank))]
         return tuple(row for row in found if row.nbytes)
 
     def _params(self) -> Iterator[Row]:
@@ -113,7 +119,7 @@ class Sizing:
             yield from self._of_worker(self.recipe.offload, buckets)
         else:
             yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
-            yield from self._on_device(buckets)
+            yield from self._of_units(buckets)
 
     def _passing_grads(self, buckets: Sequence[GradBucket]) -> Row:
         """All gradients, or, where buckets let go of them, two buckets of them."""
@@ -123,18 +129,65 @@ class Sizing:
         sizes = (sum(flat.param.numel() * flat.param.element_size() for flat in bucket.params) for bucket in buckets)
         return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
 
-    def _on_device(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
-        held: Counter[str] = Counter()
+    def _of_units(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        """What is stepped by the class or the kernel in this process: parameters in place, masters, copies."""
+        policy, held = self.recipe.offload, Held()
+        there = [bucket for bucket in buckets if self._rehearsal.device_of(bucket).type != "cpu"]
+        leaving: Sequence[GradBucket] = there if isinstance(policy, CPUOffload) else ()
+        units = HostUnits(policy, self.recipe.precision.master_dtype) if isinstance(policy, CPUOffload) else None
+        staying = units.staying(leaving) if units is not None else set()
         for bucket in buckets:
+            home = DEVICE if units is None else HOST
             for piece in bucket.slices:
-                param = self.sketches[piece.param].flat.param
-                whole = piece.in_param.numel == param.numel()
-                shape = param.shape if whole else (piece.in_param.numel,)
-                held.update(self._sizes.of(piece.group, self.hypers[piece.group], shape, param.dtype))
-        yield from (Row("state", DEVICE, key, nbytes) for key, nbytes in held.items())
+                if bucket not in leaving:
+                    self._add_slice(held, piece, home, stays=True)
+                elif piece.param in staying:
+                    self._add_slice(held, piece, DEVICE, stays=True, splits=False)
+                else:
+                    self._add_slice(held, piece, HOST, stays=False)
+        if units is not None:
+            held["buffers", HOST, "gradients on their way"] = self._arriving(units, leaving, staying)
+        yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+    def _add_slice(self, held: Held, piece: ParamSlice, where: str, *, stays: bool, splits: bool = True) -> None:
+        """Count what is kept of a slice, beside the parameter or, if it does not stay, in place of it."""
+        recipe, param, numel = self.recipe, self.sketches[piece.param].flat.param, piece.in_param.numel
+        dtype, shape = param.dtype, param.shape if numel == param.numel() else (numel,)
+        masters = recipe.offload is not None or recipe.precision.master_dtype is not None
+        if masters and dtype in HALVES:
+            split = splits and recipe.precision.master_dtype == "split" and dtype is torch.bfloat16
+            name, itemsize = ("remainder", 2) if split else ("master", 4)
+            held["masters", where, name] += numel * itemsize
+            if not stays:
+                held["buffers", where, "copies of parameters"] += numel * dtype.itemsize
+            dtype = torch.float32
+        elif not stays:
+            held["masters", where, "master"] += numel * dtype.itemsize
+        for key, nbytes in self._sizes.of(piece.group, self.hypers[piece.group], shape, dtype).items():
+            held["state", where, key] += nbytes
+
+    def _arriving(self, units: HostUnits, leaving: Sequence[GradBucket], staying: set[int]) -> int:
+        """Bytes of the host buffers that gradients arrive in, as :class:`CPUPlacement` takes and returns them."""
+        reduced = not isinstance(self.recipe.reduction, AlreadyReduced)
+        sizes: list[int] = []
+        for bucket in leaving:
+            itemsize = (bucket.shard_dtype if reduced else bucket.params[0].param.dtype).itemsize
+            members = [at for at, piece in enumerate(bucket.slices) if piece.param not in staying]
+            for group in units.sub_groups(bucket, members):
+                sizes.append(sum(-(-bucket.slices[at].in_param.numel * itemsize // 64) * 64 for at in group))
+        least, buffers, free = units.least_nbytes, list[int](), list[int]()
+        in_use: list[int] = []
+        for size in sizes:
+            fitting = next((number for number, nbytes in enumerate(free) if nbytes >= size), None)
+            if fitting is None:
+                buffers.append(max(size, least))
+            in_use.append(buffers[-1] if fitting is None else free.pop(fitting))
+            if len(in_use) > 1:
+                free.append(in_use.pop(0))
+        return sum(buffers)
 
     def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
-        held: Counter[tuple[str, str, str]] = Counter()
+        held = Held()
         usable = sorted(os.sched_getaffinity(0))
         lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
         # A run is a stretch of neighbours with one step count: as a rule, a bucket.
@@ -156,8 +209,8 @@ class Sizing:
         yield from (Row(*place, nbytes) for place, nbytes in held.items())
 
 
-def _nbytes(sketches: Any) -> int:
-    return sum(found.flat.param.numel() * found.flat.param.element_size() for found in sketches)
+def _nbytes(sketches: Iterable[Sketch]) -> int:
+    return sum(found.nbytes for found in sketches)
 
 
 def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:

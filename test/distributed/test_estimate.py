@@ -63,6 +63,18 @@ CONFIGS = [
     Config(torch.optim.Adam, zero_opt.AtStep(), precision=zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16)),
 ]
 FUSED = (("fused", True),)
+MASTERS = zero_opt.MixedPrecision(torch.float32)
+CONFIGS += [
+    Config(torch.optim.AdamW, dtype=torch.bfloat16, precision=MASTERS),
+    Config(torch.optim.SGD, zero_opt.AtStep(), EVEN, torch.float16, MASTERS, defaults=(("momentum", 0.9),)),
+    Config(
+        torch.optim.AdamW, zero_opt.Overlapped(), EVEN, torch.bfloat16, zero_opt.MixedPrecision("split"), defaults=FUSED
+    ),
+    Config(zero_opt.CPUAdamW, zero_opt.AlreadyReduced(), dtype=torch.float16, precision=MASTERS),
+    Config(torch.optim.Adam, dtype=torch.bfloat16, precision=zero_opt.MixedPrecision(accumulate_dtype=torch.float32)),
+    Config(torch.optim.RMSprop, zero_opt.AtStep(bucket_mb=SMALL), offload=zero_opt.CPUOffload()),
+    Config(torch.optim.AdamW, dtype=torch.bfloat16, offload=zero_opt.CPUOffload(ratio=0.5), defaults=FUSED),
+]
 WORKER = [
     Config(torch.optim.AdamW, offload=zero_opt.WorkerOffload(threads=1), defaults=FUSED),
     Config(
@@ -104,7 +116,7 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
         found["state"] = nbytes(value for state in opt.state.values() for value in state.values())
         return found
     found["state"] = nbytes(value for _, state in wiring.placement.state() for value in state.values())
-    if config.offload is not None:
+    if isinstance(config.offload, zero_opt.WorkerOffload):
         found["arena"] = in_file(wiring.placement._worker.arena.fd)  # type: ignore[attr-defined]
     return found
 
@@ -129,13 +141,13 @@ def train(config: Config) -> dict[str, int]:
 def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
     """Every kind, to the byte."""
     told = {kind: estimated.nbytes(kind) for kind in ("params", "grad_shards", "staging", "state")}
-    if config.offload is not None:
+    if isinstance(config.offload, zero_opt.WorkerOffload):
         arena = sum(row.nbytes for row in estimated.rows if row.where == "host" and row.name != "step")
         # Memory is taken by pages: one may be shared, or begun, where an array or a part of the control area ends.
         parts = 8 * len(config.shapes)
         assert abs(found.pop("arena") - arena) <= 4096 * parts
-        if config.dtype is not torch.float32:
-            told["state"] += estimated.nbytes("masters")  # in the state dict too
+    if config.dtype is not torch.float32:
+        told["state"] += estimated.nbytes("masters")  # shown there too
     assert told == {**dict.fromkeys(told, 0), **found}, config
 
 

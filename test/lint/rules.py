@@ -44,6 +44,7 @@ _STREAMS = "one stream waits for another; the caller does not"
 # What bounds a call without a timeout, by module and method.
 BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("background_gather", "result"): _EXCHANGE,
+    ("collectives", "result"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
@@ -58,6 +59,8 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("reduction.sparse", "wait"): _TRANSFER,
     ("relay_exchange", "wait"): _EXCHANGE,
     ("sharded_state", "wait"): _TRANSFER,
+    ("transfers", "wait"): _TRANSFER,
+    ("waiting", "wait"): "the collective is over",
     ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
 }
 

@@ -54,8 +54,8 @@ class ArenaShard(MasterShard):
         super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
         self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
-        self.lodged = bucket.dtype in GRAD_DTYPES and bucket.device.type == "cpu"
-        self.grad_dtype = bucket.dtype if self.lodged else torch.float32
+        self.lodged = bucket.shard_dtype in GRAD_DTYPES and bucket.device.type == "cpu"
+        self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
         self._sections: dict[str, Section] = {}

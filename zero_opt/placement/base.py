@@ -62,6 +62,12 @@ class Placement(Protocol):
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """As :meth:`state`, in the form that a state dict has: what is kept in a compact form is made plain."""
+
+    def resident(self) -> Iterator[Tensor]:
+        """What of the state lies on the parameters' device, or may; it is read and written there at every step."""
+
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """The user may have edited the live state of a parameter, put another in its place, or (``None``) dropped it.
 

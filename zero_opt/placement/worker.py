@@ -174,6 +174,14 @@ class WorkerPlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def saved(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`; it is plain."""
+        return self.state()
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`; all is in the arena."""
+        return iter(())
+
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`. Values are copied to where the worker has them."""
         shard, position = self._places[index]
