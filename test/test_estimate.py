@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 
 import zero_opt
 from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
-from zero_opt.estimate import KINDS
+from zero_opt.estimate import KINDS, Estimate
 from zero_opt.partition import Geometry
 from zero_opt.placement.cpu import HostUnits, InHost, Lane
-from zero_opt.placement.units import Mastered
+from zero_opt.placement.units import Mastered, Unit
 from zero_opt.rehearsal import Rehearsal, Sketch, sketch_of
 
 
@@ -182,41 +183,44 @@ def test_a_sketch_has_no_values() -> None:
 SHAPES = ((300, 41), (65,), (3, 5), (20_000,), (70, 70), (30_000,), (1,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("master", [None, "split"])
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "split"), (torch.float16, None)],
+)
 @pytest.mark.parametrize("ratio", [1.0, 0.6])
-def test_what_leaves_an_accelerator(ratio: float, master: str | None, dtype: torch.dtype) -> None:
+def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: str | None) -> None:
     """Units as the placement makes them; what is on the meta device plays the accelerator."""
     offload = zero_opt.CPUOffload(ratio=ratio, subgroup_mb=0.05, pin_memory=False)
     params = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_() for shape in SHAPES]
-    reduction = zero_opt.Overlapped(bucket_mb=0.1)
-    found = estimate(
-        params, 2, reduction=reduction, offload=offload, precision=zero_opt.MixedPrecision(master), fused=True,
-        device="cuda",
-    )  # fmt: skip
+    reduction, precision = zero_opt.Overlapped(bucket_mb=0.1), zero_opt.MixedPrecision(master)
+    found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
     sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
-    buckets = Rehearsal(sketches, 2, reduction, Geometry(False, 0.1, None)).buckets(0)
-    maker = HostUnits(offload, master)
-    units = [unit for made in maker(buckets) for unit in made]
-    away = [unit for unit in units if isinstance(unit, InHost)]
-    split = 2 if master and dtype is torch.bfloat16 else 0
-    copies = sum(t.numel() * t.element_size() for unit in away for t in unit._results)
-    apart = sum(
-        t.numel() * t.element_size() for unit in away for t in unit.stepped if unit.stepped is not unit._results
-    )
-    apart += sum(t.numel() * split for unit in away for t in unit.stepped)
-    assert found.nbytes("masters", "host") == (copies if dtype is torch.float32 else apart)
+    rehearsal, staying = Rehearsal(sketches, 2, reduction, Geometry(False, 0.1, None)), 0
+    for rank in range(2):
+        units = [unit for made in HostUnits(offload, master)(rehearsal.buckets(rank)) for unit in made]
+        staying += compare_units(found.on_rank(rank), units, dtype, split=master == "split")
+    assert (staying > 0) == (ratio < 1)
+
+
+def compare_units(found: Estimate, units: Sequence[Unit], dtype: torch.dtype, *, split: bool) -> int:
+    """See that the units' tensors are what was estimated; the elements that stay on the device."""
     told = {(row.name, row.where): row.nbytes for row in found.rows}
+    away = [unit for unit in units if isinstance(unit, InHost)]
+    copies = sum(t.numel() * t.element_size() for unit in away for t in unit._results)
+    numel = sum(t.numel() for unit in away for t in unit.stepped)
+    masters = numel * 2 if split else sum(t.numel() * t.element_size() for unit in away for t in unit.stepped)
+    assert found.nbytes("masters", "host") == masters
     assert told.get(("copies of parameters", "host"), 0) == (0 if dtype is torch.float32 else copies)
-    assert told["exp_avg", "host"] == 4 * sum(t.numel() for unit in away for t in unit.stepped)
+    assert told["exp_avg", "host"] == 4 * numel
     masters = sum(t.numel() * 4 for unit in units if type(unit) is Mastered for t in unit.stepped)
     assert found.nbytes("masters", "device") == masters
     staying = sum(t.numel() for unit in units if not isinstance(unit, InHost) for t in unit.stepped)
-    assert told.get(("exp_avg", "device"), 0) == 4 * staying and (staying > 0) == (ratio < 1)
-    lane, taken = Lane(torch.device("meta"), pinned=False, least_nbytes=maker.least_nbytes), []
+    assert told.get(("exp_avg", "device"), 0) == 4 * staying
+    lane, taken = Lane(torch.device("meta"), pinned=False, least_nbytes=int(0.05 * 2**20)), []
     for unit in away:  # one ahead of what is stepped
         taken.append(lane.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
         if len(taken) > 1:
             lane.give_back(taken[-2])
     lane.give_back(taken[-1])
     assert told["gradients on their way", "host"] == sum(buffer.numel() for buffer in lane._free)
+    return staying
