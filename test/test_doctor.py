@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import sys
 from collections import namedtuple
@@ -85,16 +87,23 @@ def test_a_path_that_cannot_be_used_is_bad(name: str, tmp_path: Path) -> None:
 
 
 def test_a_path_without_direct_transfers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = os.open
+    real = fcntl.fcntl
 
-    def no_direct(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *rest, **options)
+    def no_direct(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
 
-    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(fcntl, "fcntl", no_direct)
     found = findings(str(tmp_path))["path"]
     assert "no O_DIRECT" in found.found and "page cache" in found.advice
+
+
+def test_a_path_in_memory() -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("/dev/shm is not there")
+    found = findings("/dev/shm")["path"]
+    assert "tmpfs" in found.found and "a directory on a disk" in found.advice
 
 
 def test_little_shared_memory_more_threads_than_cores_and_no_huge_pages(

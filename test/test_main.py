@@ -56,6 +56,12 @@ def test_masters_and_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{same}\n"
 
 
+def test_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "3e6", "--world", "2", "--device", "cuda", "--offload", "nvme", "--window-mb", "2"]) == 0
+    same = zero_opt.estimate(3e6, 2, offload=zero_opt.NVMeOffload(".", window_mb=2.0), device="cuda")
+    assert capsys.readouterr().out == f"{same}\n" and same.nvme_bytes > 12 * 3e6 / 2
+
+
 def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "native" in capsys.readouterr().out

@@ -14,9 +14,10 @@ from . import cpu_adam, doctor
 from .errors import ZeroOptError
 from .estimate import estimate
 from .placement import Policy as Offload
-from .policies import AlreadyReduced, AtStep, CPUOffload, MixedPrecision, Overlapped, WorkerOffload
+from .policies import AlreadyReduced, AtStep, CPUOffload, MixedPrecision, NVMeOffload, Overlapped, WorkerOffload
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "already-reduced": AlreadyReduced}
+_OFFLOADS = ("none", "cpu", "worker", "nvme")
 _NATIVE = ("CPUAdam", "CPUAdamW")
 
 
@@ -60,9 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
     sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
-    sizes.add_argument("--offload", choices=("none", "cpu", "worker"), default="none", help="where the shard lives")
+    sizes.add_argument(
+        "--offload", choices=("none", "cpu", "worker", "nvme"), default="none", help="where the shard lives"
+    )
     sizes.add_argument("--ratio", type=float, default=1.0, help="with --offload cpu: how much of the shard")
     sizes.add_argument("--subgroup-mb", type=float, default=64, help="with --offload cpu: see CPUOffload")
+    sizes.add_argument("--window-mb", type=float, default=64, help="with --offload nvme: see NVMeOffload")
     sizes.add_argument("--delay", type=int, default=0, help="with --offload worker: steps until an update arrives")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     looks = commands.add_parser(
@@ -75,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 def _offload(given: argparse.Namespace) -> Offload:
     if given.offload == "cpu":
         return CPUOffload(ratio=given.ratio, subgroup_mb=given.subgroup_mb)
+    if given.offload == "nvme":
+        return NVMeOffload(".", window_mb=given.window_mb)  # nothing is made there
     return WorkerOffload(delay=given.delay) if given.offload == "worker" else None
 
 

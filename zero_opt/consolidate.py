@@ -17,6 +17,7 @@ from .agreement import Agreement
 from .buckets import GradBucket
 from .collectives import check_rank, tensor_bytes
 from .errors import StateDictError, StepPending
+from .file_pages import require_readable
 from .flat_param import FlatParam
 from .partition import Partition
 from .placement import Placement
@@ -65,6 +66,7 @@ def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_par
     if value.shape == part.shape and not whole_params and value.dim():
         return Entry(index, key, "slice", dtype, [value.numel()], start, None)
     if value.numel() <= _INLINE_NUMEL:
+        require_readable(value)
         return Entry(index, key, "inline", dtype, shape, 0, tensor_bytes(value.detach().cpu().contiguous()).hex())
     return Entry(index, key, "tensor", dtype, shape, 0, None)
 
@@ -160,7 +162,8 @@ class FullState:
         for entry in state.entries():
             target = self.place(entry)
             if target is not None:
-                target.copy_(state.run(entry))
+                for span, chunk in zip(spans(entry), chunks(state, entry), strict=True):
+                    target[span].copy_(chunk)
 
     def by_param(self) -> dict[int, dict[str, Any]]:
         """The state by global parameter index."""
@@ -189,7 +192,9 @@ def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
     """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
     if entry.travels:
         run = state.run(entry)
-        yield from (run[span].cpu() for span in spans(entry))
+        for span in spans(entry):
+            require_readable(run[span])
+            yield run[span].cpu()
 
 
 class Consolidation:

@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from .cpu_adam import native_isas
-from .errors import NativeUnavailable, ZeroOptError
+from .errors import NativeUnavailable, StorageFailed, ZeroOptError
+from .placement.nvme_file import StateFile
 from .policies import WorkerOffload
 from .shared_memory import PAGE, Arena, memory_left
 from .worker_process import WorkerProcess, allowed_threads
@@ -245,16 +245,17 @@ def _accelerators() -> Iterator[Finding]:
 
 def _path(path: str) -> Iterator[Finding]:
     try:
-        with tempfile.TemporaryFile(dir=path) as file:
-            there = os.fstatvfs(file.fileno())
-            free = _mib(there.f_bavail * there.f_frsize)
-            direct = _made(lambda: os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT))
-    except OSError as error:
-        advice = "NVMeOffload(path) takes a directory that exists and can be written to"
-        yield Finding(BAD, "path", f"{path}: {error.strerror}", advice)
+        file = StateFile(path)
+    except StorageFailed as error:
+        yield Finding(BAD, "path", path, str(error))
         return
-    if direct:
-        advice = "state goes through the page cache, which takes memory and is slower: use a directory on ext4 or xfs"
-        yield Finding(OK, "path", f"{path}: {free} free, no O_DIRECT ({direct})", advice)
+    file.close()
+    there = os.statvfs(path)
+    free = f"{path}: {_mib(there.f_bavail * there.f_frsize)} free on {file.kind or 'an unknown file system'}"
+    if file.in_memory:
+        yield Finding(OK, "path", free, "that is memory, and NVMeOffload saves none there: use a directory on a disk")
+    elif not file.direct:
+        advice = "state goes through the page cache, which is slower: use a directory on ext4 or xfs"
+        yield Finding(OK, "path", f"{free}, no O_DIRECT", advice)
     else:
-        yield Finding(OK, "path", f"{path}: {free} free, O_DIRECT")
+        yield Finding(OK, "path", f"{free}, O_DIRECT")

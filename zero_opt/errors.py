@@ -79,6 +79,14 @@ class OutOfMemory(ZeroOptError, MemoryError):
     """What is needed is more than may still be had; the message has both numbers, and nothing was touched."""
 
 
+class StorageFailed(ZeroOptError, OSError):
+    """The file that holds the state cannot be made, read or written; the message says where, and what became of it."""
+
+
+class StorageFull(StorageFailed):
+    """The file system has less room than the state needs; the message has both numbers, and nothing was touched."""
+
+
 class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
 

@@ -55,7 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
-            process beside this one.
+            process beside this one. :class:`NVMeOffload`: in a file, stepped a window at a time.
         precision: dtypes of the gradient path.
         max_grad_norm: clip the global gradient norm to this at every step.
         checks: what to do about non-finite gradients, and bounds on waiting.
@@ -225,7 +225,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
+            WorkerDied, WorkerFailed, StorageFailed: the worker cannot take the step, or the disk fails in it; it stays
+                pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
@@ -287,11 +288,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model
         (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also tries again a
-        step that a worker could not take.
+        step that a worker could not take, or in which a disk failed.
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
-            WorkerDied, WorkerFailed: the worker cannot take the pending step.
+            WorkerDied, WorkerFailed, StorageFailed: the worker, or the disk, cannot take the pending step.
         """
         self._require_open()
         if self._sharded is not None:
@@ -441,8 +442,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included; it is
-        allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
+        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included, and
+        the windows of :class:`NVMeOffload`, under which ``state`` is in the file; it is allocated once and reused. Not
+        collective. At world size 1 there are no shards and no staging.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
         tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]

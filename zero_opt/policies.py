@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,13 @@ def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
         raise ConfigTypeError(f"{owner}.{field} must be an integer, got {value!r}")
     if value < least:
         raise ConfigError(f"{owner}.{field} must be at least {least}, got {value!r}")
+
+
+def _check_threads(owner: str, value: object) -> None:
+    if value is not None:
+        _check_count(owner, "threads", value)
+        if isinstance(value, int) and value > _MOST_THREADS:
+            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {value!r}")
 
 
 def _check_exchange(owner: str, value: object) -> None:
@@ -146,10 +154,7 @@ class WorkerOffload:
             raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
         if self.delay not in (0, 1):
             raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
-        if self.threads is not None:
-            _check_count("WorkerOffload", "threads", self.threads)
-            if self.threads > _MOST_THREADS:
-                raise ConfigError(f"WorkerOffload.threads must be at most {_MOST_THREADS}, got {self.threads!r}")
+        _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_positive("WorkerOffload", "hang_timeout", self.hang_timeout)
@@ -163,6 +168,37 @@ class WorkerOffload:
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {cores!r}")
         object.__setattr__(self, "cores", tuple(cores))
+
+
+@dataclass(frozen=True)
+class NVMeOffload:
+    """Keep moments, and fp32 masters, in a file, and step them a window at a time while the next one is read.
+
+    For Adam, AdamW, CPUAdam and CPUAdamW, with the fused formula, and parameters in fp32, bf16 or fp16. An fp32
+    parameter on the CPU is its own master. What is resident of the state at any time is three windows. The file has no
+    name, so nothing is left of it when the process ends, however it does. A step in which the disk fails stays pending:
+    ``flush()`` on every rank takes up where it stopped.
+
+    Attributes:
+        path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
+        window_mb: size of a window in MiB.
+        threads: that step, at most 1024; ``None`` is ``torch.get_num_threads()``.
+        hang_timeout: seconds that the disk may take for one window.
+    """
+
+    path: str | os.PathLike[str] = field(repr=False)
+    window_mb: float = 64
+    threads: int | None = None
+    hang_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+        if not os.fspath(self.path):
+            raise ConfigError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+        _check_positive("NVMeOffload", "window_mb", self.window_mb)
+        _check_threads("NVMeOffload", self.threads)
+        _check_positive("NVMeOffload", "hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,16 @@ from .placement.arena_shard import ArenaShard, section_nbytes
 from .placement.cores import split_cores
 from .placement.cpu import HostUnits
 from .placement.master_shard import HALVES
-from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, WorkerOffload
+from .placement.nvme_extent import Extent, extents_of
+from .placement.nvme_pass import BUFFERS
+from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, WorkerOffload
 from .rehearsal import Rehearsal, Sketch
 from .shared_memory import page_aligned
 from .trial import StateSizes
 from .wiring import Recipe
 from .worker_process import allowed_threads, control_nbytes
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 class Row(NamedTuple):
@@ -114,12 +116,19 @@ class Sizing:
         mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
         yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
         if isinstance(self.recipe.offload, WorkerOffload):
-            for bucket in buckets:
-                bucket.device = rehearsal.device_of(bucket)
-            yield from self._of_worker(self.recipe.offload, buckets)
+            yield from self._of_worker(self.recipe.offload, self._at_home(buckets))
+            return
+        yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
+        if isinstance(self.recipe.offload, NVMeOffload):
+            yield from self._of_file(self.recipe.offload, self._at_home(buckets))
         else:
-            yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
             yield from self._of_units(buckets)
+
+    def _at_home(self, buckets: Sequence[GradBucket]) -> Sequence[GradBucket]:
+        """Buckets that say where their parameters will be, to whoever asks for no tensors there."""
+        for bucket in buckets:
+            bucket.device = self._rehearsal.device_of(bucket)
+        return buckets
 
     def _passing_grads(self, buckets: Sequence[GradBucket]) -> Row:
         """All gradients, or, where buckets let go of them, two buckets of them."""
@@ -186,6 +195,17 @@ class Sizing:
                 free.append(in_use.pop(0))
         return sum(buffers)
 
+    def _of_file(self, policy: NVMeOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        extents = [
+            (extent, extent.missing(amsgrad=bool(self.hypers[extent.group]["amsgrad"])))
+            for extent in (extents_of(buckets) if buckets else ())
+        ]
+        for extent, roles in extents:
+            extent.starts = dict.fromkeys(roles, 0)  # where does not matter
+        windows = [extent.window_nbytes(policy.window_mb * 2**20) * len(roles) for extent, roles in extents]
+        yield Row("staging", HOST, "windows", BUFFERS * max(windows, default=0))
+        yield from _of_extents(extents)
+
     def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         held = Held()
         usable = sorted(os.sched_getaffinity(0))
@@ -207,6 +227,19 @@ class Sizing:
         held["buffers", HOST, "control area"] += start
         held["buffers", HOST, "padding"] += page_aligned(taken) - start - in_arena
         yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+
+def _of_extents(extents: Iterable[tuple[Extent, Sequence[str]]]) -> Iterator[Row]:
+    """What is in the file: arrays of whole blocks."""
+    held = Held()
+    for extent, roles in extents:
+        shards = [shard for _, shard in extent.shards]
+        owned = sum(piece.in_param.numel for shard in shards for piece in shard.pieces) * torch.float32.itemsize
+        for role in roles:
+            held["masters" if role == "master" else "state", NVME, role] += owned
+        held["state", HOST, "step"] += sum(shard.steps.numel() * shard.steps.element_size() for shard in shards)
+        held["buffers", NVME, "padding"] += (extent.nbytes - owned) * len(roles)
+    yield from (Row(*place, nbytes) for place, nbytes in held.items())
 
 
 def _nbytes(sketches: Iterable[Sketch]) -> int:

@@ -148,7 +148,8 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed: a placement cannot take them. Nothing was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: a placement cannot take them. Nothing
+                was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
@@ -368,7 +369,8 @@ class Wiring:
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
-            WorkerDied, WorkerFailed: on every rank, if the step cannot be taken on one; it stays pending there.
+            WorkerDied, WorkerFailed, StorageFailed: on every rank, if the step cannot be taken on one; it stays pending
+                there.
         """
         self.placement.require_own()
         self.gather.flush()
@@ -398,6 +400,7 @@ class Wiring:
     def memory_report(self) -> dict[str, int]:
         """Bytes of gradient shards and of staging on this rank."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
+        staging += self.placement.staging_nbytes
         return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
 
     def _show_state(self) -> None:

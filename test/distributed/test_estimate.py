@@ -103,6 +103,13 @@ WORKER = [
 ]
 
 
+FILE = [
+    Config(torch.optim.AdamW, zero_opt.Overlapped(bucket_mb=SMALL), defaults=FUSED),
+    Config(torch.optim.Adam, shapes=EVEN, dtype=torch.bfloat16, defaults=(*FUSED, ("amsgrad", True))),
+    Config(torch.optim.AdamW, zero_opt.AtStep(), ((3000, 200), (77,)), torch.float16, defaults=FUSED),
+]
+
+
 def nbytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
@@ -118,6 +125,8 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
     found["state"] = nbytes(value for _, state in wiring.placement.state() for value in state.values())
     if isinstance(config.offload, zero_opt.WorkerOffload):
         found["arena"] = in_file(wiring.placement._worker.arena.fd)  # type: ignore[attr-defined]
+    if isinstance(config.offload, zero_opt.NVMeOffload):
+        found["file"] = wiring.placement._disk.file.nbytes  # type: ignore[attr-defined]
     return found
 
 
@@ -146,6 +155,8 @@ def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
         # Memory is taken by pages: one may be shared, or begun, where an array or a part of the control area ends.
         parts = 8 * len(config.shapes)
         assert abs(found.pop("arena") - arena) <= 4096 * parts
+    if isinstance(config.offload, zero_opt.NVMeOffload):
+        told["file"] = estimated.nvme_bytes
     if config.dtype is not torch.float32:
         told["state"] += estimated.nbytes("masters")  # shown there too
     assert told == {**dict.fromkeys(told, 0), **found}, config
@@ -210,3 +221,9 @@ def test_what_ranks_hold(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_worker_holds(world_size: int) -> None:
     run_processes(world_size, run_all, WORKER)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_file_holds(world_size: int, tmp_path: Path) -> None:
+    offload = zero_opt.NVMeOffload(tmp_path, window_mb=0.25, threads=1)
+    run_processes(world_size, run_all, [config._replace(offload=offload) for config in FILE])

@@ -51,6 +51,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("optimizer", "wait"): _WORKER,
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
+    ("placement.nvme", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
     ("placement.worker", "wait"): _WORKER,
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,

@@ -11,20 +11,21 @@ from torch import Tensor
 from ..collectives import Group
 from ..cpu_adam import require_native
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
-from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, WorkerOffload
+from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from .base import ParamState, Placement
 from .cpu import CPUPlacement, HostUnits
 from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
 from .master_shard import HALVES
+from .native_rules import check_groups as _check_native_groups
+from .native_rules import check_params as _check_native_params
+from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
+from .nvme import NVMePlacement
 from .units import DeviceUnits
 from .worker import WorkerPlacement
-from .worker import check_groups as _check_worker_groups
-from .worker import check_params as _check_worker_params
-from .worker import check_state as _check_worker_state
 
-Policy = CPUOffload | WorkerOffload | None
+Policy = CPUOffload | WorkerOffload | NVMeOffload | None
 
 __all__ = [
     "DevicePlacement",
@@ -44,9 +45,11 @@ __all__ = [
 
 def check_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is one this version can place."""
-    if policy is not None and not isinstance(policy, (CPUOffload, WorkerOffload)):
-        called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigTypeError(f"offload must be None, CPUOffload() or WorkerOffload(), got {policy!r}{called}")
+    if policy is not None and not isinstance(policy, (CPUOffload, WorkerOffload, NVMeOffload)):
+        called = f"; write {policy.__name__}(...)" if isinstance(policy, type) else ""
+        raise ConfigTypeError(
+            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r}{called}"
+        )
 
 
 def check_params(
@@ -62,11 +65,12 @@ def check_params(
         UnsupportedOptimizer, UnsupportedParam, ConfigConflict, NativeUnavailable.
     """
     params = [param for group in groups for param in group["params"]]
-    if isinstance(policy, WorkerOffload):
+    if isinstance(policy, (WorkerOffload, NVMeOffload)):
+        name = type(policy).__name__
         if precision.master_dtype == "split":
-            raise ConfigConflict("WorkerOffload keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_params(params, describe)
+            raise ConfigConflict(f"{name} keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+        _check_native_groups(name, optimizer_class, groups)
+        _check_native_params(name, params, describe)
         return
     if precision.master_dtype == "split":
         _check_split_groups(policy, optimizer_class, groups)
@@ -107,9 +111,9 @@ def check_state(
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that a placement cannot take."""
-    if isinstance(policy, WorkerOffload):
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_state(states)
+    if isinstance(policy, (WorkerOffload, NVMeOffload)):
+        _check_native_groups(type(policy).__name__, optimizer_class, groups)
+        _check_native_state(states)
     elif precision.master_dtype == "split":
         _check_split_groups(policy, optimizer_class, groups)
 
@@ -141,6 +145,8 @@ def build_placement(
     """
     if isinstance(policy, WorkerOffload):
         return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
+    if isinstance(policy, NVMeOffload):
+        return NVMePlacement(policy, defaults)
     bucketwise = steps_params_apart(optimizer_class)
     native = None
     if serves(optimizer_class):

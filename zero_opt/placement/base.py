@@ -29,8 +29,12 @@ class Placement(Protocol):
     def repoint(self, params: Sequence[int]) -> None:
         """The data of these parameters moved."""
 
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of memory that state passes through when it is stepped."""
+
     def require_own(self) -> None:
-        """Raise WorkerFailed in a process that cannot step, being forked from the one that made this."""
+        """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 
     @property
     def pending(self) -> bool:
@@ -89,9 +93,10 @@ class Placement(Protocol):
 
 
 class AtOnce:
-    """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
+    """The part of a :class:`Placement` that is about pending steps, for one that never has any and stages nothing."""
 
     pending = False
+    staging_nbytes = 0
 
     def require_own(self) -> None:
         """See :class:`Placement`."""

@@ -14,6 +14,17 @@ from ..layout import ParamSlice
 HALVES = (torch.bfloat16, torch.float16)
 
 
+def follow_param(master: Tensor, param: Tensor) -> None:
+    """Take an fp32 master from a parameter that may have been written to; both 1-D, on any devices."""
+    param = param.to(master.device)
+    if param.dtype not in HALVES:
+        master.copy_(param)
+        return
+    # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
+    same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    torch.where(same, master, param.float(), out=master)
+
+
 class MasterShard(ABC):
     """Slices of one bucket and their masters. Slices are named by their position among those given.
 
@@ -78,11 +89,8 @@ class MasterShard(ABC):
             if self.param_dtype not in HALVES or master.dtype is self.param_dtype:
                 self.take_param(position)
                 continue
-            # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
             self.flats[position].load()
-            param = self.param_run(position).to(master.device)
-            same = master.to(self.param_dtype).view(torch.int16) == param.view(torch.int16)
-            torch.where(same, master, param.float(), out=master)
+            follow_param(master, self.param_run(position))
             self.follow(position)
 
     def write_params(self, positions: Sequence[int]) -> None:
