@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import StateOffloaded
 from .exchange import Exchange, Ident, Run, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
@@ -84,6 +85,7 @@ class GradBucket:
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
         self._at, self._lent, self._lodged = 0, False, 0
+        self._away: list[tuple[Tensor, Tensor]] = []  # and their values
         self._views: dict[int, list[Tensor]] = {}
 
     @property
@@ -94,6 +96,8 @@ class GradBucket:
     @property
     def shard(self) -> Tensor:
         """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
+        if self._away:
+            raise StateOffloaded("gradients are in host memory since offload_state(); call opt.reload_state() first")
         if not self._shards:
             self._shards = [torch.zeros(self.shard_numel, dtype=self.shard_dtype, device=self.device)]
         return self._shards[self._at]
@@ -102,6 +106,21 @@ class GradBucket:
     def shard_nbytes(self) -> int:
         """Bytes of the shard, zero before the first reduction."""
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
+
+    def leave(self) -> None:
+        """Let go of the shard's memory on an accelerator until :meth:`come_back`; views of it stay what they are."""
+        for shard in self._shards[self._lodged :]:
+            if not shard.is_cpu:
+                self._away.append((shard, shard.cpu()))
+                shard.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Take the memory again, and the values."""
+        while self._away:
+            shard, values = self._away[-1]
+            shard.untyped_storage().resize_(values.untyped_storage().nbytes())
+            shard.copy_(values)
+            self._away.pop()
 
     def lodge(self, shards: Sequence[Tensor]) -> None:
         """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.

@@ -61,6 +61,12 @@ def check_wrapped_class(cls: object) -> None:
         )
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise ConfigTypeError unless an argument is of the type it must be."""
+    if not isinstance(value, kind):
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
 def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether ``step`` cannot be called without a closure."""
     closure = inspect.signature(cls.step).parameters.get("closure")

@@ -111,6 +111,10 @@ class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
 
 
+class StateOffloaded(ZeroOptError, RuntimeError):
+    """A step, a load or a reduction was asked for after ``offload_state()``; call ``reload_state()``."""
+
+
 class StateNotConsolidated(ZeroOptError, RuntimeError):
     """``state_dict()`` was called on a rank that does not hold the full, current state."""
 

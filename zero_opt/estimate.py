@@ -20,11 +20,11 @@ from .placement import Policy as Offload
 from .placement import check_params, hypers_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
+from .recipe import Recipe
 from .reduction import Policy
 from .reduction import check_policy as check_reduction
 from .rehearsal import sketch_of
 from .sizing import Row, Sizing, steps_alone
-from .wiring import Recipe
 
 PLACES = ("device", "host", "nvme")
 KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers")

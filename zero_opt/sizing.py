@@ -23,10 +23,10 @@ from .placement.master_shard import HALVES
 from .placement.nvme_extent import Extent, extents_of
 from .placement.nvme_pass import BUFFERS
 from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, WorkerOffload
+from .recipe import Recipe
 from .rehearsal import Rehearsal, Sketch
 from .shared_memory import page_aligned
 from .trial import StateSizes
-from .wiring import Recipe
 from .worker_process import allowed_threads, control_nbytes
 
 DEVICE, HOST, NVME = "device", "host", "nvme"

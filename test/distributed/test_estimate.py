@@ -215,7 +215,7 @@ def run_all(rank: int, world_size: int, configs: Sequence[Config]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_ranks_hold(world_size: int) -> None:
-    run_processes(world_size, run_all, CONFIGS)
+    run_processes(world_size, run_all, CONFIGS if world_size < 3 else CONFIGS[::3])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

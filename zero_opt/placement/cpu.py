@@ -43,6 +43,7 @@ class Lane:
         for number, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(number)
+        del self._free[:1]  # the new one takes its place
         return torch.empty(max(nbytes, self._least_nbytes), dtype=torch.uint8, pin_memory=self.pinned)
 
     def give_back(self, buffer: Tensor) -> None:
