@@ -436,9 +436,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included; it is
         allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
         """
-        held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
+        held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
+        held |= {} if self._sharded is None else self._sharded.memory_report()
         tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+        return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy`` and ``pickle`` take along, at world size 1 alone."""

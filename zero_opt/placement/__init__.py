@@ -21,6 +21,7 @@ from .device import (
     hypers_of,
     steps_params_apart,
 )
+from .speculation import SpeculativePlacement
 from .worker import WorkerPlacement
 from .worker import check_groups as _check_worker_groups
 from .worker import check_params as _check_worker_params
@@ -87,6 +88,8 @@ def build_placement(
         reduction: where gradients come from.
     """
     if policy is not None:
+        if policy.speculate:
+            return SpeculativePlacement(policy, defaults, group, reduction)
         grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
         return WorkerPlacement(policy, defaults, group, grad_buffers)
     if FusedAdamPlacement.serves(optimizer_class):

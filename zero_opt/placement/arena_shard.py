@@ -48,6 +48,7 @@ class ArenaShard:
     Attributes:
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
+        bank: per slice, in which bank of arrays its state is; there is one, 0.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -59,6 +60,7 @@ class ArenaShard:
         self.grad_dtype = bucket.dtype if self.lodged else torch.float32
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
+        self.bank = [0] * len(self.pieces)
         self._stale = set(range(len(self.pieces)))
         self._known = [flat.edits for flat in self.flats]
         self._sections: dict[str, Section] = {}
@@ -78,6 +80,11 @@ class ArenaShard:
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.lodged else 1)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of state that does not count."""
+        return 0
+
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
         for role, dtype in arrays.items():
@@ -89,6 +96,9 @@ class ArenaShard:
         """Make the views of the arena as it is mapped now."""
         numel = self.bucket.shard_numel
         self._arrays = {role: arena.view(at, numel, dtype) for role, (at, dtype) in self._sections.items()}
+        for role in self._arrays:
+            if role.startswith("grad"):
+                self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state
         self._renew_views()
         self._copies.clear()
         if self.lodged:
@@ -118,15 +128,19 @@ class ArenaShard:
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            flat = self.flats[position]
-            whole = self.pieces[position].in_param.numel == flat.param.numel()
-            shown: ParamState = {"step": self.steps[position]}
-            keys = [key for key in (*_MOMENTS, _MAXIMUM) if key in self._sections]
-            for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
-                run = self._slice(key, position)
-                shown[key] = flat.shaped(run) if whole else run
+            shown = self._shown(position)
             self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
+
+    def _shown(self, position: int) -> ParamState:
+        flat = self.flats[position]
+        whole = self.pieces[position].in_param.numel == flat.param.numel()
+        shown: ParamState = {"step": self.steps[position]}
+        keys = [key for key in (*_MOMENTS, _MAXIMUM) if key in self._sections]
+        for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
+            run = self._slice(key, position)
+            shown[key] = flat.shaped(run) if whole else run
+        return shown
 
     def replaced(self, position: int, shown: ParamState) -> bool:
         """Whether the user has put other values in the place of those that :meth:`state` shows."""
@@ -197,22 +211,27 @@ class ArenaShard:
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
-        """One native run, and its place in the shard, per stretch of neighbouring slices at one step count."""
+        """One native run, and its place in the shard, per stretch of neighbouring slices at one step count and bank."""
         counts = self.steps.tolist()
-        for (_, count), members in groupby(enumerate(positions), lambda at: (at[1] - at[0], counts[at[1]])):
+
+        def kind(at: tuple[int, int]) -> tuple[int, float, int]:
+            return at[1] - at[0], counts[at[1]], self.bank[at[1]]
+
+        for (_, count, bank), members in groupby(enumerate(positions), kind):
             found = [position for _, position in members]
             start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
             if stop > start:
-                yield self._run(slice(start, stop), count + 1, amsgrad=amsgrad), slice(start, stop)
+                roles = {"param": "master", **{moment: moment for moment in _MOMENTS}}
+                roles |= {_MAXIMUM: _MAXIMUM} if amsgrad else {}
+                yield self._run(roles, slice(start, stop), count + 1, bank), slice(start, stop)
 
-    def _run(self, where: slice, step: float, *, amsgrad: bool) -> BoundRun:
-        roles = {"param": "master", **{moment: moment for moment in _MOMENTS}}
-        if amsgrad:
-            roles[_MAXIMUM] = _MAXIMUM
-        if self.param_dtype in HALVES:
-            roles["out"] = "out"
-        arrays = {role: self._arrays[name][where] for role, name in roles.items()}
+    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
+        """A run of some elements; ``roles`` names the array of each of its parts."""
+        arrays = {role: self._arrays[name][where] for role, name in roles.items()} | self._out(where)
         return BoundRun(arrays, self.grad_dtype, step=step)
+
+    def _out(self, where: slice) -> dict[str, Tensor]:
+        return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
 
     def has_maximum(self) -> bool:
         """Whether there is a place for amsgrad's state."""
