@@ -1,8 +1,9 @@
 // The whole step in one read and one write of memory: included once by each isa_*.cpp, after adam.inl.
 //
 // The maths exists for fp32 arrays, and bf16 moments, only. Arrays in another format pass, kStaged elements at a time,
-// through copies small enough to stay in the nearest cache, so that memory sees each byte once and the number of loops
-// is the sum of the formats and not their product.
+// through copies small enough to stay in the nearest cache, and long enough that it does not matter what a loop costs to
+// begin and end, so that memory sees each byte once and the number of loops is the sum of the formats and not their
+// product.
 #pragma once
 
 #include "adam.inl"
@@ -16,7 +17,7 @@
 namespace zero_opt {
 namespace {
 
-constexpr std::int64_t kStaged = 256;
+constexpr std::int64_t kStaged = 512;
 static_assert(kStaged % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
 
 struct alignas(64) Staging {
@@ -141,9 +142,9 @@ void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither,
                                      lanes.to.half_exp_avg_sq);
 }
 
-// Asks for the memory that the loops come to next but seven. They are too short for the processor to see by itself
+// Asks for the memory that the loops come to next but three. They are too short for the processor to see by itself
 // where they are going.
-constexpr std::int64_t kAhead = 8 * kStaged;
+constexpr std::int64_t kAhead = 4 * kStaged;
 
 inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) {
   if (array == nullptr) return;

@@ -1,7 +1,21 @@
-"""Settings every test starts from."""
+"""Settings every test starts from, and what must be so after each of them and at the end."""
 
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
+
+from test.audit import AUDIT
+from test.leftovers import left
 
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
 # rank also keeps several ranks quick on two cores.
@@ -10,3 +24,26 @@ torch.set_num_threads(1)
 # A slow machine is no failure, and the same examples run everywhere.
 settings.register_profile("zero_opt", deadline=None, derandomize=True)
 settings.load_profile("zero_opt")
+
+sys.addaudithook(AUDIT)
+# A folder of their own for temporary files, to see whether it is empty in the end: others use the common one too.
+_FOLDER = Path(tempfile.mkdtemp(prefix="zero_opt_tests_"))
+tempfile.tempdir = os.environ["TMPDIR"] = str(_FOLDER)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_unpickled() -> Iterator[None]:
+    """The package unpickles nothing, whether or not the test would notice."""
+    yield
+    events, AUDIT.events = AUDIT.events, []
+    assert events == []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the whole run if it leaves anything behind."""
+    gc.collect()
+    found = left(_FOLDER)
+    shutil.rmtree(_FOLDER, ignore_errors=True)
+    if found:
+        print("\nleft behind after all tests:", *found, sep="\n  ", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

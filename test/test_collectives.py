@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
-from zero_opt.collectives import Group, Transfer, Window, _start, broadcast_params, resolve_group, tensor_bytes
-from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError
+from zero_opt.collectives import Group, broadcast_params, resolve_group, tensor_bytes
+from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
 
 
 @pytest.fixture(autouse=True)
@@ -194,49 +194,3 @@ def test_alone_there_is_nothing_to_broadcast() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ConfigError, match="src must be a rank of the group, 0 to 0, got 3"):
         broadcast_params(model, src=3)
-
-
-# -- messages under way -----------------------------------------------------------------------------------------------
-
-
-class _Message(Transfer):
-    """Writes down when it is waited for."""
-
-    def __init__(self, waited: list[int], number: int) -> None:
-        self._waited, self._number = waited, number
-
-    def wait(self, seconds: float | None = None) -> None:
-        self._waited.append(self._number)
-
-
-def test_a_window_waits_for_the_oldest_and_in_the_end_for_all() -> None:
-    window, waited, before = Window(), list[int](), list[int]()
-    for number in range(20):
-        window.add(_Message(waited, number), torch.ones(1))
-        window.add(None, torch.ones(1))
-        before.append(number + 1 - len(waited))
-    assert max(before) == 8 and before[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
-    window.drain()
-    assert waited == list(range(20))
-    window.drain()
-    assert waited == list(range(20))
-
-
-# -- what a backend says ----------------------------------------------------------------------------------------------
-
-
-def _says(text: str) -> Callable[[], None]:
-    def call() -> None:
-        raise RuntimeError(text)
-
-    return call
-
-
-def test_a_peer_that_is_gone_or_silent_is_lost_and_other_errors_are_what_they_are() -> None:
-    for text in ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "Timed out waiting 500ms for recv"):
-        with pytest.raises(PeerLost, match="rank 3 has ended or does not answer") as lost:
-            _start("rank 3", _says(text))  # type: ignore[arg-type]
-        assert text in str(lost.value) and type(lost.value.__cause__) is RuntimeError
-    with pytest.raises(RuntimeError, match=r"^Invalid scalar type$") as other:
-        _start("rank 3", _says("Invalid scalar type"))  # type: ignore[arg-type]
-    assert type(other.value) is RuntimeError

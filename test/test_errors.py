@@ -29,6 +29,8 @@ SECOND_BASE = {
     "NativeUnavailable": RuntimeError,
     "OutOfMemory": MemoryError,
     "StepPending": RuntimeError,
+    "StorageFailed": OSError,
+    "StorageFull": OSError,
     "WorkerDied": RuntimeError,
     "WorkerFailed": RuntimeError,
 }

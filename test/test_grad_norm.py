@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.errors import ConfigError, ConfigTypeError
-from zero_opt.grad_norm import check_max_norm, clip_factor, square_sum, total_norm
+from zero_opt.grad_norm import check_max_norm, clip_factor, measure, square_sum
 
 UNIT_64 = 2.0**-53
 UNIT_32 = 2.0**-24
@@ -20,6 +20,10 @@ UNIT_32 = 2.0**-24
 def exact_square_sum(grads: list[Tensor]) -> float:
     """Products of two fp32 numbers are exact in fp64, and fsum rounds once."""
     return math.fsum(x * x for grad in grads for x in grad.double().flatten().tolist())
+
+
+def norm_of(grads: list[Tensor] | list[Tensor | None]) -> Tensor:
+    return measure(grads, range(len(grads)), None).norm
 
 
 def random_grads(seed: int, count: int, size: int, spread: int) -> list[Tensor]:
@@ -35,7 +39,7 @@ def test_the_norm_is_within_its_bound_of_the_exact_one(seed: int, count: int, si
     grads = random_grads(seed, count, size, spread)
     exact = math.sqrt(exact_square_sum(grads))
     bound = 1.02 * ((size / 2 + 4) * UNIT_64 + UNIT_32)
-    norm = total_norm(grads, None)
+    norm = norm_of(grads)
     assert norm.dtype is torch.float32
     assert norm.shape == ()
     assert abs(norm.item() - exact) <= bound * exact
@@ -47,40 +51,56 @@ def test_it_differs_from_torchs_by_torchs_own_rounding_at_most(seed: int, count:
     grads = random_grads(seed, count, size, 1)
     theirs = torch.nn.utils.get_total_norm(grads)
     bound = ((size + count) / 2 + 3) * UNIT_32
-    assert abs(total_norm(grads, None).item() - theirs.item()) <= bound * theirs.item()
+    assert abs(norm_of(grads).item() - theirs.item()) <= bound * theirs.item()
 
 
 def test_fp32_sums_that_would_overflow_or_vanish_do_not() -> None:
-    assert total_norm([torch.full((4,), 1e30)], None).item() == pytest.approx(2e30, rel=UNIT_32)
-    assert total_norm([torch.full((4,), 1e-30)], None).item() == pytest.approx(2e-30, rel=UNIT_32)
+    assert norm_of([torch.full((4,), 1e30)]).item() == pytest.approx(2e30, rel=UNIT_32)
+    assert norm_of([torch.full((4,), 1e-30)]).item() == pytest.approx(2e-30, rel=UNIT_32)
 
 
 def test_nothing_has_norm_zero() -> None:
-    assert total_norm([], None).item() == 0
-    assert total_norm([None, torch.zeros(0), torch.zeros(3)], None).item() == 0
+    assert norm_of([]).item() == 0
+    assert norm_of([None, torch.zeros(0), torch.zeros(3)]).item() == 0
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_non_finite_gradients_show(bad: float) -> None:
-    norm = total_norm([torch.ones(5), torch.tensor([1.0, bad])], None).item()
+    norm = norm_of([torch.ones(5), torch.tensor([1.0, bad])]).item()
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_first_parameter_with_a_non_finite_element_is_named(dtype: torch.dtype, bad: float) -> None:
+    grads: list[Tensor | None] = [None, *(torch.ones(70_000, dtype=dtype) for _ in range(3))]
+    assert measure(grads, [4, 5, 6, 7], None).nonfinite is None
+    for index in (3, 2):
+        grad = grads[index]
+        assert grad is not None
+        grad[-1] = bad
+        assert measure(grads, [4, 5, 6, 7], None).nonfinite == (0, 4 + index)
+
+
+def test_what_is_finite_but_too_large_to_square_is_not_named() -> None:
+    assert measure([torch.full((3,), 1e200, dtype=torch.float64)], [0], None).nonfinite is None
 
 
 def test_fp64_gradients_too_large_to_square_are_infinite_and_no_error() -> None:
     huge = [torch.full((1,), 1.2e154, dtype=torch.float64)] * 4
     assert square_sum(huge) == math.inf
-    assert total_norm(huge, None).item() == math.inf
+    assert norm_of(huge).item() == math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_all_dtypes_count(dtype: torch.dtype) -> None:
     value = torch.tensor([3, 4j] if dtype.is_complex else [3, 4], dtype=dtype)
-    assert total_norm([value, torch.tensor([12.0])], None).item() == 13
+    assert norm_of([value, torch.tensor([12.0])]).item() == 13
 
 
 def test_sparse_gradients_count_once_per_element() -> None:
     twice = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=True)
-    assert total_norm([twice, torch.tensor([4.0])], None).item() == 5
+    assert norm_of([twice, torch.tensor([4.0])]).item() == 5
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-9, 0.5, 1.0, 1.0 + 2**-20, 3.7, 1e30, math.inf, math.nan])

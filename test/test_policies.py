@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from zero_opt import (
     AlreadyReduced,
     AtStep,
     Checks,
+    ConfigConflict,
     ConfigError,
     ConfigTypeError,
     MixedPrecision,
+    NVMeOffload,
     Overlapped,
     WorkerOffload,
 )
@@ -38,7 +41,7 @@ def test_a_policy_is_a_frozen_value(policy: type[Any]) -> None:
         setattr(made, dataclasses.fields(made)[0].name, None)
 
 
-@every_policy
+@pytest.mark.parametrize("policy", [*ALL, NVMeOffload])
 def test_every_field_is_documented(policy: type[Any]) -> None:
     for field in dataclasses.fields(policy):
         assert re.search(rf"\b{field.name}\b.*:", policy.__doc__ or "")
@@ -110,7 +113,38 @@ def test_worker_options_that_cannot_work_are_quoted(field: str, values: list[Any
         WorkerOffload(**{field: "1"})
 
 
+def test_a_worker_speculates_or_delays() -> None:
+    assert [WorkerOffload().beside, WorkerOffload(1).beside, WorkerOffload(speculate=True).beside] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigConflict, match="use one of the two"):
+        WorkerOffload(delay=1, speculate=True)
+    with pytest.raises(ConfigTypeError, match="speculate must be True or False, got 1"):
+        WorkerOffload(speculate=1)  # type: ignore[arg-type]
+
+
 def test_worker_cores_may_differ_between_ranks() -> None:
     one, other = WorkerOffload(cores=[0, 2]), WorkerOffload(cores=range(4))  # type: ignore[arg-type]
     assert (one.cores, other.cores) == ((0, 2), (0, 1, 2, 3))
     assert repr(one) == repr(other) == repr(WorkerOffload())
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("path", [""]), ("window_mb", [0, math.inf]), ("threads", [0, 1025]), ("hang_timeout", [-1, math.nan])],
+)
+def test_options_of_a_file_that_cannot_work_are_quoted(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"NVMeOffload\.{field} must be .*{re.escape(repr(value))}"):
+            NVMeOffload(**{"path": "/", field: value})
+    with pytest.raises(ConfigTypeError, match=rf"NVMeOffload\.{field} must be .*, got \[\]"):
+        NVMeOffload(**{"path": "/", field: []})
+
+
+def test_the_directory_of_a_file_may_differ_between_ranks() -> None:
+    made = NVMeOffload("/a", window_mb=8)
+    assert made == NVMeOffload("/a", window_mb=8)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert repr(made) == repr(NVMeOffload(Path("/b"), window_mb=8)) != repr(NVMeOffload("/a"))

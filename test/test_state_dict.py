@@ -190,7 +190,7 @@ def test_what_a_class_saves_it_takes_back(cls: Any, shape: tuple[int, ...]) -> N
     param.grad = torch.ones(shape)
     optimizer.step()
     saved = optimizer.state_dict()
-    (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls)
+    _, (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls)
     assert hypers == {k: v for k, v in saved["param_groups"][0].items() if k != "params"}
 
 
@@ -215,7 +215,9 @@ def test_classes_of_others_are_not_tried_out() -> None:
             assert params[0].numel() == 3
 
     optimizer = Other([Parameter(torch.ones(3))])
-    assert fitted({0: {"x": 1}}, optimizer.param_groups, [{"lr": "fast", "params": [0]}], Other) == [{"lr": "fast"}]
+    states = {0: {"x": 1}}
+    saved_groups = [{"lr": "fast", "params": [0]}]
+    assert fitted(states, optimizer.param_groups, saved_groups, Other) == (states, [{"lr": "fast"}])
 
 
 def test_a_group_of_frozen_params_of_any_dtype() -> None:

@@ -14,9 +14,11 @@ from .errors import (
     GradientConflict,
     GradientConsumed,
     NativeUnavailable,
+    NonFiniteGradient,
     OptimizerClosed,
     OutOfMemory,
     PeerLost,
+    PeerSilent,
     ProcessGroupError,
     RankMismatch,
     StateDictError,
@@ -24,6 +26,8 @@ from .errors import (
     StepDesync,
     StepFailed,
     StepPending,
+    StorageFailed,
+    StorageFull,
     UnsupportedOptimizer,
     UnsupportedParam,
     WorkerDied,
@@ -31,7 +35,18 @@ from .errors import (
     ZeroOptError,
 )
 from .optimizer import ShardedOptimizer
-from .policies import AdamState, AlreadyReduced, AtStep, Checks, DDPHook, MixedPrecision, Overlapped, WorkerOffload
+from .policies import (
+    AdamState,
+    AlreadyReduced,
+    AtStep,
+    Checks,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    NVMeOffload,
+    Overlapped,
+    WorkerOffload,
+)
 
 __version__ = "0.1.0"
 
@@ -41,6 +56,7 @@ __all__ = [
     "AtStep",
     "CPUAdam",
     "CPUAdamW",
+    "CPUOffload",
     "Checks",
     "ConfigConflict",
     "ConfigError",
@@ -49,11 +65,14 @@ __all__ = [
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
+    "NVMeOffload",
     "NativeUnavailable",
+    "NonFiniteGradient",
     "OptimizerClosed",
     "OutOfMemory",
     "Overlapped",
     "PeerLost",
+    "PeerSilent",
     "ProcessGroupError",
     "RankMismatch",
     "ShardedOptimizer",
@@ -62,6 +81,8 @@ __all__ = [
     "StepDesync",
     "StepFailed",
     "StepPending",
+    "StorageFailed",
+    "StorageFull",
     "UnsupportedOptimizer",
     "UnsupportedParam",
     "WorkerDied",

@@ -102,9 +102,11 @@ class Agreement:
 
         Raises:
             StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
+            PeerSilent: a rank does not come. PeerLost: one has ended.
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
         mask_bytes = _mask_bytes(param_count)
+        self.group.in_step(mine.step)
         payload = mine.pack(mask_bytes, failed=error is not None)
         unpacked = [
             StepReport.unpack(raw, mask_bytes)
@@ -138,6 +140,11 @@ class Agreement:
             if rank in present and (report.clip_to is None) != (first.clip_to is None):
                 here, there = ("step()" if r.clip_to is None else "clip_grad_norm_()" for r in (first, report))
                 raise RankMismatch(f"rank {present[0]} called {here} where rank {rank} called {there}")
+            if rank in present and report.clip_to != first.clip_to:
+                raise RankMismatch(
+                    f"clip_grad_norm_() was given max_norm={first.clip_to!r} on rank {present[0]} and "
+                    f"{report.clip_to!r} on rank {rank}"
+                )
             if rank in present and report.epoch != first.epoch:
                 raise StepDesync(
                     f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "

@@ -72,12 +72,20 @@ class GradBucket:
     Attributes:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
-        dtype: dtype gradients are sent and accumulated in.
+        dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
         reader: who is told of what becomes of the shard.
+
+    Args:
+        reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[FlatParam], rank: int, reduce_dtype: torch.dtype | None
+        self,
+        layout: BucketLayout,
+        params: Sequence[FlatParam],
+        rank: int,
+        reduce_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout, self.params, self._rank = layout, params, rank
         self.slices = layout.slices(rank)
@@ -86,6 +94,7 @@ class GradBucket:
         self.streams = build_streams(params[0].param.device)
         self.device = params[0].param.device
         self.dtype = reduce_dtype or params[0].param.dtype
+        self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
         self._at, self._lent, self._lodged = 0, False, 0
@@ -101,7 +110,7 @@ class GradBucket:
     def shard(self) -> Tensor:
         """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
         if not self._shards:
-            self._shards = [torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)]
+            self._shards = [torch.zeros(self.shard_numel, dtype=self.shard_dtype, device=self.device)]
         return self._shards[self._at]
 
     @property
@@ -243,17 +252,22 @@ class GradBucket:
     ) -> bool:
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
-            adding = any(accumulate)
+            adding, converting = any(accumulate), self.shard_dtype is not self.dtype
             shard = self.writable(keep=adding)
             direct = exchange.direct(self.dtype)
-            if direct is not None:
+            if direct is not None and not converting:
                 return direct.reduce_runs(ident, self._runs(grads, accumulate, pool), self.layout.bounds, shard)
-            staging = exchange.staging(self.layout.numel, self.dtype, self.device)
-            self._stage(grads, staging)
-            grads.clear()
-            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if adding else shard
-            complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean)
-            if complete and adding:
+            apart = adding or converting
+            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if apart else shard
+            if direct is not None:
+                runs = self._runs(grads, [False] * len(accumulate), pool)
+                complete = direct.reduce_runs(ident, runs, self.layout.bounds, mean)
+            else:
+                staging = exchange.staging(self.layout.numel, self.dtype, self.device)
+                self._stage(grads, staging)
+                grads.clear()
+                complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean)
+            if complete and apart:
                 self._add(mean, accumulate)
             return complete
 

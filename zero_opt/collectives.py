@@ -12,8 +12,7 @@ import os
 import struct
 import threading
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +28,9 @@ from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, c
 from .host_exchange import build_host_exchange
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
+from .serial_thread import SerialThread
+from .transfers import Gathered, Message, Transfer, peer_lost, start
+from .waiting import Watch, home_payload, homes_from
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -45,10 +47,6 @@ _ALL = "another rank"
 _ALONE = "alone"
 # A tag of messages that no rank ever sends.
 _NEVER_SENT = 0
-# Messages under way at a time.
-_WINDOW = 8
-# In what backends say when a peer is gone or silent.
-_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,70 +103,16 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
     return default_pg_timeout.total_seconds()
 
 
-class Transfer:
-    """Something under way between ranks.
-
-    Raises:
-        PeerLost: in place of the backend's error; names the rank that did not answer, where one can be told.
-    """
-
-    def __init__(self, who: str, work: dist.Work) -> None:
-        self._who, self._work = who, work
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Return when it is done.
-
-        Args:
-            seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
-        """
-        with _peer_lost(self._who):
-            if seconds is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=seconds))
-
-
-class Window:
-    """Transfers under way, a few at a time, and the tensors that they read or write."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
-
-    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
-        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
-        if transfer is not None and tensor is not None:
-            self._under_way.append((transfer, tensor))
-            if len(self._under_way) > _WINDOW:
-                self._under_way.popleft()[0].wait()
-
-    def drain(self) -> None:
-        """Wait for all of them."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
-
-
-@contextlib.contextmanager
-def _peer_lost(who: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
-            raise
-        raise PeerLost(f"{who} has ended or does not answer ({text}); restart from the last checkpoint") from error
-
-
-def _start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> Transfer:
-    """Call the backend; ``who`` are the ranks that it may have to wait for."""
-    with _peer_lost(who):
-        return Transfer(who, call(*arguments))
-
-
 def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return _start(f"rank {src}", pg.broadcast, [tensor], options)
+    return _gathered(f"rank {src}", start(f"rank {src}", pg.broadcast, [tensor], options), tensor)
+
+
+def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
+    """A collective under way of tensors like this one."""
+    return Gathered(who, work) if like.device.type == "cpu" else Transfer(who, work)
 
 
 def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> Any:
@@ -176,15 +120,15 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
 
     ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
     moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
-    where ranks have different groups besides. Either hangs. Here rank 0 draws a name and tells the others.
+    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken: so all
+    are there when they connect, which waits without looking for Ctrl-C.
     """
     ranks = dist.get_process_group_ranks(parent)
     if backend == "threaded":  # all ranks are in every group
         return _c10d.new_group(ranks, timeout=timeout, backend=backend)
-    name = [f"zero_opt/{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, group=parent, group_src=0)
     rank, size = dist.get_rank(parent), len(ranks)
-    store = _c10d.PrefixStore(name[0], _c10d._get_default_store())
+    name = _common_name(parent, size)
+    store = _c10d.PrefixStore(name, _c10d._get_default_store())
     pg = _c10d.ProcessGroup(store, rank, size)
     kinds = _c10d.ProcessGroup.BackendType
     gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu", store), rank, size, timeout=timeout)
@@ -193,13 +137,22 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
     pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if backend != "gloo":
         options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, name[0]
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, name
         nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("cuda", store), rank, size, options)
         nccl._set_sequence_number_for_group()
         pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    pg._set_group_name(name[0])
+    pg._set_group_name(name)
     pg._set_group_desc("zero_opt")
     return pg
+
+
+def _common_name(parent: dist.ProcessGroup, size: int) -> str:
+    """A name for a group that no other has had, the same on every rank of the parent. Collective."""
+    device = "cpu" if "cpu" in str(dist.get_backend_config(parent)) else f"cuda:{torch.cuda.current_device()}"
+    drawn = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
+    names = [torch.empty_like(drawn) for _ in range(size)]
+    _gathered(_ALL, start(_ALL, parent.allgather, [names], [drawn]), drawn).wait()
+    return f"zero_opt/{tensor_bytes(names[0].cpu()).hex()}"
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -223,7 +176,32 @@ class Group:
         self._pid, self._broken = os.getpid(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
+        self._watch: Watch | None = None
+        self._waits = SerialThread("zero_opt wait", self.interrupt)
         self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
+
+    def watch(self, hang_timeout_s: float) -> None:
+        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective."""
+        if self.has_send_recv:
+            homes = homes_from(self.all_gather_bytes(home_payload()))
+            store = _c10d.PrefixStore(f"{self.pg.group_name}/watch", _c10d._get_default_store())
+            self._watch = Watch(store, self.rank, homes, (self.timeout_s, hang_timeout_s))
+
+    def in_step(self, step: int) -> None:
+        """For messages: what this rank calls next is about that step."""
+        if self._watch is not None:
+            self._watch.step = step
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """See :class:`transfers.Aside`."""
+        future = self._waits.submit(call)
+        try:
+            future.result()
+        finally:
+            if not future.done():  # Ctrl-C: the ranks are not at one point any more
+                self._waits.close()
+                self._waits = SerialThread("zero_opt wait", self.interrupt)
+                self.interrupt()
 
     @property
     def has_send_recv(self) -> bool:
@@ -238,9 +216,19 @@ class Group:
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order."""
+        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
+
+        Raises:
+            ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
+        """
+        self._require_own()
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        _start(_ALL, self.pg.allgather, [outputs], [tensor]).wait()
+        work = start(_ALL, self.pg.allgather, [outputs], [tensor])
+        if self._watch is None:
+            _gathered(_ALL, work, tensor).wait()
+        else:
+            with peer_lost(_ALL):
+                self._watch.wait(work)
         return outputs
 
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
@@ -273,7 +261,15 @@ class Group:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
+        self._require_own()
         _broadcast(self.pg, tensor, src).wait()
+
+    def _require_own(self) -> None:
+        if os.getpid() != self._pid:
+            raise ProcessGroupError(
+                "this process was forked from the one that made this ShardedOptimizer, whose connections it must not "
+                "use; construct optimizers after forking"
+            )
 
     def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
         """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
@@ -291,11 +287,11 @@ class Group:
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Transfer:
         """Start sending a contiguous tensor to one rank."""
-        return _start(f"rank {dst}", self.pg.send, [tensor], dst, tag)
+        return Message(f"rank {dst}", start(f"rank {dst}", self.pg.send, [tensor], dst, tag), self)
 
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Transfer:
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Message:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
-        return _start(f"rank {src}", self.pg.recv, [tensor], src, tag)
+        return Message(f"rank {src}", start(f"rank {src}", self.pg.recv, [tensor], src, tag), self)
 
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
@@ -307,13 +303,16 @@ class Group:
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
-                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait(0.001)
+                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait_here(0.001)
 
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
         if os.getpid() != self._pid:
             _inherited.append(self.pg)
             return
+        self._waits.close()
+        if self._watch is not None:
+            self._watch.close()
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
                 self.pg.shutdown()
@@ -346,6 +345,7 @@ class AloneGroup(Group):
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, _ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
+        self._watch = None
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See :class:`Group`."""
@@ -354,6 +354,9 @@ class AloneGroup(Group):
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:  # noqa: ARG002
         """See :class:`Group`."""
         return [payload]
+
+    def watch(self, hang_timeout_s: float) -> None:
+        """See :class:`Group`; there is nobody to wait for."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See :class:`Group`; there is nobody to send to."""
@@ -381,7 +384,7 @@ class ListExchange(_GroupExchange):
         _require_same_ident(ident, idents)
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
-        _start(_ALL, self._reduce.pg.alltoall, received, chunks).wait()
+        Transfer(_ALL, start(_ALL, self._reduce.pg.alltoall, received, chunks)).wait()
         mean_in_rank_order(iter(received), len(chunks), out)
         return True
 
@@ -389,7 +392,7 @@ class ListExchange(_GroupExchange):
         """See :class:`Exchange`."""
         chunks = chunks_of(bucket, bounds)
         own = chunks[self._gather.rank].clone()
-        return Gathering([_start(_ALL, self._gather.pg.allgather, [chunks], [own])], chunks)
+        return Gathering([Transfer(_ALL, start(_ALL, self._gather.pg.allgather, [chunks], [own]))], chunks)
 
 
 def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
@@ -409,12 +412,13 @@ class NcclExchange(_GroupExchange):
         pg, rank = self._reduce.pg, self._reduce.rank
         chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
-            _start(_ALL, _method(pg, "reduce_scatter_single", "_reduce_scatter_base"), out, bucket).wait()
+            scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
+            Transfer(_ALL, start(_ALL, scatter, out, bucket)).wait()
         else:
             for owner, chunk in enumerate(chunks):
                 options = dist.ReduceOptions()
                 options.rootRank = owner
-                _start(_ALL, pg.reduce, [chunk], options).wait()
+                Transfer(_ALL, start(_ALL, pg.reduce, [chunk], options)).wait()
             out.copy_(chunks[rank])
         out.div_(self._reduce.world_size)
         return True
@@ -425,7 +429,7 @@ class NcclExchange(_GroupExchange):
         chunks = chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Gathering([_start(_ALL, gather, bucket, chunks[self._gather.rank].clone())], chunks)
+            return Gathering([Transfer(_ALL, start(_ALL, gather, bucket, chunks[self._gather.rank].clone()))], chunks)
         return Gathering([_broadcast(pg, chunk, owner) for owner, chunk in enumerate(chunks)], chunks)
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .buckets import GradBucket
-from .collectives import Window, check_rank, tensor_bytes
+from .collectives import check_rank, tensor_bytes
 from .errors import StateDictError, StepPending
+from .file_pages import require_readable
 from .flat_param import FlatParam
 from .partition import Partition
 from .placement import Placement
 from .state_dict import torch_dtype
+from .transfers import Window
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
@@ -64,6 +66,7 @@ def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_par
     if value.shape == part.shape and not whole_params and value.dim():
         return Entry(index, key, "slice", dtype, [value.numel()], start, None)
     if value.numel() <= _INLINE_NUMEL:
+        require_readable(value)
         return Entry(index, key, "inline", dtype, shape, 0, tensor_bytes(value.detach().cpu().contiguous()).hex())
     return Entry(index, key, "tensor", dtype, shape, 0, None)
 
@@ -84,7 +87,7 @@ class LocalState:
             )
         self._flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
-        self._state = dict(placement.state())
+        self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
 
     @classmethod
@@ -159,7 +162,8 @@ class FullState:
         for entry in state.entries():
             target = self.place(entry)
             if target is not None:
-                target.copy_(state.run(entry))
+                for span, chunk in zip(spans(entry), chunks(state, entry), strict=True):
+                    target[span].copy_(chunk)
 
     def by_param(self) -> dict[int, dict[str, Any]]:
         """The state by global parameter index."""
@@ -188,7 +192,9 @@ def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
     """The elements of an entry in host memory, one tensor for each of :func:`spans`."""
     if entry.travels:
         run = state.run(entry)
-        yield from (run[span].cpu() for span in spans(entry))
+        for span in spans(entry):
+            require_readable(run[span])
+            yield run[span].cpu()
 
 
 class Consolidation:

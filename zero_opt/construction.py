@@ -184,7 +184,7 @@ def checked_groups(
     """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded.
 
     Args:
-        reduce_dtype: dtype of the gradient path, ``None`` for each parameter's own.
+        reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.device.type == "meta":
@@ -192,7 +192,7 @@ def checked_groups(
         if param.is_complex() and reduce_dtype is not None:
             raise UnsupportedParam(
                 f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
-                "its gradient; leave reduce_dtype None"
+                "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
 

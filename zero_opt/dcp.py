@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .errors import ConfigTypeError, StateDictError
 from .optimizer import ShardedOptimizer
+from .placement import home_of
 from .state_dict import StateDict, first_state, pack_groups
 
 # Of a sharded state dict: for which parameters there is state, and which; a JSON text.
@@ -79,7 +80,7 @@ def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tenso
 
     recipe = optimizer._recipe
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    made = first_state(recipe.optimizer_class, hypers, param, masters=recipe.offload is not None)
+    made = first_state(recipe.optimizer_class, hypers, param, home_of(recipe.offload, recipe.precision, param)[0])
     group = optimizer._group
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value

@@ -79,8 +79,32 @@ class OutOfMemory(ZeroOptError, MemoryError):
     """What is needed is more than may still be had; the message has both numbers, and nothing was touched."""
 
 
+class StorageFailed(ZeroOptError, OSError):
+    """The file that holds the state cannot be made, read or written; the message says where, and what became of it."""
+
+
+class StorageFull(StorageFailed):
+    """The file system has less room than the state needs; the message has both numbers, and nothing was touched."""
+
+
 class PeerLost(ZeroOptError, RuntimeError):
     """Another rank has died, or has not answered within the group's timeout."""
+
+
+class PeerSilent(PeerLost, StepDesync):
+    """A rank that lives is stopped, or has not come to a call of all ranks in time; names it and its last step."""
+
+
+class NonFiniteGradient(ZeroOptError, RuntimeError):
+    """A reduced gradient has an inf or NaN (``Checks(nonfinite="raise")``); parameters and state are untouched.
+
+    Attributes:
+        rank: the rank that owns the element, ``None`` if the error has travelled. param: global parameter index.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, param: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.param = rank, param
 
 
 class StateDictError(ZeroOptError, ValueError):

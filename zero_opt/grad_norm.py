@@ -1,9 +1,10 @@
-"""Global gradient norm and clip coefficient."""
+"""Global gradient norm, non-finite test and clip coefficient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,19 +70,43 @@ def square_sum(grads: Iterable[Tensor | None]) -> float:
         return math.inf
 
 
-def total_norm(grads: Sequence[Tensor | None], group: Group | None) -> Tensor:
-    """L2 norm of the gradients of all ranks, as a 0-dim fp32 tensor; the same bits on every rank.
+class Measured(NamedTuple):
+    """The gradients of all ranks, the same on every rank.
 
-    Accumulated in fp64 in rank order and rounded once, so it differs from ``torch.nn.utils.get_total_norm`` by at most
-    the latter's own fp32 rounding. Collective if a group is given.
+    Attributes:
+        norm: L2, a 0-dim fp32 tensor.
+        nonfinite: (rank, param) of the first rank with a non-finite element, and its first parameter with one.
+    """
+
+    norm: Tensor
+    nonfinite: tuple[int, int] | None
+
+
+def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> Measured:
+    """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
+
+    The norm is accumulated in fp64 in rank order and rounded once, so it differs from
+    ``torch.nn.utils.get_total_norm`` by at most the latter's own fp32 rounding.
 
     Args:
         grads: this rank's part of the gradient; no element is on two ranks.
+        params: what the gradients belong to, by global index.
     """
     square = square_sum(grads)
-    if group is not None:
-        square = sum(t.item() for t in group.all_gather(torch.tensor([square], dtype=torch.float64)))
-    return torch.tensor(math.sqrt(square) if square >= 0 else math.nan, dtype=torch.float32)
+    mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64)
+    rows = [row.tolist() for row in ([mine] if group is None else group.all_gather(mine))]
+    total = sum(row[0] for row in rows)
+    norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
+    return Measured(norm, next(((rank, int(param)) for rank, (_, param) in enumerate(rows) if param >= 0), None))
+
+
+def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:
+    """The parameter of the first gradient with a non-finite element, or -1; finite squares have none."""
+    if not math.isfinite(square):
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None and not bool(torch.isfinite(_values(grad.detach())).all()):
+                return param
+    return -1
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

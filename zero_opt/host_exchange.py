@@ -52,7 +52,7 @@ _LINE_BYTES = 64
 # The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
 _NONCE_AT, _NONCE_BYTES = 256, 16
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
-_LOOK_S = 0.1
+_LOOK_S = 0.05
 
 
 class ControlGroup(Protocol):

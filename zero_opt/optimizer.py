@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
+from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
@@ -26,14 +27,15 @@ from .construction import (
 from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
+from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
-from .placement import bare_step, check_state, hypers_of
 from .placement import check_policy as check_offload
+from .placement import check_state, hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
-from .state_dict import StateDict, copied, fitted, match, pack_groups
+from .state_dict import Refused, StateDict, copied, fitted, match, pack_groups
 from .wiring import Recipe, Wiring
 
 _Closure = Callable[[], Any]
@@ -53,10 +55,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
-            process beside this one.
+            process beside this one. :class:`NVMeOffload`: in a file, stepped a window at a time.
         precision: dtypes of the gradient path.
         max_grad_norm: clip the global gradient norm to this at every step.
-        checks: bounds on waiting.
+        checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
 
     All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
@@ -83,27 +85,37 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         checks: Checks = Checks(),  # noqa: B008  (frozen)
         **defaults: Any,
     ) -> None:
-        check_reduction(reduction)
-        check_offload(offload)
-        _check_type("precision", precision, MixedPrecision)
-        _check_type("checks", checks, Checks)
-        check_wrapped_class(optimizer_class)
-        self._max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, self._max_grad_norm)
+        wrong: ZeroOptError | None = None
+        try:
+            check_reduction(reduction)
+            check_offload(offload)
+            _check_type("precision", precision, MixedPrecision)
+            _check_type("checks", checks, Checks)
+            check_wrapped_class(optimizer_class)
+            max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
+        except ZeroOptError as error:  # of one rank alone, the others must hear of it
+            wrong = error
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._wired = self._closed = False
         Joinable.__init__(self)
         parent = resolve_group(process_group)
-        if offload is None and (parent is None or parent.size() == 1):
+        alone = parent is None or parent.size() == 1
+        if alone and wrong is not None:
+            raise wrong
+        if alone and offload is None and precision.master_dtype is None:
             self._build_alone(params)
         else:
-            self._build_sharded(params, OwnGroups(parent, checks.timeout))
+            self._build_sharded(params, OwnGroups(parent, checks if wrong is None else Checks()), wrong)
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _build_alone(self, params: Iterable[Any]) -> None:
+        recipe = self._recipe
+        check_skippable(recipe.optimizer_class, recipe.checks)
+        self._alone_step = AloneStep(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
         with adopt_errors():
             inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
         self._inner = inner
@@ -128,9 +140,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(inner, name)
 
-    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups) -> None:
+    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups, wrong: ZeroOptError | None) -> None:
         try:
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                if wrong is not None:
+                    raise wrong
                 self._validate(params)
             self._sharded = Wiring(self._recipe, groups, self._describe, self)
             self._sharded.progress.begins = join_notice(self)
@@ -209,12 +223,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+            NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            WorkerDied, WorkerFailed: the worker cannot take the step; it stays pending, see :meth:`flush`.
+            WorkerDied, WorkerFailed, StorageFailed: the worker cannot take the step, or the disk fails in it; it stays
+                pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
-            return self._step_alone(closure, options)
+            return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
         return self._step_sharded(self._sharded, closure)
@@ -228,24 +244,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         parts.take(parts.finish())
         return loss
-
-    def _step_alone(self, closure: _Closure | None, options: Mapping[str, Any]) -> Any:
-        """World size 1: the wrapped class's own step."""
-        inner = self._alone()
-        if closure is None or self._max_grad_norm is None:
-            self._clip_alone()
-            return bare_step(inner, closure, **options)
-
-        def clipped() -> Any:
-            loss = closure()
-            self._clip_alone()
-            return loss
-
-        return bare_step(inner, clipped, **options)
-
-    def _clip_alone(self) -> None:
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params(), self._max_grad_norm)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -278,18 +276,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
-        return torch.nn.utils.clip_grad_norm_(self._params(), limit)
+        return self._alone_step.clip(self._params(), limit)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often :meth:`step` has left parameters and state alone, under ``Checks(nonfinite="skip")``."""
+        return self._alone_step.skips if self._sharded is None else self._sharded.progress.skips
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
 
         Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model
         (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also tries again a
-        step that a worker could not take.
+        step that a worker could not take, or in which a disk failed.
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
-            WorkerDied, WorkerFailed: the worker cannot take the pending step.
+            WorkerDied, WorkerFailed, StorageFailed: the worker, or the disk, cannot take the pending step.
         """
         self._require_open()
         if self._sharded is not None:
@@ -340,11 +343,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 state_dict = replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
         """Load a full ``torch.optim`` state dict, saved at any world size. Collective; every rank gives the whole dict.
 
         The dict is neither changed nor kept. Everything is checked before anything is written. A pending step is let
-        end, and forgotten.
+        end, and forgotten. The log says which parameters start afresh because the dict has no state for them.
+
+        Args:
+            strict: whether state that does not fit its parameter is an error. Else that parameter starts afresh,
+                hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
             StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
@@ -354,17 +361,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        elementwise = is_elementwise(self._recipe.optimizer_class)
+        cls, refused = self._recipe.optimizer_class, Refused(strict=strict)
         error: Exception | None = None
         states: dict[int, Mapping[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         try:
-            states = match(state_dict, self.param_groups, elementwise)
+            states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
             if self._sharded is not None:
                 check_options(state_dict["param_groups"])
-            groups = fitted(states, self.param_groups, state_dict["param_groups"], self._recipe.optimizer_class)
+            states, groups = fitted(states, self.param_groups, state_dict["param_groups"], cls, refused)
             if self._sharded is not None:
-                check_state(self._recipe.offload, self._recipe.optimizer_class, groups, states)
+                check_state(self._recipe.offload, self._recipe.precision, cls, groups, states)
                 self._sharded.placement.wait()
         except UnsupportedOptimizer as found:
             error = StateDictError(f"in the state dict, {found}")
@@ -375,10 +382,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if error is not None:
             raise error
         if self._sharded is None:
-            self._alone().load_state_dict({**state_dict, "state": copied(state_dict["state"])})
+            self._alone().load_state_dict(refused.for_class(state_dict, states, self.param_groups))
             self._share_inner()
         else:
             self._sharded.load(states, groups)
+        if self._group.rank == 0:
+            refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -433,8 +442,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included; it is
-        allocated once and reused. Not collective. At world size 1 there are no shards and no staging.
+        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included, and
+        the windows of :class:`NVMeOffload`, under which ``state`` is in the file; it is allocated once and reused. Not
+        collective. At world size 1 there are no shards and no staging.
         """
         held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
         held |= {} if self._sharded is None else self._sharded.memory_report()
@@ -450,7 +460,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_max_grad_norm", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_alone_step", "_sharded", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from .collectives import AloneGroup, Group, build_side_group
 from .consolidate import LocalState
 from .partition import Partition
 from .placement import Placement
+from .policies import Checks
 from .state_guard import StateGuard
 from .state_service import StateService
 
@@ -22,11 +23,13 @@ class OwnGroups:
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, timeout: float | None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks) -> None:
+        timeout = checks.timeout
         several = None if parent is None or parent.size() == 1 else parent
         self.control, self.reduce, self.gather = (
             AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
         )
+        self.control.watch(checks.hang_timeout)
         self._side = build_side_group(several, timeout)
         self.service: StateService | None = None
 

@@ -20,12 +20,14 @@ class Geometry:
 
     Attributes:
         whole: give every parameter whole to one rank, rather than cut anywhere.
-        bucket_mb: bucket size in MiB. reduce_dtype: dtype of gradient buckets, ``None`` for the parameter's.
+        bucket_mb: bucket size in MiB.
+        reduce_dtype, accumulate_dtype: of gradient buckets, as in :class:`MixedPrecision`.
     """
 
     whole: bool
     bucket_mb: float
     reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype | None = None
 
 
 class Partition:
@@ -55,7 +57,8 @@ class Partition:
         added = []
         for layout in layouts:
             members = [flats[index] for index in layout.params]
-            added.append(GradBucket(layout, members, self.rank, self._geometry.reduce_dtype))
+            dtypes = (self._geometry.reduce_dtype, self._geometry.accumulate_dtype)
+            added.append(GradBucket(layout, members, self.rank, *dtypes))
             self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
         self.buckets.extend(added)
         return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 EXCHANGES = ("auto", "backend")
+NONFINITE = ("ignore", "raise", "skip")
 MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # Of a worker. A slip of the pen would take all the processes that the system grants.
@@ -32,12 +34,19 @@ def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{owner}.{field} must be at least {least}, got {value!r}")
 
 
+def _check_threads(owner: str, value: object) -> None:
+    if value is not None:
+        _check_count(owner, "threads", value)
+        if isinstance(value, int) and value > _MOST_THREADS:
+            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {value!r}")
+
+
 def _check_exchange(owner: str, value: object) -> None:
     if value not in EXCHANGES:
         raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {value!r}")
 
 
-def _check_reduce_dtype(owner: str, field: str, value: Any) -> None:
+def _check_dtype(owner: str, field: str, value: Any) -> None:
     if value is None:
         return
     kind = type(value)
@@ -157,10 +166,7 @@ class WorkerOffload:
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
                 "end it, the first ends it a step later; nothing is left to be hidden, so use one of the two"
             )
-        if self.threads is not None:
-            _check_count("WorkerOffload", "threads", self.threads)
-            if self.threads > _MOST_THREADS:
-                raise ConfigError(f"WorkerOffload.threads must be at most {_MOST_THREADS}, got {self.threads!r}")
+        _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_positive("WorkerOffload", "hang_timeout", self.hang_timeout)
@@ -182,18 +188,93 @@ class WorkerOffload:
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
-    """The dtypes of the gradient path.
+class NVMeOffload:
+    """Keep moments, and fp32 masters, in a file, and step them a window at a time while the next one is read.
+
+    For Adam, AdamW, CPUAdam and CPUAdamW, with the fused formula, and parameters in fp32, bf16 or fp16. An fp32
+    parameter on the CPU is its own master. What is resident of the state at any time is three windows. The file has no
+    name, so nothing is left of it when the process ends, however it does. A step in which the disk fails stays pending:
+    ``flush()`` on every rank takes up where it stopped.
 
     Attributes:
-        reduce_dtype: dtype gradients are sent in and accumulated in; ``None`` is the parameter's own dtype (bf16 and
-            fp16 are still summed in fp32 and rounded once per reduction). Complex parameters need ``None``.
+        path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
+        window_mb: size of a window in MiB.
+        threads: that step, at most 1024; ``None`` is ``torch.get_num_threads()``.
+        hang_timeout: seconds that the disk may take for one window.
     """
 
-    reduce_dtype: torch.dtype | None = None
+    path: str | os.PathLike[str] = field(repr=False)
+    window_mb: float = 64
+    threads: int | None = None
+    hang_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        _check_reduce_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+        if not os.fspath(self.path):
+            raise ConfigError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+        _check_positive("NVMeOffload", "window_mb", self.window_mb)
+        _check_threads("NVMeOffload", self.threads)
+        _check_positive("NVMeOffload", "hang_timeout", self.hang_timeout)
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Keep fp32 masters and moments in host memory, and step them in this process.
+
+    Any class; Adam, AdamW, CPUAdam and CPUAdamW by the native kernel, with the fused formula, unless a param group says
+    ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32 master. Parameters on the CPU need no
+    copy: fp32 ones are stepped in place.
+
+    Attributes:
+        pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.
+        ratio: how much of the elements is offloaded; the rest, the first-registered parameters, whose gradients come
+            last, is stepped on the parameters' device. Both are cut between parameters, and never across param groups.
+        subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
+            memory at a time. A larger parameter is a sub-group of its own.
+    """
+
+    pin_memory: bool = True
+    ratio: float = 1.0
+    subgroup_mb: float = 64
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {self.pin_memory!r}")
+        _check_positive("CPUOffload", "ratio", self.ratio)
+        if self.ratio > 1:
+            raise ConfigError(f"CPUOffload.ratio must be at most 1, got {self.ratio!r}")
+        _check_positive("CPUOffload", "subgroup_mb", self.subgroup_mb)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of the gradient path, and of what bf16 and fp16 parameters are rounded from.
+
+    Attributes:
+        master_dtype: ``torch.float32``: bf16 and fp16 parameters have an fp32 master, which is what is stepped.
+            ``"split"``: the same for bf16 in half the memory: the parameter is the upper half of its master, rounded to
+            nearest with ties away from zero, and a 16-bit remainder the lower; for the native kernel alone (Adam and
+            AdamW with ``fused=True``, CPUAdam, CPUAdamW, on the CPU). ``None``: no masters, unless an offload has them.
+        reduce_dtype: dtype gradients are sent in; ``None`` is the parameter's own dtype (bf16 and fp16 are still summed
+            in fp32 and rounded once per reduction). Complex parameters need ``None``.
+        accumulate_dtype: dtype in which the means of several backwards are added up; ``None`` is that they are sent in.
+    """
+
+    master_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.master_dtype, str):
+            if self.master_dtype != "split":
+                raise ConfigError(f"MixedPrecision.master_dtype must be a dtype or 'split', got {self.master_dtype!r}")
+        elif self.master_dtype is not None:
+            _check_dtype("MixedPrecision", "master_dtype", self.master_dtype)
+            if str(self.master_dtype) != "torch.float32":
+                raise ConfigError(f"MixedPrecision.master_dtype must be torch.float32, got {self.master_dtype!r}")
+        _check_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
+        _check_dtype("MixedPrecision", "accumulate_dtype", self.accumulate_dtype)
 
 
 @dataclass(frozen=True)
@@ -201,15 +282,25 @@ class Checks:
     """What is verified while training, and how long a rank waits for another.
 
     Attributes:
+        nonfinite: what ``step()`` does when a reduced gradient has an inf or NaN on any rank. ``"ignore"``: does not
+            look. ``"raise"``: ``NonFiniteGradient`` on every rank, naming the owner and the parameter. ``"skip"``: no
+            rank steps, and ``opt.skipped_steps`` counts it. Both leave parameters and state as they were.
         timeout: seconds a collective of this optimizer may take before it is an error; ``None`` is the process
             group's own timeout.
+        hang_timeout: seconds after which a rank of this host that is stopped (``SIGSTOP``, a debugger) is an error for
+            those that wait for it.
     """
 
+    nonfinite: str = "ignore"
     timeout: float | None = None
+    hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.nonfinite not in NONFINITE:
+            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {self.nonfinite!r}")
         if self.timeout is not None:
             _check_positive("Checks", "timeout", self.timeout)
+        _check_positive("Checks", "hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import Agreement
-from .collectives import Group, Window
+from .collectives import Group
 from .consolidate import Entry, LocalState, listed, listing, small_value
+from .file_pages import require_readable
 from .flat_param import contiguous_strides, is_dense
 from .layout import ParamSlice, Span
 from .partition import Partition
 from .placement import Placement
 from .state_dict import cut, torch_dtype
+from .transfers import Window
 
 States = dict[int, dict[str, Any]]
 
@@ -131,6 +133,8 @@ class ShardedState:
                     run = torch.empty(form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype)
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
                 source = local.run(entry).cpu() if owner == self._group.rank else None
+                if source is not None:
+                    require_readable(source)
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._window.drain()
         return {index: result[index] for index in sorted(result)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from .placement import hypers_of, steps_params_apart
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
+
+_log = logging.getLogger("zero_opt")
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -42,13 +46,73 @@ def apart(value: Any) -> Any:
     return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
 
 
+class Refused:
+    """What does not fit of a load: an error at once, or, ``strict=False``, left out.
+
+    Attributes:
+        left_out: what was.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict, self.left_out = strict, list[str]()
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        """Around the checks of one parameter's state."""
+        try:
+            yield
+        except StateDictError as error:
+            if self._strict:
+                raise
+            self.left_out.append(str(error))
+
+    def complete(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A saved group; what it lacks is, ``strict=False``, as the optimizer has it."""
+        return saved if self._strict else {**hypers_of(group), **saved}
+
+    def for_class(
+        self, state_dict: StateDict, states: Mapping[int, Any], param_groups: Sequence[Mapping[str, Any]]
+    ) -> StateDict:
+        """What the wrapped class itself loads, sharing no memory with ``state_dict``.
+
+        Args:
+            states: those that fit, by global index.
+        """
+        if self._strict:
+            return {**state_dict, "state": copied(state_dict["state"])}
+        numbers = [group["params"] for group in pack_groups(param_groups)]
+        saved = [self.complete(*pair) for pair in zip(state_dict["param_groups"], param_groups, strict=True)]
+        packed = [{**group, "params": ids} for group, ids in zip(saved, numbers, strict=True)]
+        return {**state_dict, "state": copied(states), "param_groups": packed}
+
+    def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+        """Log what starts afresh, though other state was loaded."""
+        if self.left_out:
+            _log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
+        fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
+        if states and fresh:
+            _log.warning(
+                "load_state_dict() was given no state for %d of %d parameters, the first of them %s; they start afresh",
+                len(fresh),
+                len(params),
+                describe(fresh[0]),
+            )
+
+
+_STRICT = Refused(strict=True)
+
+
 def match(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], elementwise: bool
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    elementwise: bool,
+    refused: Refused = _STRICT,
 ) -> dict[int, Mapping[str, Any]]:
     """The loaded state per global parameter index, after checking that all of it fits.
 
     Args:
         elementwise: every state tensor must have its parameter's shape or be a scalar.
+        refused: gets what does not fit of single parameters.
 
     Raises:
         StateDictError: names the first thing that does not fit; nothing has been changed.
@@ -64,9 +128,11 @@ def match(
     params = [param for group in param_groups for param in group["params"]]
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
-        if saved_id not in index_of:
-            raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
-        matched[index_of[saved_id]] = _checked(index_of[saved_id], state, params[index_of[saved_id]], elementwise)
+        with refused.each():
+            if saved_id not in index_of:
+                raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
+            index = index_of[saved_id]
+            matched[index] = _checked(index, state, params[index], elementwise)
     return matched
 
 
@@ -124,24 +190,27 @@ def fitted(
     param_groups: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     optimizer_class: type[torch.optim.Optimizer],
-) -> list[dict[str, Any]]:
+    refused: Refused = _STRICT,
+) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]]]:
     """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, as far as torch's classes say.
 
     Classes of others are not tried out: a step of theirs might do anything.
 
     Args:
         states: per global parameter index; a parameter without any state is new.
+        refused: gets what does not fit of single parameters.
 
     Returns:
-        Per group the hyperparameters, as the class completes those of older versions.
+        The states that fit; and per group the hyperparameters, as the class completes those of older versions.
 
     Raises:
         StateDictError: names the first thing that does not fit.
     """
+    given = [refused.complete(saved, group) for saved, group in zip(saved_groups, param_groups, strict=True)]
     if not steps_params_apart(optimizer_class):
-        return [hypers_of(saved) for saved in saved_groups]
-    completed, index = [], 0
-    for number, (group, saved) in enumerate(zip(param_groups, saved_groups, strict=True)):
+        return dict(states), [hypers_of(saved) for saved in given]
+    fitting, completed, index = dict(states), [], 0
+    for number, (group, saved) in enumerate(zip(param_groups, given, strict=True)):
         hypers = _completed(optimizer_class, saved, number, group["params"])
         completed.append(hypers)
         made: dict[Any, Mapping[str, Any]] = {}
@@ -152,9 +221,12 @@ def fitted(
                 if kind not in made:
                     like = torch.zeros(small, dtype=param.dtype, device=param.device)
                     made[kind] = state_after_a_step(optimizer_class, hypers, like)
-                _require_like(made[kind], states[index], index, param.shape, small)
+                fitting.pop(index)
+                with refused.each():
+                    _require_like(made[kind], states[index], index, param.shape, small)
+                    fitting[index] = states[index]
             index += 1
-    return completed
+    return fitting, completed
 
 
 def _completed(
@@ -186,23 +258,22 @@ def _completed(
 
 
 def first_state(
-    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, *, masters: bool
+    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, stepped: torch.dtype
 ) -> dict[str, tuple[Any, torch.Size]]:
     """What a parameter's state will be like after its first step, found out on a small stand-in.
 
     Args:
-        masters: state is fp32, with a master, whatever the parameter's dtype.
+        stepped: dtype of what is stepped for it, a master if that is not the parameter's.
 
     Returns:
         Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
     """
     if not is_known(optimizer_class):
         return {}
-    half = masters and param.dtype is not torch.float32
     small = torch.Size([min(size, 2) for size in param.shape] or [2])
-    like = torch.zeros(small, dtype=torch.float32 if half else param.dtype, device=param.device)
+    like = torch.zeros(small, dtype=stepped, device=param.device)
     made = dict(state_after_a_step(optimizer_class, hypers, like))
-    if half and made:
+    if made and stepped is not param.dtype:
         made["master"] = like
     return {
         key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
@@ -227,12 +298,22 @@ def _require_like(
             if model.dim() or isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}, not a tensor")
             continue
+        if model.dim() and _kind_of(value.dtype) != _kind_of(model.dtype):
+            raise StateDictError(
+                f"state {key!r} of parameter {index} is {value.dtype}, which {model.dtype} cannot be made of; load "
+                "what this class saved"
+            )
         expected = _grown(model.shape, small, shape)
         if value.shape != expected:
             raise StateDictError(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}; the parameter's shape "
                 f"{tuple(shape)} calls for {tuple(expected)}"
             )
+
+
+def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Dtypes of one kind are cast into each other when loaded."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.Size:

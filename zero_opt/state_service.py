@@ -36,11 +36,12 @@ import torch
 from torch import Tensor
 
 from . import process_end
-from .collectives import Group, SideGroup, Transfer, Window, tensor_bytes
+from .collectives import Group, SideGroup, tensor_bytes
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
+from .transfers import Transfer, Window
 
 _log = logging.getLogger("zero_opt")
 

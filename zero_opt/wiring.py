@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,14 +20,15 @@ from .collectives import build_exchange
 from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
-from .grad_norm import clip_factor, total_norm
+from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
+from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, hypers_of
+from .placement import Placement, build_placement, check_params, home_of, hypers_of
 from .placement import Policy as Offload
-from .policies import AlreadyReduced, MixedPrecision
+from .policies import AlreadyReduced, Checks, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
 from .serial_thread import SerialThread
 from .shown_state import ShownState
@@ -57,11 +58,12 @@ class Recipe:
     offload: Offload
     precision: MixedPrecision
     max_grad_norm: float | None
+    checks: Checks
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe, self.precision.reduce_dtype)
-        check_params(self.offload, self.optimizer_class, param_groups, describe)
+        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
+        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
         model = self.reduction.overlap_param_gather
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)
@@ -74,6 +76,7 @@ class Recipe:
             "offload": self.offload,
             "precision": self.precision,
             "max_grad_norm": self.max_grad_norm,
+            "checks.nonfinite": self.checks.nonfinite,
         }
         background = self.reduction.overlap_param_gather is not None
         compared = [(key, repr(value)) for key, value in policies.items()]
@@ -94,12 +97,12 @@ class Wiring:
         self._group_of: list[int] = []
         self._known_groups = 0
         self._digest = HyperDigest()
+        self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._guard = StateGuard()
         self._closed = False
         self._owed = False  # ranks may not have all of each other's updates
-        geometry = Geometry(
-            not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, recipe.precision.reduce_dtype
-        )
+        dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
+        geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
         self.agreement = Agreement(groups.control, describe)
         self.agreement.on_contents(recipe.entries())  # what comes below is collective, and differs with it
         self.partition = Partition(groups.control, geometry, describe)
@@ -127,7 +130,12 @@ class Wiring:
         try:
             with self.agreement.together("ShardedOptimizer()"):
                 placement = build_placement(
-                    recipe.offload, recipe.optimizer_class, recipe.defaults, self._groups.control, recipe.reduction
+                    recipe.offload,
+                    recipe.precision,
+                    recipe.optimizer_class,
+                    recipe.defaults,
+                    self._groups.control,
+                    recipe.reduction,
                 )
         except BaseException:
             if placement is not None:
@@ -140,7 +148,8 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed: a placement cannot take them. Nothing was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: a placement cannot take them. Nothing
+                was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
@@ -197,9 +206,7 @@ class Wiring:
         for index in added:
             if index not in mine:
                 param = self._params[index]
-                home = (param.dtype, param.device)
-                if self._recipe.offload is not None:
-                    home = (torch.float32, torch.device("cpu"))
+                home = home_of(self._recipe.offload, self._recipe.precision, param)
                 kinds[index] = Kind(self._group_of[index], param.dim(), *home)
         self._shown.add(kinds)
 
@@ -269,9 +276,16 @@ class Wiring:
             self.progress.absent = False
 
     def take(self, grads: Sequence[GradShard]) -> None:
-        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective."""
-        limit = self._recipe.max_grad_norm
-        grad_scale = 1.0 if limit is None else float(clip_factor(self.norm(grads), limit))
+        """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective.
+
+        Raises:
+            NonFiniteGradient: on every rank, before anything is changed.
+        """
+        limit, look = self._recipe.max_grad_norm, cache(partial(self.measure, grads))
+        if self._nonfinite.skips(look):
+            self.progress.skipped()
+            return
+        grad_scale = 1.0 if limit is None else float(clip_factor(look().norm, limit))
         self.gather.run(self.progress.step, self.step(grads, grad_scale))
         self.stepped()
 
@@ -303,14 +317,19 @@ class Wiring:
         return missed
 
     def clip(self, grads: Sequence[GradShard], max_norm: float) -> Tensor:
-        """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective."""
-        norm = self.norm(grads)
-        self.reduction.scale(clip_factor(norm, max_norm))
-        return norm
+        """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective.
 
-    def norm(self, grads: Sequence[GradShard]) -> Tensor:
-        """Global L2 norm of the reduced gradients. Collective."""
-        return total_norm([grad for shard in grads for grad in shard.grads], self._groups.control)
+        Gradients that no step is to be taken with are left as they are.
+        """
+        measured = self.measure(grads)
+        if not self._nonfinite.skips(lambda: measured):
+            self.reduction.scale(clip_factor(measured.norm, max_norm))
+        return measured.norm
+
+    def measure(self, grads: Sequence[GradShard]) -> Measured:
+        """Global L2 norm of the reduced gradients, and whether they are finite. Collective."""
+        params = [piece.param for shard in grads for piece in shard.slices]
+        return measure([grad for shard in grads for grad in shard.grads], params, self._groups.control)
 
     def step(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
         """Step this rank's shards; yields every bucket that is updated once it is up to date here.
@@ -350,7 +369,8 @@ class Wiring:
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
-            WorkerDied, WorkerFailed: on every rank, if the step cannot be taken on one; it stays pending there.
+            WorkerDied, WorkerFailed, StorageFailed: on every rank, if the step cannot be taken on one; it stays pending
+                there.
         """
         self.placement.require_own()
         self.gather.flush()
@@ -380,6 +400,7 @@ class Wiring:
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank of gradient shards, of staging, and of state that is not shown."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
+        staging += self.placement.staging_nbytes
         shards = sum(bucket.shard_nbytes for bucket in self.partition.buckets)
         return {"grad_shards": shards, "staging": staging, "state": self.placement.spare_nbytes}
 

@@ -35,7 +35,7 @@ _MAIN = Path(__file__).with_name("worker_main.py")
 # Of one step: far more than there are parameters in a rank's shard. Entries that are not used take no memory.
 _MAX_RUNS = 1 << 16
 # A wait returns to Python this often, for Ctrl-C, and to see whether the worker gets on.
-_LOOK_S = 0.1
+_LOOK_S = 0.05
 _READY_LOOK_MS = 2
 _READY_S = 120.0
 # How long the kernel may take to end a process that was killed.

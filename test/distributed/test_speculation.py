@@ -181,7 +181,7 @@ def test_gradients_that_are_not_reduced_into_the_arena(exchange: str) -> None:
 
     def run(rank: int, world_size: int, offload: Any) -> Any:
         params = make_params()
-        precision = zero_opt.MixedPrecision(torch.float64)
+        precision = zero_opt.MixedPrecision(reduce_dtype=torch.float64)
         reduction = zero_opt.Overlapped(BUCKET_MB, exchange)
         optimizer = make(params, offload=offload, precision=precision, reduction=reduction)
         for step in range(4):

@@ -44,12 +44,14 @@ _STREAMS = "one stream waits for another; the caller does not"
 # What bounds a call without a timeout, by module and method.
 BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("background_gather", "result"): _EXCHANGE,
+    ("collectives", "result"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
     ("optimizer", "wait"): _WORKER,
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
+    ("placement.nvme", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
     ("placement.worker", "wait"): _WORKER,
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
@@ -58,6 +60,8 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("reduction.sparse", "wait"): _TRANSFER,
     ("relay_exchange", "wait"): _EXCHANGE,
     ("sharded_state", "wait"): _TRANSFER,
+    ("transfers", "wait"): _TRANSFER,
+    ("waiting", "wait"): "the collective is over",
     ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
 }
 

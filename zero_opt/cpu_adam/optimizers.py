@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from ..errors import ConfigTypeError
 from ..policies import AdamState
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_native
-from .runs import BoundRun, check_arrays, finish
-from .state import HALVES, ROLES, arrays_of, check_plain, init_state, live_state, param_dtypes, plain_state
+from .slots import Slot, step_slots
+from .state import HALVES, check_plain, init_state, live_state, param_dtypes, plain_state
 from .update import checked_threads, hypers_of
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -49,62 +49,6 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("differentiable"):
         raise ValueError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
     return {**options, "fused": True}
-
-
-class _Slot:
-    """A param whose run is made, and what it was made from: while that is the same, so are the addresses."""
-
-    __slots__ = ("bound", "grad", "grad_dtype", "keys", "layouts", "pointers", "run", "shape", "tensors")
-
-    def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
-        arrays = arrays_of(state, param)
-        if not amsgrad:
-            arrays.pop("max_exp_avg_sq", None)
-        elif "max_exp_avg_sq" not in arrays:
-            raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
-        check_arrays(name, arrays)
-        self.grad_dtype, self.shape = grad.dtype, param.shape
-        self.bound = BoundRun(arrays, grad.dtype, kept_step=_kept_step(name, state))
-        self.run = self.bound.run
-        self.grad: Tensor | None = None
-        kept = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
-        self.keys: tuple[str, ...] = tuple(kept)
-        self.tensors: tuple[Tensor, ...] = tuple(state[key] for key in kept)
-        self.pointers = tuple(tensor.data_ptr() for tensor in (*self.tensors, param))
-        self.layouts = tuple((tensor.dtype, tensor.stride()) for tensor in (*self.tensors, param))
-
-    def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
-        """Whether nothing has changed but values."""
-        if not (
-            self.bound.direct
-            and grad.dtype is self.grad_dtype
-            and grad.shape == self.shape
-            and param.shape == self.shape
-            and param.data_ptr() == self.pointers[-1]
-            and (param.dtype, param.stride()) == self.layouts[-1]
-            and ("max_exp_avg_sq" in self.keys) == amsgrad
-        ):
-            return False
-        # The last pointer and layout are the param's.
-        for key, tensor, pointer, layout in zip(self.keys, self.tensors, self.pointers, self.layouts):
-            if (
-                state.get(key) is not tensor
-                or tensor.data_ptr() != pointer
-                or (tensor.dtype, tensor.stride()) != layout
-            ):
-                return False
-        return True
-
-
-def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
-    """The step count as the kernel reads and writes it."""
-    step = state.get("step")
-    if step is None:
-        raise TypeError(f"{name} has no step")
-    if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu and step.numel() == 1):
-        state["step"] = step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-    check_tensor(f"step of {name}", step)
-    return step
 
 
 def _plain(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
@@ -144,7 +88,7 @@ class _NativeStep(torch.optim.Adam):
         self._flush = rest.pop("flush_denormals", False)
         if not isinstance(self._flush, bool):
             raise ConfigTypeError(f"flush_denormals must be True or False, got {self._flush!r}")
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         return _fused_options(type(self).__name__, rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,7 +201,7 @@ class _NativeStep(torch.optim.Adam):
                 if not self.state.get(param):
                     fresh.append(param)
                     init_state(self.state[param], param, self._form, amsgrad=amsgrad)
-                slot = _Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
+                slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
                 self._slots[id(param)] = slot
                 slot.grad = slot.bound.readable(grad)
         except BaseException:
@@ -311,20 +255,11 @@ class _NativeStep(torch.optim.Adam):
         return loss
 
     def _run(self, hypers: Sequence[Any]) -> None:
-        from .. import _native
-
-        batches, stepped = [], []
-        for group, values in zip(self.param_groups, hypers, strict=True):
-            slots = [self._slots[id(param)] for param in group["params"] if param.grad is not None]
-            if slots:
-                addresses = [slot.grad.data_ptr() for slot in slots if slot.grad is not None]
-                batches.append((values, [slot.run for slot in slots], addresses))
-                stepped += slots
-        threads = checked_threads(self._threads)
-        self.nonfinite_grads = _native.adam_step(batches, threads=threads, flush_denormals=self._flush)
-        finish(slot.bound for slot in stepped)
-        for slot in stepped:
-            slot.grad = None
+        batches = [
+            (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
+            for group, values in zip(self.param_groups, hypers, strict=True)
+        ]
+        self.nonfinite_grads = step_slots(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
 
 
 class CPUAdam(_NativeStep):

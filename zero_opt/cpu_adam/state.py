@@ -30,12 +30,17 @@ def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16) if form.master == "split" else (torch.float32, *HALVES)
 
 
-def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the param's shape and strides, in huge pages where there are such: a step is over sooner."""
+def prefer_huge_pages(fresh: Tensor) -> None:
+    """Ask for huge pages under a tensor that has not been written yet: a step is over sooner."""
     from .. import _native
 
-    fresh = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
     _native.prefer_huge_pages(fresh.data_ptr(), fresh.untyped_storage().nbytes())
+
+
+def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the param's shape and strides, in huge pages where there are such."""
+    fresh = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    prefer_huge_pages(fresh)
     return fresh.zero_()
 
 
@@ -65,6 +70,20 @@ def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: Adam
         param.copy_(rounded.to(torch.int16).view(torch.bfloat16))
     else:
         state["master"] = _like(param, torch.float32).copy_(master)
+
+
+def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
+    """What a bf16 param lacks of an fp32 master of its shape: the master, where the param is that rounded, else zero.
+
+    The param is not written. Where another rounding of ties has made it, the master comes one unit off.
+    """
+    remainder = _like(param, torch.int16)
+    if master is not None:
+        bits = master.to(device="cpu", dtype=torch.float32).contiguous().view(torch.int32)
+        lacking = bits - (param.detach().contiguous().view(torch.int16).int() << 16)
+        lacking.masked_fill_(lacking.abs() > 0x8000, 0)
+        remainder.copy_(lacking.clamp_(max=0x7FFF))
+    return remainder
 
 
 def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:

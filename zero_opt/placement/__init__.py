@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from ..collectives import Group
-from ..errors import ConfigTypeError
-from ..policies import AlreadyReduced, WorkerOffload
+from ..cpu_adam import require_native
+from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from .base import ParamState, Placement
-from .device import (
-    BucketwisePlacement,
-    DevicePlacement,
-    FusedAdamPlacement,
-    bare_step,
-    hypers_of,
-    steps_params_apart,
-)
+from .cpu import CPUPlacement, HostUnits
+from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
+from .master_shard import HALVES
+from .native_rules import check_groups as _check_native_groups
+from .native_rules import check_params as _check_native_params
+from .native_rules import check_state as _check_native_state
+from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
+from .nvme import NVMePlacement
 from .speculation import SpeculativePlacement
+from .units import DeviceUnits
 from .worker import WorkerPlacement
-from .worker import check_groups as _check_worker_groups
-from .worker import check_params as _check_worker_params
-from .worker import check_state as _check_worker_state
 
-Policy = WorkerOffload | None
+Policy = CPUOffload | WorkerOffload | NVMeOffload | None
 
 __all__ = [
     "DevicePlacement",
@@ -39,6 +38,7 @@ __all__ = [
     "check_params",
     "check_policy",
     "check_state",
+    "home_of",
     "hypers_of",
     "steps_params_apart",
 ]
@@ -46,37 +46,89 @@ __all__ = [
 
 def check_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is one this version can place."""
-    if policy is not None and not isinstance(policy, WorkerOffload):
-        called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
-        raise ConfigTypeError(f"offload must be None or WorkerOffload(), got {policy!r}{called}")
+    if policy is not None and not isinstance(policy, (CPUOffload, WorkerOffload, NVMeOffload)):
+        called = f"; write {policy.__name__}(...)" if isinstance(policy, type) else ""
+        raise ConfigTypeError(
+            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r}{called}"
+        )
 
 
 def check_params(
     policy: Policy,
+    precision: MixedPrecision,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     describe: Callable[[int], str],
 ) -> None:
-    """Raise UnsupportedOptimizer or UnsupportedParam, naming it, for what cannot be stepped where the policy says."""
-    if policy is not None:
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_params((param for group in groups for param in group["params"]), describe)
+    """Raise an error, naming it, for what cannot be stepped where the policy says.
+
+    Raises:
+        UnsupportedOptimizer, UnsupportedParam, ConfigConflict, NativeUnavailable.
+    """
+    params = [param for group in groups for param in group["params"]]
+    if isinstance(policy, (WorkerOffload, NVMeOffload)):
+        name = type(policy).__name__
+        if precision.master_dtype == "split":
+            raise ConfigConflict(f"{name} keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+        _check_native_groups(name, optimizer_class, groups)
+        _check_native_params(name, params, describe)
+        return
+    if precision.master_dtype == "split":
+        _check_split_groups(policy, optimizer_class, groups)
+        for index, param in enumerate(params):
+            if param.dtype is torch.float16 or (param.device.type != "cpu" and policy is None):
+                raise UnsupportedParam(
+                    f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16 on "
+                    "the CPU, or with offload=CPUOffload(); use master_dtype=torch.float32"
+                )
+    if isinstance(policy, CPUOffload) and policy.ratio < 1 and optimizer_class in NATIVE_CLASSES:
+        for index, param in enumerate(params):
+            if param.device.type != "cpu":
+                raise UnsupportedParam(
+                    f"{describe(index)} is on {param.device}, where ratio={policy.ratio} may leave it, and "
+                    f"{optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW, or ratio=1"
+                )
+
+
+def _check_split_groups(
+    policy: Policy, optimizer_class: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]
+) -> None:
+    require_native()
+    rule = says_fused if policy is None else may_be_fused
+    for number, group in enumerate(groups):
+        if optimizer_class not in ADAM_CLASSES or not rule(group):
+            raise UnsupportedOptimizer(
+                f"split masters are stepped by the native kernel alone, which does not step group {number} of "
+                f"{optimizer_class.__name__} (fused={group.get('fused')!r}): take Adam or AdamW with fused=True, or "
+                "master_dtype=torch.float32"
+            )
 
 
 def check_state(
     policy: Policy,
+    precision: MixedPrecision,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Iterable[Mapping[str, Any]],
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that a placement cannot take."""
-    if policy is not None:
-        _check_worker_groups(optimizer_class, groups)
-        _check_worker_state(states)
+    if isinstance(policy, (WorkerOffload, NVMeOffload)):
+        _check_native_groups(type(policy).__name__, optimizer_class, groups)
+        _check_native_state(states)
+    elif precision.master_dtype == "split":
+        _check_split_groups(policy, optimizer_class, groups)
+
+
+def home_of(policy: Policy, precision: MixedPrecision, param: Tensor) -> tuple[torch.dtype, torch.device]:
+    """The dtype of what is stepped for a parameter, and the device its state is on, where it is not left there."""
+    masters = policy is not None or precision.master_dtype is not None
+    dtype = torch.float32 if masters and param.dtype in HALVES else param.dtype
+    return dtype, param.device if policy is None else torch.device("cpu")
 
 
 def build_placement(
     policy: Policy,
+    precision: MixedPrecision,
     optimizer_class: type[torch.optim.Optimizer],
     defaults: Mapping[str, Any],
     group: Group,
@@ -87,12 +139,19 @@ def build_placement(
     Args:
         reduction: where gradients come from.
     """
-    if policy is not None:
+    if isinstance(policy, WorkerOffload):
         if policy.speculate:
             return SpeculativePlacement(policy, defaults, group, reduction)
         grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
         return WorkerPlacement(policy, defaults, group, grad_buffers)
-    if FusedAdamPlacement.serves(optimizer_class):
-        return FusedAdamPlacement(optimizer_class, defaults)
-    strategy = BucketwisePlacement if steps_params_apart(optimizer_class) else DevicePlacement
-    return strategy(optimizer_class, defaults)
+    if isinstance(policy, NVMeOffload):
+        return NVMePlacement(policy, defaults)
+    bucketwise = steps_params_apart(optimizer_class)
+    native = None
+    if serves(optimizer_class):
+        native = NativeSteps(defaults, says_fused if policy is None else may_be_fused)
+    if policy is None:
+        strategy = BucketwisePlacement if bucketwise else DevicePlacement
+        return strategy(optimizer_class, defaults, DeviceUnits(precision.master_dtype), native)
+    strategy = CPUPlacement if bucketwise else DevicePlacement
+    return strategy(optimizer_class, defaults, HostUnits(policy, precision.master_dtype), native)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class BankedShard(ArenaShard):
         written = {role: self._arrays[_in_bank(name, 1 - bank)][where] for role, name in roles.items()}
         return BoundRun(read | self._out(where), self.grad_dtype, step=step, to=written)
 
-    def count_step(self, positions: Sequence[int]) -> None:
+    def count_step(self, positions: Collection[int]) -> None:
         """See :class:`ArenaShard`: what was written counts, and is shown."""
         super().count_step(positions)
         for position in positions:

@@ -29,8 +29,12 @@ class Placement(Protocol):
     def repoint(self, params: Sequence[int]) -> None:
         """The data of these parameters moved."""
 
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of memory that state passes through when it is stepped."""
+
     def require_own(self) -> None:
-        """Raise WorkerFailed in a process that cannot step, being forked from the one that made this."""
+        """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 
     @property
     def pending(self) -> bool:
@@ -66,6 +70,12 @@ class Placement(Protocol):
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """As :meth:`state`, in the form that a state dict has: what is kept in a compact form is made plain."""
+
+    def resident(self) -> Iterator[Tensor]:
+        """What of the state lies on the parameters' device, or may; it is read and written there at every step."""
+
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """The user may have edited the live state of a parameter, put another in its place, or (``None``) dropped it.
 
@@ -87,10 +97,11 @@ class Placement(Protocol):
 
 
 class AtOnce:
-    """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
+    """The part of a :class:`Placement` that is about pending steps, for one that never has any and stages nothing."""
 
     pending = False
     spare_nbytes = 0
+    staging_nbytes = 0
 
     def require_own(self) -> None:
         """See :class:`Placement`."""

@@ -1,24 +1,25 @@
-"""The shard lives and is stepped where the parameters are, by the wrapped class itself."""
+"""The shard is stepped by the wrapped class itself, or by a kernel with its formula, in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from ..cpu_adam import CPUAdam, CPUAdamW, native_available
-from ..flat_param import FlatParam
-from ..layout import ParamSlice
+from ..cpu_adam import CPUAdam, CPUAdamW
+from ..errors import UnsupportedOptimizer
+from ..flat_param import FlatParam, share_counters
 from ..reduction.base import GradShard
 from .base import AtOnce, ParamState
+from .master_shard import HALVES, MasterShard
+from .native_steps import NativeSteps
+from .units import SPLIT, Found, Unit, UnitMaker, load_split
 
-_SLICE_INVARIANT: dict[type[torch.optim.Optimizer], type[CPUAdam | CPUAdamW]] = {
-    torch.optim.Adam: CPUAdam,
-    torch.optim.AdamW: CPUAdamW,
-}
+_log = logging.getLogger("zero_opt")
 # What belongs to the user's groups alone: the inner optimizer has its own params, and no names for them.
 _OUTER_KEYS = ("params", "param_names")
 
@@ -41,16 +42,43 @@ def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)
 
 
-class DevicePlacement(AtOnce):
-    """Steps slices in place: the inner optimizer's parameters alias the user's."""
+class Work(NamedTuple):
+    """A unit and its gradients, in one step.
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+    Attributes:
+        found: gradients by position in the unit.
+    """
+
+    unit: Unit
+    found: Found
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the slices that are stepped."""
+        return [position for position, _ in self.found]
+
+
+class DevicePlacement(AtOnce):
+    """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
+
+    Args:
+        make_units: all units of a bucket.
+        native: what steps units that the kernel may step, where there is one for the class.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        make_units: UnitMaker,
+        native: NativeSteps | None = None,
+    ) -> None:
         self._class, self._defaults = optimizer_class, dict(defaults)
+        self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
-        self._groups: list[dict[str, Any]] = []
-        self._stepped: dict[int, Tensor] = {}
-        self._flats: dict[int, FlatParam] = {}
-        self._slices: dict[int, ParamSlice] = {}
+        self._units: dict[int, Sequence[Unit]] = {}
+        self._places: dict[int, tuple[Unit, int]] = {}
+        self._known: list[FlatParam] = []
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         """See :class:`Placement`."""
@@ -69,20 +97,21 @@ class DevicePlacement(AtOnce):
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
-        inner = self._optimizer
-        added: dict[int, list[Tensor]] = {}
+        inner, added = self._optimizer, [flat for bucket in buckets for flat in bucket.params]
+        made = dict(zip((bucket.layout.index for bucket in buckets), self._make_units(buckets), strict=True))
+        if any(isinstance(unit, MasterShard) for units in (*self._units.values(), *made.values()) for unit in units):
+            share_counters(self._known, added)
         for bucket in buckets:
-            flats = dict(zip(bucket.layout.params, bucket.params, strict=True))
-            for piece in bucket.slices:
-                part = flats[piece.param].part(piece.in_param)
-                self._stepped[piece.param], self._flats[piece.param] = part, flats[piece.param]
-                self._slices[piece.param] = piece
-                added.setdefault(piece.group, []).append(part)
-        for group, parts in added.items():
-            # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
-            hypers = {**hypers_of(inner.param_groups[group]), "params": parts}
-            inner.state.update(self._class([hypers], **self._defaults).state)
-            inner.param_groups[group]["params"].extend(parts)
+            group = inner.param_groups[bucket.layout.group]
+            for unit in made[bucket.layout.index]:
+                self._places.update({piece.param: (unit, at) for at, piece in enumerate(unit.pieces)})
+                unit.read_params(range(len(unit.pieces)))
+                # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
+                hypers = {**hypers_of(group), "params": unit.stepped}
+                inner.state.update(self._class([hypers], **self._defaults).state)
+                group["params"].extend(unit.stepped)
+        self._units.update(made)
+        self._known.extend(added)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -92,16 +121,19 @@ class DevicePlacement(AtOnce):
     def repoint(self, params: Sequence[int]) -> None:
         """See :class:`Placement`."""
         for index in params:
-            if index in self._stepped:
-                self._stepped[index].data = self._flats[index].part(self._slices[index].in_param)
+            if index in self._places:
+                unit, position = self._places[index]
+                unit.repoint(position)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         """See :class:`Placement`."""
         inner = self._optimizer
-        for flat in self._flats.values():
-            flat.load()
+        for unit, position in self._places.values():
+            unit.flats[position].load()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(hypers_of(outer))
         yield from self._step_shards(grads, grad_scale)
@@ -110,45 +142,78 @@ class DevicePlacement(AtOnce):
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         """All at once: a class may keep state per group or per step."""
-        self._step_together(grads, self._optimizer, grad_scale)
+        works = list(self._works(grads))
+        for work in works:
+            work.unit.fetch(work.found)
+        self._step_by_class(works, grad_scale)
         yield from (shard.bucket for shard in grads if shard.used)
 
-    def _step_together(self, grads: Sequence[GradShard], stepper: torch.optim.Optimizer, grad_scale: float) -> None:
-        native = isinstance(stepper, (CPUAdam, CPUAdamW))
-        options = {"grad_scale": grad_scale} if native else {}
-        parts = []
+    def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
+        """What there is to step."""
         for shard in grads:
-            for piece, grad in zip(shard.slices, shard.grads, strict=True):
-                if grad is not None:
-                    part = self._stepped[piece.param]
-                    if grad_scale != 1 and not native:
-                        grad = grad * grad_scale  # not in place: it may be the user's own
-                    part.grad = grad if grad.dtype is part.dtype else grad.to(part.dtype)
-                    parts.append(part)
-        bare_step(stepper, **options)
+            for unit in self._units[shard.bucket]:
+                found = [
+                    (position, grad)
+                    for position, member in enumerate(unit.members)
+                    if (grad := shard.grads[member]) is not None
+                ]
+                if found:
+                    unit.read_params([position for position, _ in found])
+                    yield Work(unit, found)
+
+    def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
+        """Step units whose gradients are being fetched, by the wrapped class."""
+        parts = []
+        for work in works:
+            for position, grad in work.unit.grads():
+                part = work.unit.stepped[position]
+                part.grad = _fitted(grad, part.dtype, grad_scale)
+                parts.append(part)
+        bare_step(self._optimizer)
         for part in parts:
             part.grad = None
+        for work in works:
+            work.unit.round(work.positions)
+            work.unit.send(work.positions)
+
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """See :class:`Placement`."""
         states = self._optimizer.state
-        for index, part in self._stepped.items():
-            state = states.get(part)
+        for index, (unit, position) in self._places.items():
+            state = states.get(unit.stepped[position])
             if state is not None:
+                unit.complete(position, state)
                 yield index, state
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """See :class:`Placement`."""
+        for index, state in self.state():
+            unit, position = self._places[index]
+            yield index, unit.saved(position, state)
 
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`."""
-        part, states = self._stepped[index], self._optimizer.state
+        (unit, position), states = self._places[index], self._optimizer.state
+        stepped = unit.stepped[position]
         if state is None:
-            states.pop(part, None)
-        else:
-            states[part] = state
+            if states.pop(stepped, None) is not None:
+                unit.take_master(position, None)
+            return False
+        if unit.form is SPLIT and "remainder" not in state:
+            states[stepped] = load_split(state, stepped)
+            return True
+        if state is not states.get(stepped) or state.get("master", stepped) is not stepped:
+            unit.take_master(position, state)
+            unit.complete(position, state)
+            states[stepped] = state
         return False
 
     def param_of(self, index: int) -> Tensor:
         """See :class:`Placement`."""
-        return self._stepped[index]
+        unit, position = self._places[index]
+        return unit.stepped[position]
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""
@@ -158,13 +223,43 @@ class DevicePlacement(AtOnce):
         for own, hypers in zip(inner.param_groups, groups, strict=True):
             ids = [number.setdefault(part, len(number)) for part in own["params"]]
             packed.append({**hypers_of(hypers), "params": ids})
-        local = {number[self._stepped[index]]: dict(state) for index, state in states.items()}
+        local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
+        without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
+        if without:
+            _log.warning("no master was saved for %d parameters: their own values are taken", without)
+
+    def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state without what the class would cast."""
+        unit, _ = self._places[index]
+        if unit.form is SPLIT:
+            return {}
+        return {key: value for key, value in saved.items() if key != "master" or not isinstance(unit, MasterShard)}
+
+    def _load_master(self, index: int, saved: Mapping[str, Any]) -> bool:
+        """Give a loaded state its master; whether none was saved that is needed."""
+        unit, position = self._places[index]
+        stepped, states = unit.stepped[position], self._optimizer.state
+        unit.take_master(position, saved)
+        if saved and unit.form is SPLIT:
+            states[stepped] = load_split(saved, stepped)
+        elif saved:
+            unit.complete(position, states[stepped])
+        mastered = unit.form is SPLIT or isinstance(unit, MasterShard)
+        return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`."""
+        for units in self._units.values():
+            for unit in units:
+                yield from unit.resident()
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def close(self) -> None:
         """See :class:`Placement`."""
-        self._stepped.clear()
-        self._flats.clear()
+        self._places.clear()
+        self._units.clear()
 
 
 class BucketwisePlacement(DevicePlacement):
@@ -172,36 +267,29 @@ class BucketwisePlacement(DevicePlacement):
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         for shard in grads:
-            if any(grad is not None for grad in shard.grads):
-                self._step_together([shard], self._stepper_of(shard), grad_scale)
+            for work in self._works([shard]):
+                work.unit.fetch(work.found)
+                self._step_unit(work, grad_scale)
             if shard.used:
                 yield shard.bucket
 
-    def _stepper_of(self, shard: GradShard) -> torch.optim.Optimizer:  # noqa: ARG002  (all alike)
-        """What steps a bucket."""
-        return self._optimizer
+    def _step_unit(self, work: Work, grad_scale: float) -> None:
+        """Step a unit whose gradients are being fetched."""
+        inner, unit = self._optimizer, work.unit
+        group = inner.param_groups[unit.pieces[0].group]
+        if self._native is None or not self._native.takes(unit, group):
+            if unit.form is SPLIT:
+                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
+            self._step_by_class([work], grad_scale)
+            return
+        self._native.step(unit, group, inner.state, grad_scale)
+        unit.send(work.positions)
 
 
-class FusedAdamPlacement(BucketwisePlacement):
-    """Steps fused fp32 CPU buckets of torch's Adam and AdamW with the native kernel, the others with the class itself.
-
-    torch's fused CPU Adam changes bits with where a tensor is cut; the native kernel has the same bits and does not.
-    """
-
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
-        super().__init__(optimizer_class, defaults)
-        self._native = _SLICE_INVARIANT[optimizer_class]([{"params": []}])
-
-    @classmethod
-    def serves(cls, optimizer_class: type[torch.optim.Optimizer]) -> bool:
-        """Whether there is a native kernel for this class here."""
-        return optimizer_class in _SLICE_INVARIANT and native_available()
-
-    def _stepper_of(self, shard: GradShard) -> torch.optim.Optimizer:
-        inner, piece = self._optimizer, shard.slices[0]
-        part = self._stepped[piece.param]
-        if not (inner.param_groups[piece.group]["fused"] and part.dtype is torch.float32 and part.is_cpu):
-            return inner
-        # Loading replaces both.
-        self._native.param_groups, self._native.state = inner.param_groups, inner.state
-        return self._native
+def _fitted(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
+    """A gradient, scaled, as the parameter it is for: scaled in the wider of the two dtypes."""
+    fitted = grad.to(dtype) if dtype.itemsize > grad.dtype.itemsize else grad
+    if grad_scale != 1:
+        # not in place where it may be the user's own
+        fitted = fitted * grad_scale if fitted is grad else fitted.mul_(grad_scale)
+    return fitted if fitted.dtype is dtype else fitted.to(dtype)

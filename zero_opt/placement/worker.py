@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,59 +11,19 @@ from torch import Tensor
 
 from ..buckets import GradBucket
 from ..collectives import Group
-from ..cpu_adam import CPUAdam, CPUAdamW, require_native
 from ..cpu_adam.update import hypers_of as adam_hypers
-from ..errors import StateDictError, StepPending, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from ..errors import StepPending, UnsupportedOptimizer, ZeroOptError
 from ..flat_param import share_counters
 from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import Batches, WorkerProcess
-from .arena_shard import PARAM_DTYPES, ArenaShard, section_nbytes
+from .arena_shard import ArenaShard, section_nbytes
 from .base import ParamState
 from .cores import Confined, agreed_split
+from .native_rules import say_without_masters
 
 _log = logging.getLogger("zero_opt")
-_CLASSES = (torch.optim.Adam, torch.optim.AdamW, CPUAdam, CPUAdamW)
-_OTHERWISE = "with offload=None any class and option is stepped by the class itself"
-
-
-def check_groups(cls: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedOptimizer or NativeUnavailable unless a worker can step these param groups."""
-    require_native()
-    if cls not in _CLASSES:
-        names = ", ".join(known.__name__ for known in _CLASSES)
-        raise UnsupportedOptimizer(f"WorkerOffload steps {names}, not {cls.__name__}; {_OTHERWISE}")
-    for number, group in enumerate(groups):
-        if group.get("fused") is False or group.get("foreach"):
-            raise UnsupportedOptimizer(
-                f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and WorkerOffload "
-                f"has the bits of fused=True alone; {_OTHERWISE}"
-            )
-        if group.get("fused") is None:
-            _say_fused(cls.__name__)
-
-
-@functools.cache
-def _say_fused(name: str) -> None:
-    _log.warning("WorkerOffload steps %s as with fused=True, whose bits differ a little from the default's", name)
-
-
-def check_params(params: Iterable[Tensor], describe: Any) -> None:
-    """Raise UnsupportedParam, naming it, for a parameter that a worker cannot step."""
-    for index, param in enumerate(params):
-        if param.dtype not in PARAM_DTYPES:
-            raise UnsupportedParam(
-                f"{describe(index)} is {param.dtype}; WorkerOffload takes float32, bfloat16 and float16; {_OTHERWISE}"
-            )
-
-
-def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise StateDictError unless loaded state, per parameter, is Adam's."""
-    for index, state in states.items():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if state and key not in state:
-                raise StateDictError(f"state {key!r} of parameter {index} is missing")
 
 
 class Used(NamedTuple):
@@ -95,6 +54,7 @@ class WorkerPlacement:
     """
 
     _shard_type: type[ArenaShard] = ArenaShard
+    staging_nbytes = 0  # state is stepped where it lives
 
     def __init__(
         self,
@@ -176,6 +136,14 @@ class WorkerPlacement:
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def saved(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`; it is plain."""
+        return self.state()
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`; all is in the arena."""
+        return iter(())
+
     def adopt(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`. Values are copied to where the worker has them."""
         shard, position = self._places[index]
@@ -211,8 +179,7 @@ class WorkerPlacement:
             saved = states.get(index, {})
             shard.load(position, saved)
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
-        if without:
-            _log.warning("no master was saved for %d parameters: their own values are taken", without)
+        say_without_masters(without)
         self._tell_autograd()
 
     def close(self) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..agreement import StepAgreement
 from ..buckets import GradBucket
-from ..collectives import Window, tensor_bytes
+from ..collectives import tensor_bytes
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
+from ..transfers import Window
 from .base import GradShard, Parts
 from .sparse import sparse_refusal
 

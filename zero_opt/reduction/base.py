@@ -44,6 +44,7 @@ class Progress:
         absentees: ranks of which that is so, as far as agreed. clip_to: the norm to clip to, while clipping.
         begins: called before this rank first hears of the others in a step.
         used: bit per parameter, whether any rank brought a gradient when ranks last agreed on a step.
+        skips: steps that were not taken because of non-finite gradients.
         hypers: a digest of the hyperparameters. same_hypers: whether the others had the same, when last agreed.
     """
 
@@ -57,6 +58,7 @@ class Progress:
     used: int = 0
     hypers: int = 0
     same_hypers: bool = True
+    skips: int = 0
 
     def begin(self) -> None:
         """Ranks are about to hear of each other."""
@@ -67,6 +69,10 @@ class Progress:
     def stepped(self) -> None:
         """A step has been taken."""
         self.step, self.epoch, self.begun = self.step + 1, 0, False
+
+    def skipped(self) -> None:
+        """A step has not been taken, on any rank; it is still to come."""
+        self.skips, self.begun = self.skips + 1, False
 
     def forget_epoch(self) -> None:
         """Ranks without inputs have not called ``zero_grad`` after the last step."""

@@ -1,0 +1,108 @@
+"""Parameters and what they are stepped as, where the two are not the same memory: who was written last, and copies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..flat_param import FlatParam, own_writes
+from ..layout import ParamSlice
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def follow_param(master: Tensor, param: Tensor) -> None:
+    """Take an fp32 master from a parameter that may have been written to; both 1-D, on any devices."""
+    param = param.to(master.device)
+    if param.dtype not in HALVES:
+        master.copy_(param)
+        return
+    # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
+    same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    torch.where(same, master, param.float(), out=master)
+
+
+class MasterShard(ABC):
+    """Slices of one bucket and their masters. Slices are named by their position among those given.
+
+    A master follows its parameter when others than us have written to that: its version counter was raised. Whoever
+    has parameters with a version counter in common calls :func:`share_counters` for them.
+
+    Attributes:
+        pieces: the slices. flats: the parameter of each. param_dtype: of all of them.
+    """
+
+    def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
+        self.pieces, self.flats = pieces, flats
+        self.param_dtype = flats[0].param.dtype if flats else torch.float32
+        self._stale = set(range(len(pieces)))
+        self._known = [flat.edits for flat in flats]
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @abstractmethod
+    def master(self, position: int) -> Tensor:
+        """The master of a slice, 1-D in storage order."""
+
+    @abstractmethod
+    def result(self, position: int) -> Tensor:
+        """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
+
+    def param_run(self, position: int) -> Tensor:
+        """The slice of the parameter itself, or of its mirror, 1-D."""
+        return self.flats[position].flat[slice(*self.pieces[position].in_param)]
+
+    def is_whole(self, position: int) -> bool:
+        """Whether the slice is its whole parameter."""
+        return self.pieces[position].in_param.numel == self.flats[position].param.numel()
+
+    def shaped(self, run: Tensor, position: int) -> Tensor:
+        """A 1-D run of a slice as users see it: in the parameter's shape where the slice is whole."""
+        return self.flats[position].shaped(run) if self.is_whole(position) else run
+
+    def repoint(self, position: int) -> None:
+        """The parameter's data moved: whatever lies there is the user's."""
+        self._copies.pop(position, None)
+        self._stale.add(position)
+
+    def edited(self, position: int) -> bool:
+        """Whether the user has written to the parameter since it was last read or written here."""
+        return position in self._stale or self.flats[position].edits != self._known[position]
+
+    def follow(self, position: int) -> None:
+        """The master is right as it is, whatever was written to the parameter."""
+        self._stale.discard(position)
+        self._known[position] = self.flats[position].edits
+
+    def take_param(self, position: int) -> None:
+        """Let the master be the parameter."""
+        self.flats[position].load()
+        self.master(position).copy_(self.param_run(position))
+        self.follow(position)
+
+    def read_params(self, positions: Sequence[int]) -> None:
+        """Take masters from parameters that the user has written to."""
+        for position in filter(self.edited, positions):
+            master = self.master(position)
+            if self.param_dtype not in HALVES or master.dtype is self.param_dtype:
+                self.take_param(position)
+                continue
+            self.flats[position].load()
+            follow_param(master, self.param_run(position))
+            self.follow(position)
+
+    def write_params(self, positions: Sequence[int]) -> None:
+        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
+        for position in positions:
+            if position not in self._copies:
+                self._copies[position] = (self.param_run(position), self.result(position))
+        pairs = [self._copies[position] for position in positions]
+        flats = [self.flats[position] for position in positions]
+        with own_writes(flats):
+            if pairs:
+                targets, sources = zip(*pairs, strict=True)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            for flat in flats:
+                flat.store()

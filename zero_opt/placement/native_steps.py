@@ -1,0 +1,107 @@
+"""The native kernel in place of a class's own step: torch's fused formula, in one pass from gradient to parameter."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cpu_adam import CPUAdam, CPUAdamW, native_available
+from ..cpu_adam.checks import GRAD_DTYPES, check_apart, check_tensor
+from ..cpu_adam.slots import Slot, step_slots
+from ..cpu_adam.state import init_state
+from ..cpu_adam.update import checked_threads
+from ..cpu_adam.update import hypers_of as adam_hypers
+from .units import PLAIN, Unit
+
+_log = logging.getLogger("zero_opt")
+NATIVE_CLASSES = (CPUAdam, CPUAdamW)
+ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
+
+# Whether a param group, given its hyperparameters, is to be stepped by the kernel.
+Rule = Callable[[Mapping[str, Any]], bool]
+# Of an optimizer, by what it steps.
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+def says_fused(group: Mapping[str, Any]) -> bool:
+    """On the parameters' device: the group asks for it."""
+    return bool(group["fused"])
+
+
+def may_be_fused(group: Mapping[str, Any]) -> bool:
+    """Offloaded: the group does not ask for anything else."""
+    if group["fused"] is None and not group["foreach"]:
+        _say_fused()
+    return group["fused"] is not False and not group["foreach"]
+
+
+@functools.cache
+def _say_fused() -> None:
+    _log.warning(
+        "CPUOffload steps Adam and AdamW as with fused=True, whose bits differ a little from the default's; "
+        "fused=False keeps those"
+    )
+
+
+class NativeSteps:
+    """Steps units of Adam and AdamW. What it keeps of a parameter is the class's own state of it.
+
+    Args:
+        defaults: the class's arguments. rule: which param groups it steps.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any], rule: Rule) -> None:
+        self.rule = rule
+        self._threads = defaults.get("threads")
+        self._flush = bool(defaults.get("flush_denormals", False))
+        self._slots: dict[int, Slot] = {}
+
+    def takes(self, unit: Unit, group: Mapping[str, Any]) -> bool:
+        """Whether it steps a unit of a group."""
+        if not unit.stepped or not unit.stepped[0].is_cpu or not self.rule(group):
+            return False
+        return unit.form is not PLAIN or unit.stepped[0].dtype is torch.float32
+
+    def step(self, unit: Unit, group: Mapping[str, Any], states: States, grad_scale: float) -> None:
+        """One step of the slices of which there are gradients, in one native call."""
+        found = unit.grads()
+        slots = [self._slot(unit, position, grad, group, states) for position, grad in found]
+        with unit.native_writes():
+            step_slots(
+                [(adam_hypers(group).native(grad_scale), slots)],
+                threads=checked_threads(self._threads),
+                flush_denormals=self._flush,
+            )
+
+    def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States) -> Slot:
+        """The kept run of a slice, with a gradient to be stepped by."""
+        amsgrad, index, target = group["amsgrad"], unit.pieces[position].param, unit.target(position)
+        state, slot = states[unit.stepped[position]], self._slots.get(index)
+        if grad.dtype not in GRAD_DTYPES:
+            grad = grad.to(torch.float32)
+        if slot is None or not (grad.is_contiguous() and slot.holds(state, target, grad, amsgrad)):
+            label = unit.flats[position].label
+            check_tensor(f"the gradient of {label}", grad, target.shape, GRAD_DTYPES)
+            if slot is None:
+                self._require_apart(unit)
+            if not state:
+                init_state(state, unit.stepped[position], unit.form, amsgrad=amsgrad)
+                unit.complete(position, state)
+            slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
+        slot.grad = slot.bound.readable(grad)
+        return slot
+
+    def _require_apart(self, unit: Unit) -> None:
+        """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""
+        if not any(piece.param in self._slots for piece in unit.pieces):
+            check_apart([(flat.label, tensor) for flat, tensor in zip(unit.flats, unit.stepped, strict=True)])
+
+
+def serves(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether there is a native kernel for this class here."""
+    return optimizer_class in ADAM_CLASSES and native_available()

@@ -1,0 +1,246 @@
+"""Waiting for the other ranks: in slices, so that Ctrl-C gets through, and with a name for who has not come.
+
+[Note: who has not come]
+A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
+the process group was made with how many such calls it has entered; those that have not put down as many are the ones
+that are missing. Nothing is written, nor read, while ranks come within that second. Of a rank in this host the kernel
+knows besides whether it is stopped or has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from .errors import PeerLost, PeerSilent
+from .host_exchange import host_id
+from .serial_thread import SerialThread
+from .state_guard import WARN_AFTER_S
+
+_log = logging.getLogger("zero_opt")
+
+# Python sees Ctrl-C this often.
+SLICE_S = 0.05
+# A rank that has waited so long says so in the store, at the latest after this part of its timeout.
+_MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
+# How often the processes of this host are looked at.
+_LOOK_S = 0.5
+# How long the store may take to answer: its server may be the rank that is missing.
+_STORE_S = 2.0
+# A connection is closed a little before its process has ended.
+_ENDING_S = 0.3
+_STOPPED, _ENDED = "Tt", "ZXx"
+
+
+def done_within(work: Any, seconds: float) -> bool:
+    """Wait for a collective of CPU tensors for so long at the most; whether it is over. Raises the backend's error."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()  # over since: raises where it has failed
+    return True
+
+
+class Home(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        host: names the host and the process namespace. started: in clock ticks, lest another process has its pid.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls) -> Home:
+        """Home of whoever calls."""
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(f"{host_id()} {namespace}", os.getpid(), _stat(os.getpid())[1])
+
+    def state(self) -> str:
+        """Of a process of this host, the kernel's letter for its state; an ended one is ``X``."""
+        state, started = _stat(self.pid)
+        return state if started == self.started else "X"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and starting time of a process; ("X", 0) if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except OSError:
+        return "X", 0
+
+
+class Watch:
+    """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
+
+    Attributes:
+        step: the step that this rank is in.
+    """
+
+    def __init__(self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float]) -> None:
+        """``timeouts``: of the process group, and for ranks that are stopped."""
+        self.step = 0
+        self._store, self._rank = store, rank
+        self._timeout_s, self._hang_timeout_s = timeouts
+        self._world_size = len(homes)
+        self._near = {r: home for r, home in enumerate(homes) if r != rank and home.host == homes[rank].host}
+        self._entered = 0
+        self._thread = SerialThread("zero_opt watch")
+
+    def wait(self, work: Any) -> None:
+        """Return when a collective of all ranks is over.
+
+        Raises:
+            PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has ended.
+            RuntimeError: the backend's, where it is about something else.
+        """
+        self._entered += 1
+        patience = _Patience(self)
+        try:
+            while not done_within(work, SLICE_S):
+                patience.look()
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            raise self._lost(error, patience.waited) or error from error
+
+    def mark(self) -> None:
+        """Let the others know that this rank waits."""
+        self._ask(lambda: self._store.set(f"at/{self._rank}", str(self._entered)))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come, as far as is known."""
+
+        def absent() -> list[int]:
+            keys = {rank: f"at/{rank}" for rank in range(self._world_size) if rank != self._rank}
+            return [
+                r
+                for r, key in keys.items()
+                if not self._store.check([key]) or int(self._store.get(key)) < self._entered
+            ]
+
+        return self._ask(absent) or []
+
+    def stopped(self) -> list[int]:
+        """The ranks of this host that are stopped."""
+        return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """How messages name ranks."""
+        return ", ".join(
+            f"rank {rank} (pid {self._near[rank].pid})" if rank in self._near else f"rank {rank}" for rank in ranks
+        )
+
+    @property
+    def mark_after_s(self) -> float:
+        """Seconds after which :meth:`mark` is due."""
+        return min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
+
+    @property
+    def last(self) -> str:
+        """The last step that a missing rank has come to: all have come to the one before this rank's."""
+        return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
+
+    def hung(self, ranks: Sequence[int], seconds: float) -> PeerSilent | None:
+        """The error, once these have been stopped for so long."""
+        if seconds < self._hang_timeout_s:
+            return None
+        return PeerSilent(
+            f"{self.name(ranks)} has been stopped for {seconds:.0f} s while step {self.step} waits for it, and "
+            f"{self.last}; let it go on (kill -CONT), or restart all ranks from the last checkpoint"
+        )
+
+    def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
+        """What the backend's error means, if more than it says can be told."""
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        end = time.monotonic() + _ENDING_S
+        timed_out = "imed out" in text or "imeout" in text
+        while not timed_out:
+            ended = [rank for rank, home in self._near.items() if home.state() in _ENDED]
+            if ended:
+                return PeerLost(f"{self.name(ended)} has ended ({text}); restart all ranks from the last checkpoint")
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        missing = self.missing() if waited > self.mark_after_s else []
+        if not missing:
+            return None
+        return PeerSilent(
+            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last} ({text}); look "
+            "at what it does (py-spy dump), or give it longer with checks=Checks(timeout=...)"
+        )
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """What the store answers, ``None`` if it does not in time."""
+        try:
+            return self._thread.submit(call).result(_STORE_S)
+        except (NoAnswer, RuntimeError):
+            return None
+
+    def close(self) -> None:
+        """Ask the store nothing more."""
+        self._thread.close()
+
+
+class _Patience:
+    """One wait."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._begun = self._looked = time.monotonic()
+        self._stopped: dict[int, float] = {}
+        self._marked = self._warned = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._begun
+
+    def look(self) -> None:
+        """A slice is over.
+
+        Raises:
+            PeerSilent: a rank is stopped.
+        """
+        watch, now = self._watch, time.monotonic()
+        if not self._marked and self.waited > watch.mark_after_s:
+            self._marked = True
+            watch.mark()
+        if not self._warned and self.waited > WARN_AFTER_S:
+            self._warned = True
+            who = watch.name(watch.missing()) or "another rank"
+            _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, watch.last)
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in watch.stopped()}
+        if self._stopped:
+            error = watch.hung(list(self._stopped), now - min(self._stopped.values()))
+            if error is not None:
+                raise error
+
+
+def homes_from(payloads: Sequence[bytes]) -> list[Home]:
+    """The ranks' homes, as :func:`home_payload` wrote them."""
+    return [Home(*json.loads(payload)) for payload in payloads]
+
+
+def home_payload() -> bytes:
+    """This process's home, for the others."""
+    return json.dumps(Home.of_this_process()).encode()
