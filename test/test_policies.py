@@ -16,6 +16,7 @@ from zero_opt import (
     AlreadyReduced,
     AtStep,
     Checks,
+    ConfigConflict,
     ConfigError,
     ConfigTypeError,
     MixedPrecision,
@@ -110,6 +111,18 @@ def test_worker_options_that_cannot_work_are_quoted(field: str, values: list[Any
             WorkerOffload(**{field: value})
     with pytest.raises(ConfigTypeError, match=rf"WorkerOffload\.{field} must be .*, got '1'"):
         WorkerOffload(**{field: "1"})
+
+
+def test_a_worker_speculates_or_delays() -> None:
+    assert [WorkerOffload().beside, WorkerOffload(1).beside, WorkerOffload(speculate=True).beside] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigConflict, match="use one of the two"):
+        WorkerOffload(delay=1, speculate=True)
+    with pytest.raises(ConfigTypeError, match="speculate must be True or False, got 1"):
+        WorkerOffload(speculate=1)  # type: ignore[arg-type]
 
 
 def test_worker_cores_may_differ_between_ranks() -> None:

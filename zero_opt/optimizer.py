@@ -452,10 +452,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
-        held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
+        held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
+        held |= {} if self._sharded is None else self._sharded.memory_report()
         values = (value for state in self.state.values() for value in state.values())
         tensors = [local_of(value) for value in values if isinstance(value, Tensor)]
-        return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+        return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy`` and ``pickle`` take along, at world size 1 alone."""

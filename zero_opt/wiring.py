@@ -378,10 +378,11 @@ class Wiring:
             bucket.come_back()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of gradient shards and of staging on this rank."""
+        """Bytes on this rank of gradient shards, of staging, and of state that is not shown."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
         staging += self.placement.staging_nbytes
-        return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
+        shards = sum(bucket.shard_nbytes for bucket in self.partition.buckets)
+        return {"grad_shards": shards, "staging": staging, "state": self.placement.spare_nbytes}
 
     def _show_state(self) -> None:
         """Let the user's ``state`` show this rank's live state under the user's parameters."""

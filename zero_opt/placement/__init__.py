@@ -22,6 +22,7 @@ from .native_rules import check_params as _check_native_params
 from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
 from .nvme import NVMePlacement
+from .speculation import SpeculativePlacement
 from .units import DeviceUnits
 from .worker import WorkerPlacement
 
@@ -144,6 +145,8 @@ def build_placement(
         reduction: where gradients come from.
     """
     if isinstance(policy, WorkerOffload):
+        if policy.speculate:
+            return SpeculativePlacement(policy, defaults, group, reduction)
         return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
     if isinstance(policy, NVMeOffload):
         return NVMePlacement(policy, defaults)
