@@ -194,7 +194,13 @@ class Group:
 
     def aside(self, call: Callable[[], None]) -> None:
         """See :class:`transfers.Aside`."""
-        future = self._waits.submit(call)
+        try:
+            if self._waits.ended:
+                raise RuntimeError
+            future = self._waits.submit(call)
+        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
+            call()
+            return
         try:
             future.result()
         finally:

@@ -112,8 +112,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         alone = parent is None or parent.size() == 1
         if alone and wrong is not None:
             raise wrong
-        apart = offload is not None or precision.master_dtype is not None
-        if alone and not (apart if self._mesh is None else steps_apart(self._recipe)):
+        if alone and not (self._recipe.has_masters if self._mesh is None else steps_apart(self._recipe)):
             self._build_alone(params)
         else:
             self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)

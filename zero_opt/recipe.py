@@ -35,6 +35,11 @@ class Recipe:
     max_grad_norm: float | None
     checks: Checks
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether something else than the parameters themselves may be stepped."""
+        return self.offload is not None or self.precision.master_dtype is not None
+
     def checked(self) -> Recipe:
         """This one, once it is known to hold together by itself.
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -186,6 +186,18 @@ class _Held:
             os.close(fd)
 
 
+@contextlib.contextmanager
+def _forbidden() -> Iterator[None]:
+    """Say what a worker needs where the system does not grant it (a container's seccomp profile)."""
+    try:
+        yield
+    except PermissionError as error:
+        raise WorkerFailed(
+            f"the system does not let this process make what a worker needs, memfd_create and pidfd_open ({error}); "
+            "allow them, or leave out offload="
+        ) from error
+
+
 class WorkerProcess:
     """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
 
@@ -200,10 +212,10 @@ class WorkerProcess:
         self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
         self._pid = os.getpid()
         nbytes = _native.control_nbytes(lanes, _MAX_RUNS)
-        with memory_errors(nbytes, "the control area of this rank's worker"):
+        with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
+            self._held = _Held()
         self._connect()
-        self._held = _Held()
         self._close = weakref.finalize(self, self._held.close)
         self.deaths = 0
         self._fruitless = 0

@@ -2,11 +2,11 @@
 
     python docs/benchmarks/checks.py [--write docs/benchmarks/results/]
 
-Two forked ranks, one thread each, train the same transformer twice: as it is, and with the checks taken out (the report of
-a step carries no masks and no digest, and nothing looks whether a peer is stopped). Steps alternate between the two, so
-that both meet the same machine; a time is that of the slower rank. Because the difference is less than the noise of
-single steps, what the checks do is timed by itself too, in the same process, between the steps; and so is the look for
-non-finite gradients (`Checks(nonfinite="skip")`), which reads the shard once more.
+Two forked ranks, one thread each, train the same transformer twice, with `Checks(nonfinite="ignore")` and `"skip"`.
+Steps alternate between the two, so that both meet the same machine; a time is that of the slower rank. What the
+checks of a step do takes less than the noise of single steps, so it is timed by itself too, between the steps: the
+whole agreement (a message that also says how many buckets to exchange, which no step could do without), the part of
+it that is masks and digests, and the look for non-finite gradients.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.machine import load, spread, write_result
+from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
+from zero_opt.grad_norm import measure
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
 Times = dict[str, list[float]]
@@ -77,7 +79,9 @@ def checks_alone(optimizer: Any, times: Times) -> None:
     reduction, progress = parts.reduction._parts, parts.progress
 
     def local() -> None:
-        reduction.used_mask(), reduction.trainable_mask(), parts._digest.of(optimizer.param_groups)
+        reduction.used_mask()
+        reduction.trainable_mask()
+        parts._digest.of(optimizer.param_groups)
 
     def agree() -> None:
         progress.hypers = parts._digest.of(optimizer.param_groups)
@@ -107,10 +111,8 @@ def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
                 times[name].append(seconds)
         checks_alone(optimizers[STEP], times)
         shards = [bucket.shard for bucket in optimizers[SKIP]._sharded.partition.buckets]
-        grads, params = shards, list(range(len(shards)))
-        from zero_opt.grad_norm import measure
-
-        times[LOOK].append(timed(lambda g=grads, p=params: measure(g, p, optimizers[SKIP]._group)))
+        look = partial(measure, shards, range(len(shards)), optimizers[SKIP]._group)
+        times[LOOK].append(timed(look))
     if rank == 0:
         pipe.send(times)
     for optimizer in optimizers.values():
@@ -133,16 +135,24 @@ def measured(rounds: int) -> Times:
     return times
 
 
-def report(times: Times, rounds: int) -> str:
+def report(times: Times) -> str:
     """The result as Markdown."""
     step = statistics.median(times[STEP])
-    lines = [f"{len(times[STEP])} interleaved rounds; medians (and quartiles) of the slower rank.", ""]
-    lines += ["| what | ms | of a step |", "| --- | --- | --- |"]
+    lines = [
+        f"### Checks of a training step, {today()}",
+        "",
+        f"`{command('docs/benchmarks/checks.py')}`",
+        "",
+        f"{machine()}; {load()}.",
+        "",
+        f"{WORLD_SIZE} gloo ranks with one thread each, {len(times[STEP])} interleaved rounds.",
+        "",
+        "| ms, median (least - most) of the slower rank | | of a step |",
+        "| --- | --- | --- |",
+    ]
     for name, seconds in times.items():
-        middle = statistics.median(seconds)
-        lines.append(
-            f"| {name} | {1e3 * middle:.3f} {spread([1e3 * s for s in seconds])} | {100 * middle / step:.2f} % |"
-        )
+        share = 100 * statistics.median(seconds) / step
+        lines.append(f"| {name} | {spread([1e3 * second for second in seconds])} | {share:.2f} % |")
     return "\n".join(lines)
 
 
@@ -152,11 +162,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    before, times = load(), measured(arguments.rounds)
-    text = report(times, arguments.rounds)
+    text = report(measured(arguments.rounds))
     print(text)
     if arguments.write:
-        write_result(arguments.write / "checks.md", text, before)
+        write_result(arguments.write, "checks", text)
 
 
 if __name__ == "__main__":

@@ -192,4 +192,4 @@ def check_script(cls: Any, bucketed: Any, script: Sequence[tuple[int, Sequence[O
 
 
 REDUCTIONS = (zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB))
-CLASSES = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+CLASSES = (torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop)

@@ -49,7 +49,7 @@ def _steps_as_torch(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
         net = sharded(mesh, policy)
         plain = torch.optim.AdamW(groups_of(net), lr=0.02, fused=True)
         expected, state = _trained(net, plain, rank, clip=True), local_state(plain)
-        for offload in (None, WORKER):
+        for offload in (None, WORKER, zero_opt.CPUOffload()):
             net = sharded(mesh, policy)
             optimizer = ours(net, offload=offload)
             assert_bitwise(_trained(net, optimizer, rank, clip=True), expected, f"{policy}, {offload}")
@@ -250,3 +250,28 @@ def _scaled(rank: int, world_size: int) -> None:
 
 def test_gradients_are_unscaled_as_in_torch() -> None:
     run_processes(2, _scaled, timeout=SECONDS)
+
+
+def _not_finite(rank: int, world_size: int) -> None:
+    """The only part of the head, which has one row, is on rank 0."""
+    found: list[Any] = []
+    for offload in (None, WORKER):
+        net = sharded(mesh_of((world_size,)))
+        optimizer = ours(net, offload=offload, checks=zero_opt.Checks(nonfinite="skip"), max_grad_norm=0.05)
+        for step in range(3):
+            before = [locals_of(net.parameters()), local_state(optimizer)]
+            optimizer.zero_grad()
+            backward(net, step, rank)
+            if step == 1 and rank == 0:
+                net.head.weight.grad.to_local()[0, 5] = torch.inf  # type: ignore[operator, union-attr]
+            optimizer.step()
+            if step == 1:
+                assert_bitwise([locals_of(net.parameters()), local_state(optimizer)], before)
+        assert optimizer.skipped_steps == 1
+        found.append(locals_of(net.parameters()))
+        optimizer.close()
+    assert_bitwise(found[1], found[0])
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
+    run_processes(2, _not_finite, timeout=SECONDS)
