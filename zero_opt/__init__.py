@@ -36,6 +36,7 @@ from .errors import (
     WorkerFailed,
     ZeroOptError,
 )
+from .estimate import Estimate, estimate
 from .optimizer import ShardedOptimizer
 from .policies import (
     AdamState,
@@ -64,6 +65,7 @@ __all__ = [
     "ConfigError",
     "ConfigTypeError",
     "DDPHook",
+    "Estimate",
     "GradientConflict",
     "GradientConsumed",
     "MixedPrecision",
@@ -95,6 +97,7 @@ __all__ = [
     "ZeroOptError",
     "broadcast_params",
     "ddp_hook",
+    "estimate",
     "load_sharded_state_dict",
     "register_elementwise",
     "sharded_state_dict",

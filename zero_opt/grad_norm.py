@@ -61,7 +61,8 @@ def _squares(values: Tensor) -> Iterator[float]:
 
 def square_sum(grads: Iterable[Tensor | None]) -> float:
     """Sum of squares of all elements, accumulated in fp64."""
-    native, others = list[Tensor](), list[Tensor]()
+    native: list[Tensor] = []
+    others: list[Tensor] = []
     kernel = native_available()
     for grad in grads:
         if grad is not None:

@@ -53,6 +53,13 @@ def allowed_threads(requested: int) -> int:
     return _native.usable_threads(requested)
 
 
+def control_nbytes(lanes: int, runs: int = _MAX_RUNS) -> int:
+    """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
+    from . import _native
+
+    return _native.control_nbytes(lanes, runs)
+
+
 class _Child:
     """One worker process. Belongs to the process that started it: a fork of that one leaves it alone.
 
@@ -207,11 +214,9 @@ class WorkerProcess:
     """
 
     def __init__(self, policy: WorkerOffload, cores: Sequence[int], lanes: int) -> None:
-        from . import _native
-
         self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
         self._pid = os.getpid()
-        nbytes = _native.control_nbytes(lanes, _MAX_RUNS)
+        nbytes = control_nbytes(lanes)
         with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
             self._held = _Held()

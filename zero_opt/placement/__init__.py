@@ -125,6 +125,11 @@ def home_of(policy: Policy, precision: MixedPrecision, param: Tensor) -> tuple[t
     return dtype, param.device if policy is None else torch.device("cpu")
 
 
+def grad_buffers_of(policy: WorkerOffload, reduction: Reduction) -> int:
+    """How many buffers a worker's gradients have: buckets are reduced into one while it reads the other."""
+    return 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
+
+
 def build_placement(
     policy: Policy,
     precision: MixedPrecision,
@@ -139,8 +144,7 @@ def build_placement(
         reduction: where gradients come from.
     """
     if isinstance(policy, WorkerOffload):
-        grad_buffers = 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
-        return WorkerPlacement(policy, defaults, group, grad_buffers)
+        return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
     if isinstance(policy, NVMeOffload):
         return NVMePlacement(policy, defaults)
     bucketwise = steps_params_apart(optimizer_class)
