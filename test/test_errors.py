@@ -26,6 +26,7 @@ SECOND_BASE = {
     "PeerLost": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,
+    "StateOffloaded": RuntimeError,
     "OptimizerClosed": RuntimeError,
     "NativeUnavailable": RuntimeError,
     "OutOfMemory": MemoryError,

@@ -19,13 +19,14 @@ from zero_opt import (
     ConfigConflict,
     ConfigError,
     ConfigTypeError,
+    CPUOffload,
     MixedPrecision,
     NVMeOffload,
     Overlapped,
     WorkerOffload,
 )
 
-ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, WorkerOffload]
+ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, CPUOffload, WorkerOffload]
 BUCKETED = [Overlapped, AtStep]
 every_policy = pytest.mark.parametrize("policy", ALL)
 
@@ -148,3 +149,29 @@ def test_the_directory_of_a_file_may_differ_between_ranks() -> None:
     assert made == NVMeOffload("/a", window_mb=8)
     assert pickle.loads(pickle.dumps(made)) == made
     assert repr(made) == repr(NVMeOffload(Path("/b"), window_mb=8)) != repr(NVMeOffload("/a"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("ratio", 0, ConfigError),
+        ("ratio", 1.5, ConfigError),
+        ("ratio", "half", ConfigTypeError),
+        ("subgroup_mb", -1, ConfigError),
+        ("pin_memory", 1, ConfigTypeError),
+    ],
+)
+def test_what_cannot_be_offloaded_is_quoted(field: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"CPUOffload\.{field} must be .*, got {value!r}"):
+        CPUOffload(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("float32", ConfigError), (torch.float64, ConfigError), (32, ConfigTypeError), (torch.int16, ConfigError)],
+)
+def test_a_master_that_cannot_be_is_quoted(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"MixedPrecision\.master_dtype must be .*, got {re.escape(repr(value))}"):
+        MixedPrecision(value)
+    with pytest.raises(ConfigError, match=r"MixedPrecision\.accumulate_dtype must be floating-point"):
+        MixedPrecision(accumulate_dtype=torch.int32)

@@ -31,6 +31,7 @@ from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .loading import Loading
 from .local_wiring import build_wiring, own_groups
+from .loss_scale import LossScaled, overflowed
 from .mesh_params import MeshParams, admit, mesh_of, steps_apart
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
@@ -46,7 +47,7 @@ from .wiring import Wiring
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(torch.optim.Optimizer, Joinable):
+class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -244,8 +245,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
         """World size > 1, or an offload."""
         with torch.enable_grad():
-            loss = None if closure is None else closure()
-        parts.take(parts.finish())
+            loss = closure() if closure is not None else None
+        if not overflowed(self):
+            parts.take(parts.finish())
         return loss
 
     def _params(self) -> list[Tensor]:
@@ -454,8 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
         held |= {} if self._sharded is None else self._sharded.memory_report()
-        values = (value for state in self.state.values() for value in state.values())
-        tensors = [local_of(value) for value in values if isinstance(value, Tensor)]
+        tensors = [local_of(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor)]
         return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
+from .loss_scale import unscaling
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
@@ -251,7 +252,9 @@ class Wiring:
         if self._nonfinite.skips(look):
             self.progress.skipped()
             return
-        grad_scale = 1.0 if limit is None else float(clip_factor(look().norm, limit))
+        grad_scale = unscaling(self._owner)
+        if limit is not None:
+            grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
         self.gather.run(self.progress.step, self.step(grads, grad_scale))
         self.stepped()
 

@@ -277,3 +277,72 @@ def test_a_split_group_stays_with_the_kernel() -> None:
     with pytest.raises(zero_opt.StateDictError, match="native kernel alone"):
         optimizer.load_state_dict(saved)
     optimizer.close()
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+def _train_scaled(rank: int, world_size: int, dtype: torch.dtype, reduction: Any, where: dict[str, Any]) -> Any:
+    """Step 1 overflows, on rank 1 alone where ranks have gradients of their own."""
+    params = make_params(torch.optim.AdamW, dtype)
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, fused=True, lr=0.02, reduction=reduction, max_grad_norm=1.0, **where
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
+    seen, scales = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        bad = step == 1 and (rank == 1 or isinstance(reduction, zero_opt.AlreadyReduced))
+        loss = sum((param * gradient(params, step, 0, at)).sum() for at, param in enumerate(params))
+        state = {index: {k: v.clone() for k, v in s.items()} for index, s in enumerate(optimizer.state.values())}
+        scaler.scale(torch.as_tensor(loss) * (float("inf") if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            assert_bitwise(dict(enumerate(optimizer.state.values())), state)
+        seen.append([param.detach().clone() for param in params])
+        scales.append(scaler.get_scale())
+    optimizer.close()
+    return seen, scales
+
+
+@pytest.mark.parametrize("reduction", [OVERLAPPED, zero_opt.AlreadyReduced()])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_loss_scaling_skips_on_all_ranks(dtype: torch.dtype, reduction: Any) -> None:
+    """The same as without a scale, which is a power of two; fp16 gradients are unscaled in the step."""
+    for where in (ON_DEVICE, ON_HOST):
+        runs = run_processes(2, _train_scaled, dtype, reduction, where, timeout=SECONDS)
+        assert_bitwise(runs[0], runs[1])
+        seen, scales = runs[0]
+        assert scales == [2.0**4, 2.0**3, 2.0**3]
+        assert_bitwise(seen[1], seen[0])
+        params = make_params(torch.optim.AdamW, dtype)
+        plain = zero_opt.ShardedOptimizer(
+            params, torch.optim.AdamW, fused=True, lr=0.02, reduction=zero_opt.AtStep(), max_grad_norm=1.0, **ON_DEVICE
+        )
+        for step in (0, 2):
+            for at, param in enumerate(params):
+                param.grad = gradient(params, step, 0, at)
+            plain.step()
+        plain.close()
+        assert_bitwise(seen[2], [param.detach() for param in params])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_backwards_are_added_up_in_the_accumulation_dtype(dtype: torch.dtype | None) -> None:
+    """In bf16 the small gradients of later backwards are lost."""
+    params = [nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))]
+    optimizer = zero_opt.ShardedOptimizer(
+        params,
+        torch.optim.SGD,
+        lr=1.0,
+        momentum=0.5,
+        precision=zero_opt.MixedPrecision(torch.float32, accumulate_dtype=dtype),
+    )
+    for value in (1.0, 2.0**-10, 2.0**-10):
+        torch.autograd.backward(params, [torch.full((200,), value, dtype=torch.bfloat16)])
+    optimizer.step()
+    expected = 1.0 if dtype is None else 1 + 2.0**-9
+    assert_bitwise(optimizer.state[params[0]]["master"], torch.full((200,), -expected))
+    assert optimizer.memory_report()["grad_shards"] >= 200 * (4 if dtype else 2)
+    optimizer.close()
