@@ -22,6 +22,7 @@ SECOND_BASE = {
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
     "StepFailed": RuntimeError,
+    "ParamsUnsharded": RuntimeError,
     "PeerLost": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,

@@ -90,6 +90,32 @@ def adopt_errors() -> Iterator[None]:
         raise ConfigConflict(str(error)) from error
 
 
+def run_once(params: Iterable[Any]) -> Iterable[Any]:
+    """What :func:`normalized` makes of ``params``; what it raises instead, iterating over the result raises."""
+
+    try:
+        return normalized(params)
+    except Exception as error:  # whatever a generator of the user's raises
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
+
+
+def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
+    """The parameters in what :func:`normalized` returns, in their order; none where it could not."""
+    found: list[Tensor] = []
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping):
+            params = entry["params"]
+            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+        else:
+            found.append(entry[1] if isinstance(entry, tuple) else entry)
+    return found
+
+
 def normalized(params: Iterable[Any]) -> list[Any]:
     """``params`` with every iterator run once, so that it can be read several times.
 
@@ -282,3 +308,16 @@ def contents(
             if values:
                 yield f"{label} values", value_digest(param)
             index += 1
+
+
+def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
+    """How messages name the parameter with a global index."""
+    start = 0
+    for number, group in enumerate(param_groups):
+        count = len(group["params"])
+        if index < start + count:
+            names = group.get("param_names")
+            name = f" ({names[index - start]})" if names else ""
+            return f"parameter {index}{name} (group {number}, position {index - start})"
+        start += count
+    return f"parameter {index}"

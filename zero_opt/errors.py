@@ -35,6 +35,10 @@ class ProcessGroupError(ZeroOptError, RuntimeError):
     """There is no usable process group; the message says what to call first."""
 
 
+class ParamsUnsharded(ZeroOptError, RuntimeError):
+    """FSDP holds gathered copies of parameters, which a step would not reach; the message says what to call first."""
+
+
 class GradientConsumed(ZeroOptError, RuntimeError):
     """``p.grad`` was read or edited after its values had moved into a sharded bucket."""
 

@@ -81,6 +81,13 @@ class Measured(NamedTuple):
     norm: Tensor
     nonfinite: tuple[int, int] | None
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+        """What ranks have found: (rank, sum of squares, first non-finite parameter or -1), in one order everywhere."""
+        total = sum(square for _, square, _ in rows)
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
+        return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
+
 
 def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> Measured:
     """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
@@ -92,12 +99,15 @@ def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group 
         grads: this rank's part of the gradient; no element is on two ranks.
         params: what the gradients belong to, by global index.
     """
+    rows = look(grads, params, group)
+    return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
+
+
+def look(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> list[tuple[float, float]]:
+    """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
     square = square_sum(grads)
     mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64)
-    rows = [row.tolist() for row in ([mine] if group is None else group.all_gather(mine))]
-    total = sum(row[0] for row in rows)
-    norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
-    return Measured(norm, next(((rank, int(param)) for rank, (_, param) in enumerate(rows) if param >= 0), None))
+    return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
 
 
 def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:

@@ -17,26 +17,29 @@ from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
-    check_type,
-    check_wrapped_class,
     normalized,
     normalized_group,
+    param_name,
+    run_once,
     template_of,
+    tensors_of,
 )
+from .dtensors import local_of
 from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
+from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .loading import Loading
+from .local_wiring import build_wiring, own_groups
+from .mesh_params import MeshParams, admit, mesh_of, steps_apart
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .parked import Parked
 from .placement import Policy as Offload
-from .placement import check_policy as check_offload
 from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .recipe import Recipe
 from .reduction import GradReduction, Policy
-from .reduction import check_policy as check_reduction
 from .state_dict import StateDict, copied, pack_groups
 from .wiring import Wiring
 
@@ -55,6 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
+            Left out where parameters are DTensors (FSDP2): their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
             process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
@@ -70,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
     """
@@ -88,29 +93,29 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         wrong: ZeroOptError | None = None
+        params = run_once(params)
+        over_dtensors = any(map(is_dtensor, tensors_of(params)))
+        self._mesh: MeshParams | None = None
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         try:
-            check_reduction(reduction)
-            check_offload(offload)
-            check_type("precision", precision, MixedPrecision)
-            check_type("checks", checks, Checks)
-            check_wrapped_class(optimizer_class)
-            max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
+            self._recipe = self._recipe.checked()
+            self._mesh = mesh_of(params, self._recipe, process_group)
         except ZeroOptError as error:  # of one rank alone, the others must hear of it
             wrong = error
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
-        parent = resolve_group(process_group)
+        parent = None if over_dtensors else resolve_group(process_group)
         alone = parent is None or parent.size() == 1
         if alone and wrong is not None:
             raise wrong
-        if alone and offload is None and precision.master_dtype is None:
+        apart = offload is not None or precision.master_dtype is not None
+        if alone and not (apart if self._mesh is None else steps_apart(self._recipe)):
             self._build_alone(params)
         else:
-            self._build_sharded(params, OwnGroups(parent, checks if wrong is None else Checks()), wrong)
+            self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -118,10 +123,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _build_alone(self, params: Iterable[Any]) -> None:
         recipe = self._recipe
         check_skippable(recipe.optimizer_class, recipe.checks)
-        self._alone_step = AloneStep(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
+        kind = AloneStep if self._mesh is None else self._mesh.stepper
+        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
         with adopt_errors():
-            inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
-        self._inner = inner
+            inner = self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
 
@@ -149,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if wrong is not None:
                     raise wrong
                 self._validate(params)
-            self._sharded = Wiring(self._recipe, groups, self._describe, self, self._parked)
+            self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -174,15 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _describe(self, index: int) -> str:
         """How messages name the parameter with a global index."""
-        start = 0
-        for number, group in enumerate(self.param_groups):
-            count = len(group["params"])
-            if index < start + count:
-                names = group.get("param_names")
-                name = f" ({names[index - start]})" if names else ""
-                return f"parameter {index}{name} (group {number}, position {index - start})"
-            start += count
-        return f"parameter {index}"
+        return param_name(self.param_groups, index)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
@@ -197,17 +194,21 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self.param_groups.append(param_group)  # the wrapped class has checked it
             return
         self._require_open()
+        known = len(self.param_groups)
         if self._sharded is None:
             self._parked.require_here()
             with adopt_errors():
-                self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
+                group = normalized_group(param_group, known)
+                admit(self._mesh, tensors_of([group]), self._recipe)
+                self._alone().add_param_group(group)
             return
-        known = len(self.param_groups)
         try:
             with self._sharded.agreement.together("add_param_group()"):
                 self._parked.require_here()
                 with adopt_errors():
-                    super().add_param_group(normalized_group(param_group, known))
+                    group = normalized_group(param_group, known)
+                    admit(self._mesh, tensors_of([group]), self._recipe)
+                    super().add_param_group(group)
                     template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
                 self._recipe.check_params(self.param_groups, self._describe)
             self._sharded.add_groups()
@@ -229,6 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
@@ -332,10 +334,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        if self._sharded is None:
-            check_rank(to, 1, "to")
-        else:
+        if self._sharded is not None:
             self._sharded.consolidate(to)
+        elif self._mesh is not None:
+            self._mesh.consolidate(to, self._alone().state_dict()["state"], self.state)
+        else:
+            check_rank(to, 1, "to")
 
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
@@ -355,6 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             hook(self)
         if self._sharded is None:
             state_dict = self._alone().state_dict()
+            if self._mesh is not None:
+                state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -385,7 +391,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         loading.check(self._sharded, self._parked)
         refused, states = loading.refused, loading.states
         if self._sharded is None:
-            self._alone().load_state_dict(refused.for_class(state_dict, states, self.param_groups))
+            loaded = refused.for_class(state_dict, states, self.param_groups)
+            if self._mesh is not None:
+                loaded = self._mesh.spread(loaded, self.param_groups)
+            self._alone().load_state_dict(loaded)
             self._share_inner()
         else:
             self._sharded.load(states, loading.groups)
@@ -441,11 +450,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging``, allocated once and reused, is what buckets pass through to and from the other ranks, shared memory
-        and a file's windows included (``state`` is in the file then). At world size 1 there are no shards, no staging. Not collective.
+        ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
+        of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
         held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
-        tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        values = (value for state in self.state.values() for value in state.values())
+        tensors = [local_of(value) for value in values if isinstance(value, Tensor)]
         return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -457,7 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

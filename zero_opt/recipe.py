@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .background_gather import check_held
-from .construction import checked_groups
+from .construction import check_type, check_wrapped_class, checked_groups
+from .grad_norm import check_max_norm
 from .placement import Policy as Offload
 from .placement import check_params
+from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision
 from .reduction import Policy
+from .reduction import check_policy as check_reduction
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,21 @@ class Recipe:
     precision: MixedPrecision
     max_grad_norm: float | None
     checks: Checks
+
+    def checked(self) -> Recipe:
+        """This one, once it is known to hold together by itself.
+
+        Raises:
+            ConfigError, ConfigTypeError, UnsupportedOptimizer: what is wrong.
+        """
+        check_reduction(self.reduction)
+        check_offload(self.offload)
+        check_type("precision", self.precision, MixedPrecision)
+        check_type("checks", self.checks, Checks)
+        check_wrapped_class(self.optimizer_class)
+        if self.max_grad_norm is None:
+            return self
+        return replace(self, max_grad_norm=check_max_norm(self.max_grad_norm, "max_grad_norm"))
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""

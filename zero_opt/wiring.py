@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,7 @@ from .policies import AlreadyReduced
 from .recipe import Recipe
 from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
-from .shown_state import ShownState
+from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard
 from .whole_state import WholeState
@@ -55,7 +55,7 @@ class Wiring:
         recipe: Recipe,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        owner: torch.optim.Optimizer,
+        owner: Owner,
         parked: Parked,
     ) -> None:
         self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
@@ -88,7 +88,7 @@ class Wiring:
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
@@ -101,7 +101,7 @@ class Wiring:
                     recipe.precision,
                     recipe.optimizer_class,
                     recipe.defaults,
-                    self._groups.control,
+                    self._groups.neighbours,
                     recipe.reduction,
                 )
         except BaseException:
