@@ -15,7 +15,7 @@ from .buckets import GradBucket
 from .cpu_adam import native_available
 from .errors import UnsupportedParam
 from .exchange import NATIVE_DTYPES, DirectExchange, Exchange, Gathering, Ident, PooledExchange, Run, StagingPool
-from .flat_param import FlatParam, check_memory
+from .flat_param import FlatParam, check_memory, is_dtensor
 from .host_exchange import own_nbytes
 from .layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from .pairwise_exchange import PairwiseExchange
@@ -58,6 +58,10 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
     """
     if is_lazy(param):
         raise UnsupportedParam(f"{label} is not initialized yet; run a forward pass first")
+    if is_dtensor(param):
+        raise UnsupportedParam(
+            f"{label} is a DTensor; estimate the model as it is before fully_shard(), which cuts it into parts as large"
+        )
     check_memory(param, label)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return Sketch(FlatParam(like, label), group, device)

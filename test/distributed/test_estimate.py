@@ -227,3 +227,16 @@ def test_what_a_worker_holds(world_size: int) -> None:
 def test_what_a_file_holds(world_size: int, tmp_path: Path) -> None:
     offload = zero_opt.NVMeOffload(tmp_path, window_mb=0.25, threads=1)
     run_processes(world_size, run_all, [config._replace(offload=offload) for config in FILE])
+
+
+def refuse(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world_size,))))
+    with pytest.raises(zero_opt.UnsupportedParam, match="before fully_shard"):
+        zero_opt.estimate([param], world_size)
+
+
+def test_dtensors_are_refused() -> None:
+    run_processes(1, refuse)
