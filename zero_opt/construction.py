@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .agreement import value_digest
+from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
 from .flat_param import check_memory, is_dense
 from .placement import hypers_of
@@ -32,6 +33,7 @@ _ELEMENTWISE_NAMES = [
     "SGD",
 ]
 _elementwise: set[type[torch.optim.Optimizer]] = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES}
+_elementwise |= {CPUAdam, CPUAdamW}
 
 
 def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
