@@ -58,9 +58,11 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
-def sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32, *, ragged: bool = False) -> Net:
+def sharded(
+    mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32, *, ragged: bool = False, dtype: torch.dtype = torch.float32
+) -> Net:
     """A new model, the same on every rank."""
-    net = Net(ragged=ragged)
+    net = Net(ragged=ragged).to(dtype)
     for block in (net.down, net.up):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(net, mesh=mesh, mp_policy=policy)  # type: ignore[return-value]
@@ -79,7 +81,8 @@ def groups_of(net: Net) -> list[dict[str, Any]]:
 def backward(net: Net, step: int, rank: int) -> None:
     """Gradients of this rank's data; ``scale`` has none in every third step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    net(torch.randn(8, WIDTH, generator=generator), scaled=step % 3 != 1).square().mean().backward()
+    inputs = torch.randn(8, WIDTH, generator=generator).to(net.idle.dtype)
+    net(inputs, scaled=step % 3 != 1).square().mean().backward()
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:

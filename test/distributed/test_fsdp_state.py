@@ -173,6 +173,41 @@ def test_state_of_torch_is_loaded_whole_or_cut_in_any_way() -> None:
     run_processes(4, _loaded, timeout=SECONDS)
 
 
+def _with_masters(rank: int, world_size: int, folder: str) -> None:
+    """bf16 parameters with fp32 masters, wherever those are; saved and loaded in the middle."""
+    tiers: list[dict[str, Any]] = [
+        {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
+        {"offload": WORKER},
+        {"offload": zero_opt.CPUOffload(ratio=0.5)},
+        {"offload": zero_opt.NVMeOffload(folder)},
+    ]
+    mesh, found = mesh_of((world_size,)), []
+    for tier in tiers:
+        net, other = (sharded(mesh, ragged=True, dtype=torch.bfloat16) for _ in range(2))
+        optimizer, resumed = ours(net, **tier), ours(other, **tier)
+        _train(net, optimizer, rank, range(3))
+        with torch.no_grad():
+            for copied, param in zip(other.parameters(), net.parameters(), strict=True):
+                copied.copy_(param)
+        saved, places = zero_opt.sharded_state_dict(optimizer), zero_opt.sharded_state_dict(resumed)
+        assert {"master", "exp_avg"} <= saved["state"][0].keys()
+        assert all(places["state"][index].keys() == entry.keys() for index, entry in saved["state"].items())
+        zero_opt.load_sharded_state_dict(resumed, saved)
+        _train(net, optimizer, rank, range(3, 5))
+        _train(other, resumed, rank, range(3, 5))
+        assert_bitwise(locals_of(other.parameters()), locals_of(net.parameters()), str(tier))
+        optimizer.consolidate_state_dict(to=0)
+        found.append([locals_of(net.parameters()), optimizer.state_dict()["state"] if rank == 0 else None])
+        optimizer.close()
+        resumed.close()
+    for tier, one in zip(tiers[1:], found[1:], strict=True):
+        assert_bitwise(one, found[0], str(tier))
+
+
+def test_masters_of_dtensors_are_alike_wherever_they_are(tmp_path: Path) -> None:
+    run_processes(2, _with_masters, str(tmp_path), timeout=SECONDS)
+
+
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
