@@ -45,6 +45,7 @@ from .policies import (
     MixedPrecision,
     NVMeOffload,
     Overlapped,
+    Selective,
     WorkerOffload,
 )
 
@@ -75,6 +76,7 @@ __all__ = [
     "PeerSilent",
     "ProcessGroupError",
     "RankMismatch",
+    "Selective",
     "ShardedOptimizer",
     "StateDictError",
     "StateNotConsolidated",

@@ -31,7 +31,7 @@ from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .placement import Policy as Offload
 from .placement import check_policy as check_offload
-from .placement import check_state, hypers_of
+from .placement import check_state, hypers_of, taken_states
 from .policies import Checks, MixedPrecision, Overlapped
 from .reduction import GradReduction, Policy
 from .reduction import check_policy as check_reduction
@@ -363,7 +363,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 state_dict = replaced
         cls, refused = self._recipe.optimizer_class, Refused(strict=strict)
         error: Exception | None = None
-        states: dict[int, Mapping[str, Any]] = {}
+        states: Mapping[int, Mapping[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         try:
             states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
@@ -371,6 +371,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 check_options(state_dict["param_groups"])
             states, groups = fitted(states, self.param_groups, state_dict["param_groups"], cls, refused)
             if self._sharded is not None:
+                states = taken_states(self._recipe.offload, states)
                 check_state(self._recipe.offload, self._recipe.precision, cls, groups, states)
                 self._sharded.placement.wait()
         except UnsupportedOptimizer as found:

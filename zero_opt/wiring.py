@@ -26,7 +26,7 @@ from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, home_of, hypers_of
+from .placement import Placement, build_placement, check_params, home_of, hypers_of, is_by_columns
 from .placement import Policy as Offload
 from .policies import AlreadyReduced, Checks, MixedPrecision
 from .reduction import GradShard, Parts, Policy, build_reduction
@@ -204,8 +204,8 @@ class Wiring:
         mine = {piece.param for piece in self.partition.owned()}
         kinds = {}
         for index in added:
-            if index not in mine:
-                param = self._params[index]
+            param = self._params[index]
+            if index not in mine and not is_by_columns(self._recipe.offload, param):
                 home = home_of(self._recipe.offload, self._recipe.precision, param)
                 kinds[index] = Kind(self._group_of[index], param.dim(), *home)
         self._shown.add(kinds)

@@ -104,11 +104,17 @@ class ArenaShard(StateShard):
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
         """One native run, and its place in the shard, per stretch of neighbouring slices at one step count."""
         counts = self.steps.tolist()
-        for (_, count), members in groupby(enumerate(positions), lambda at: (at[1] - at[0], counts[at[1]])):
+        whole = [position for position in positions if position not in self.stretches]
+        for (_, count), members in groupby(enumerate(whole), lambda at: (at[1] - at[0], counts[at[1]])):
             found = [position for _, position in members]
             start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
             if stop > start:
                 yield self._run(slice(start, stop), count + 1, amsgrad=amsgrad), slice(start, stop)
+        for position in filter(self.stretches.__contains__, positions):
+            first = self.pieces[position].in_shard.start
+            for start, stop, count in self.stretches[position]:
+                where = slice(first + start, first + stop)
+                yield self._run(where, count + 1, amsgrad=amsgrad), where
 
     def _run(self, where: slice, step: float, *, amsgrad: bool) -> BoundRun:
         roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
