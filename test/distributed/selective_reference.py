@@ -113,7 +113,7 @@ class Reference:
             grad = torch.zeros(found.param.shape) if found.param.grad is None else found.param.grad
             sums = grad.double().square().sum(tuple(range(grad.dim() - 1)))
             ratio = self.policy.topk_ratio
-            count = max(round(ratio * found.columns), 1) if ratio and float(sums.sum()) else 0
+            count = max(round(ratio * found.columns), 1) if ratio else 0
             best = sorted(range(found.columns), key=lambda c: (-float(sums[c].float()), c))[:count]
             found.chosen = torch.zeros(found.columns, dtype=torch.bool)
             found.chosen[best] = True

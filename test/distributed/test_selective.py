@@ -18,6 +18,7 @@ SECONDS = 60  # nothing hangs
 SHAPES = ((130, 7), (65,), (), (40, 30), (3, 5, 7, 2), (0, 3), (24, 50), (2, 200), (64, 1))
 TRANSPOSED = 6
 LAST = 4
+UNUSED_AT_FIRST = 3
 STEPS = 23
 REDUCTION = zero_opt.Overlapped(4096 / 2**20)
 POLICIES = {
@@ -91,12 +92,21 @@ def train(
     dtype: torch.dtype = torch.float32,
     steps: range = range(STEPS),
     saved: Any = None,
-    **options: Any,
+    max_grad_norm: float | None = None,
 ) -> tuple[list[list[Tensor]], Any, Any]:
-    """Parameters after every step and at the end; the state dict; ``saved`` are parameters and a state dict to resume."""
+    """Parameters after every step and at the end; state by parameter; the state dict.
+
+    Args:
+        saved: parameters and a state dict to resume from.
+    """
     params = make_params(dtype)
     optimizer = zero_opt.ShardedOptimizer(
-        groups_of(params), torch.optim.AdamW, reduction=REDUCTION, offload=offload, fused=True, **options
+        groups_of(params),
+        torch.optim.AdamW,
+        reduction=REDUCTION,
+        offload=offload,
+        fused=True,
+        max_grad_norm=max_grad_norm,
     )
     if saved is not None:
         with torch.no_grad():
@@ -147,3 +157,129 @@ def test_as_the_reference_in_process(policy: Selective, world_size: int) -> None
     simulated = simulate(world_size, policy, 0, torch.float32)
     for found in run_threads(world_size, train, CPUOffload(selective=policy), timeout=SECONDS):
         assert_as_simulated(found, simulated)
+
+
+HOMES = {
+    "process": lambda policy, path: CPUOffload(selective=policy),
+    "worker": lambda policy, path: WorkerOffload(selective=policy),
+    "worker, later": lambda policy, path: WorkerOffload(delay=1, selective=policy),
+    "file": lambda policy, path: NVMeOffload(path, window_mb=0.02, selective=policy),
+}
+
+
+@pytest.mark.parametrize(("home", "dtype", "policy", "world_size"), [
+    ("worker", torch.float32, "some", 2),
+    ("worker", torch.bfloat16, "warm-up", 1),
+    ("worker, later", torch.float32, "some", 2),
+    ("worker, later", torch.bfloat16, "none", 3),
+    ("worker, later", torch.float16, "auto", 1),
+    ("file", torch.float32, "some", 2),
+    ("file", torch.bfloat16, "auto", 1),
+    ("process", torch.bfloat16, "warm-up", 2),
+])  # fmt: skip
+def test_as_the_reference_wherever_the_rest_is(
+    home: str, dtype: torch.dtype, policy: str, world_size: int, tmp_path: Any
+) -> None:
+    """Over processes; what is stepped off device may arrive with the next step."""
+    simulated = simulate(world_size, POLICIES[policy], int(home == "worker, later"), dtype)
+    for found in run_processes(world_size, train, HOMES[home](POLICIES[policy], tmp_path), dtype, timeout=SECONDS):
+        assert_as_simulated(found, simulated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_columns_and_windows_of_one_step_are_plain(dtype: torch.dtype) -> None:
+    """``topk_ratio=1``: nothing is off device. ``topk_ratio=0``, a step per window: all is, as without a selection."""
+    plain = run_threads(2, train, CPUOffload(), dtype, range(STEPS), None, 0.5, timeout=SECONDS)
+    for policy in (Selective(1.0), Selective(1.0, 3, 5, 4), Selective(0.0, update_interval=1)):
+        found = run_threads(2, train, CPUOffload(selective=policy), dtype, range(STEPS), None, 0.5, timeout=SECONDS)
+        assert_bitwise([run[0] for run in found], [run[0] for run in plain])
+        for index, state in plain[0][1].items():
+            assert_bitwise({key: found[0][1][index][key] for key in state}, state)
+
+
+@EACH
+def test_resumed_at_another_world_size(policy: Selective) -> None:
+    """In the middle of a window; the gradients are the same at any world size, so all goes on to the bit."""
+    through = run_threads(1, train_alike, policy, range(STEPS), None, timeout=SECONDS)[0]
+    for half, before, after in ((10, 3, 2), (13, 1, 3)):
+        saved = run_threads(before, train_alike, policy, range(half), None, timeout=SECONDS)[0]
+        for found in run_threads(after, train_alike, policy, range(half, STEPS), saved, timeout=SECONDS):
+            assert_bitwise(found[0], through[0])
+            if found[1] is not None:
+                assert_bitwise(found[1], through[1])
+
+
+def train_alike(rank: int, world_size: int, policy: Selective, steps: range, saved: Any) -> Any:
+    """Every rank has the same gradients, small integers, so their mean is exact; parameters and state at the end."""
+    params = make_params()
+    optimizer = zero_opt.ShardedOptimizer(
+        groups_of(params), torch.optim.AdamW, reduction=REDUCTION, offload=CPUOffload(selective=policy), fused=True
+    )
+    if saved is not None:
+        with torch.no_grad():
+            for param, value in zip(params, saved[0], strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(saved[1])
+    for step in steps:
+        optimizer.zero_grad()
+        used = [index for index in range(len(SHAPES)) if step > 14 or index != UNUSED_AT_FIRST]
+        grads = [(values(step, 3, 0, index, SHAPES[index]) * 8).round() for index in used]
+        torch.autograd.backward([params[index] for index in used], grads)
+        optimizer.step()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if rank == 0 else None
+    optimizer.close()
+    return [param.detach().clone() for param in params], state
+
+
+def test_a_plain_optimizer_loads_it_and_what_it_saves_counts_steps_per_param() -> None:
+    """The extra keys mean nothing to it; once it has stepped they are out of date, and are not believed."""
+    policy = POLICIES["some"]
+    params, saved = run_threads(1, train_alike, policy, range(10), None, timeout=SECONDS)[0]
+    plain_params = [nn.Parameter(param.clone()) for param in params]
+    plain = torch.optim.AdamW(groups_of(plain_params), fused=True)
+    plain.load_state_dict(saved)
+    for param in plain_params:
+        param.grad = torch.ones_like(param)
+    plain.step()
+    kept = plain.state_dict()
+    assert "column_steps" in kept["state"][0]
+    again = [[param.detach() for param in plain_params], kept]
+    state = run_threads(1, train_alike, policy, range(10, 11), again, timeout=SECONDS)[0][1]["state"]
+    before = float(kept["state"][0]["step"])
+    assert state[0]["column_steps"].unique().tolist() in ([before, before + 1], [before + 1])
+
+
+def test_edits_of_parameters_and_state_are_followed() -> None:
+    """Written to between steps: parameters, moments that ``state`` shows, an entry put in its place, one dropped."""
+
+    def edited(policy: Selective | None) -> Any:
+        params = make_params()
+        optimizer = zero_opt.ShardedOptimizer(
+            groups_of(params), torch.optim.AdamW, fused=True, offload=CPUOffload(selective=policy)
+        )
+        for step in range(8):
+            optimizer.zero_grad()
+            torch.autograd.backward(params, [values(step, 5, 0, index, shape) for index, shape in enumerate(SHAPES)])
+            optimizer.step()
+            with torch.no_grad():
+                if step == 2:
+                    params[0].mul_(0.5)
+                if step == 3:
+                    optimizer.state[params[3]]["exp_avg"].mul_(0.25)
+                    assert optimizer.state[params[3]]["exp_avg"].shape == params[3].shape
+                if step == 4:
+                    found = optimizer.state[params[TRANSPOSED]]
+                    keys = ("step", "exp_avg", "exp_avg_sq")
+                    optimizer.state[params[TRANSPOSED]] = {key: found[key] * 1.5 // 0.5 * 0.5 for key in keys}
+                if step == 5:
+                    del optimizer.state[params[LAST]]
+        state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        kept = {index: {key: torch.as_tensor(found[key]).clone() for key in keys} for index, found in state.items()}
+        optimizer.close()
+        return [param.detach().clone() for param in params], kept
+
+    assert_bitwise(edited(Selective(1.0)), edited(None))
+    assert_bitwise(edited(Selective(0.0, update_interval=1)), edited(None))
+    assert_bitwise(edited(Selective(0.0, 2, 1)), edited(None))

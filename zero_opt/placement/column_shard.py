@@ -234,8 +234,7 @@ class ColumnShard(FollowedParams):
         grads: list[Tensor | None] = []
         for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
             found = by_param.get(piece.param)
-            if found is not None:
-                mean = found.mean()
-                target[: mean.numel()].copy_(mean)
-            grads.append(None if found is None else target)
+            mean = torch.empty(0) if found is None else found.mean()
+            target[: mean.numel()].copy_(mean)
+            grads.append(target if mean.numel() else None)
         return grads

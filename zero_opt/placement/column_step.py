@@ -29,7 +29,7 @@ class ColumnSteps:
         self._flush = bool(defaults.get("flush_denormals", False))
 
     def step(self, found: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float) -> None:
-        """Step the selected columns, and count that.
+        """Step the selected columns.
 
         Args:
             grad: of the slice, (numel,).
@@ -48,7 +48,6 @@ class ColumnSteps:
             )
         else:
             _step_on_device(found, taken.float().mul_(grad_scale), group)
-        found.count(selected=True)
 
 
 def _parts(found: ColumnSlice, grad: Tensor, *, amsgrad: bool) -> Iterator[tuple[float, dict[str, Tensor]]]:

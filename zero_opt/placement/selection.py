@@ -131,9 +131,6 @@ class Selector:
         total, taken = 0.0, 0.0
         for index, where in places.items():
             sums = everything[where]
-            whole = float(sums.sum())
-            # Without a gradient none is selected: the parameter need not have state.
-            count = 0 if whole == 0 else selected_count(self._ratio, self._totals[index])
-            chosen[index] = largest(sums, count)
-            total, taken = total + whole, taken + float(sums[chosen[index]].sum())
+            chosen[index] = largest(sums, selected_count(self._ratio, sums.numel()))
+            total, taken = total + float(sums.sum()), taken + float(sums[chosen[index]].sum())
         return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

@@ -27,7 +27,7 @@ from .cpu import on_device
 from .device import BucketwisePlacement
 from .native_rules import say_without_masters
 from .native_steps import NativeSteps
-from .selection import Schedule, Selector
+from .selection import Schedule, Selector, selected_count
 from .units import PLAIN, Unit
 
 
@@ -180,7 +180,12 @@ class SelectivePlacement:
                 f"the state of {shard.flats[position].label} was changed while a step for it was pending; call "
                 "opt.flush() before that"
             )
-        self._load_slice(index, {} if state is None else dict(state))
+        found = shard.slices[position]
+        chosen, waiting, gathered = found.chosen, found.waiting, found.gathered
+        saved = {} if state is None else dict(state)
+        self._load_slice(index, saved, chosen)
+        if not is_trusted(saved):  # what is selected and what waits is not the user's
+            found.waiting, found.gathered = waiting, gathered
         if state is shown is not None:
             shown.forget()
             return False
@@ -204,14 +209,17 @@ class SelectivePlacement:
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
         self._small.load({index: state for index, state in states.items() if index not in self._places}, groups)
         self._home.load({}, groups)
+        self._schedule = self._agreed_schedule(states)
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
-            self._load_slice(index, saved)
+            # Without state it had no gradient when columns were selected, of which the first were taken then.
+            selecting = self._schedule.since_selection >= 0 and not saved
+            count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
+            self._load_slice(index, saved, torch.arange(count))
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
-        self._schedule = self._agreed_schedule(states)
         self._waiting = set(self._buckets) if self._schedule.in_window else set()
 
     def _agreed_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> Schedule:
@@ -228,13 +236,18 @@ class SelectivePlacement:
             return self._schedule.at([int(number) for number in known[1:]])
         return Schedule(self._policy, done=int(known[1]))
 
-    def _load_slice(self, index: int, saved: Mapping[str, Any]) -> None:
-        """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it."""
+    def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
+        """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.
+
+        Args:
+            chosen: the selected columns, if the state does not say so itself.
+        """
         shard, position = self._places[index]
         found, flat = shard.slices[position], shard.flats[position]
         found.forget()
         found.stepped = bool(saved)
         found.counts.fill_(float(saved.get("step", 0.0)))
+        found.choose(chosen)
         runs = {key: self._run_of(shard, position, value) for key, value in saved.items() if _is_shaped(value)}
         if is_trusted(saved):
             found.counts = saved[COLUMN_STEPS].detach().to("cpu", torch.float32).reshape(-1).clone()
@@ -316,11 +329,14 @@ class SelectivePlacement:
         self._waiting |= {shard.bucket for shard in grads if shard.used}
         for shard, position, grad in self._used(grads):
             found, run = shard.slices[position], shard.flat_grad(position, grad)
-            if found.at_home.numel():
+            # Columns are counted that are elsewhere, too: any rank can say of all how often they were stepped.
+            if found.chosen.numel() < found.columns.total:
                 found.gather(run, grad_scale)
             if found.compact:
                 self._steps.step(found, run, groups[shard.pieces[position].group], grad_scale)
                 shard.write_selected(position)
+            if found.chosen.numel():
+                found.count(selected=True)
         if not self._schedule.closes:
             self._schedule.stepped()
             yield from updated
