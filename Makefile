@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 NATIVE := $(wildcard native/*)
 RANKS ?= 2
 
-.PHONY: demo test test-clients lint types unit crash sanitize bench setup clean
+.PHONY: demo test test-clients lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -40,6 +40,11 @@ test-clients: $(CLIENTS)/.installed setup
 # What the tests show of crashes, in full: about ten minutes.
 crash: setup
 	ZERO_OPT_CRASH=long $(BIN)/python -m pytest -s test/crash
+
+# An hour of training with a worker killed every 10 s, and 50,000 random training scripts on threaded ranks.
+soak: setup
+	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak
+	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/distributed/test_stateful.py
 
 # The native code under ThreadSanitizer, AddressSanitizer and UBSan.
 sanitize: setup

@@ -55,6 +55,7 @@ def extension() -> Extension:
                 "bindings",
                 "control",
                 "dispatch",
+                "draft_queue",
                 "host_exchange",
                 "peer_words",
                 "logged_step",

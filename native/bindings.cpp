@@ -14,6 +14,7 @@
 
 #include "control.hpp"
 #include "dispatch.hpp"
+#include "flush_denormals.hpp"
 #include "host_exchange.hpp"
 #include "huge_pages.hpp"
 #include "step.hpp"
@@ -21,6 +22,7 @@
 #include "worker.hpp"
 
 namespace py = pybind11;
+using zero_opt::AdamArrays;
 using zero_opt::AdamBatch;
 using zero_opt::AdamHypers;
 using zero_opt::AdamRun;
@@ -81,28 +83,50 @@ void check_addresses(std::int64_t numel, const Addresses& addresses, Format mome
   }
 }
 
+void* array_at(const Addresses& addresses, const char* role) {
+  const auto found = addresses.find(role);
+  return found == addresses.end() ? nullptr : memory(found->second);
+}
+
+AdamArrays arrays_at(const Addresses& addresses) {
+  return {array_at(addresses, "param"),
+          static_cast<std::int16_t*>(array_at(addresses, "remainder")),
+          array_at(addresses, "exp_avg"),
+          array_at(addresses, "exp_avg_sq"),
+          static_cast<std::uint16_t*>(array_at(addresses, "exp_avg_base")),
+          static_cast<std::uint16_t*>(array_at(addresses, "exp_avg_sq_base")),
+          static_cast<float*>(array_at(addresses, "max_exp_avg_sq"))};
+}
+
+// Where a run is written, if not where it is read.
+AdamArrays written_at(std::int64_t numel, const Addresses& addresses, const Addresses& to, Format moments) {
+  if (to.empty()) return arrays_at(addresses);
+  check_addresses(numel, to, moments);
+  for (const char* role : {"param", "remainder", "exp_avg", "exp_avg_sq", "exp_avg_base", "exp_avg_sq_base",
+                           "max_exp_avg_sq"}) {
+    if ((array_at(addresses, role) == nullptr) != (array_at(to, role) == nullptr)) {
+      throw std::invalid_argument(std::string("a run must be read and written with or without ") + role);
+    }
+  }
+  if (array_at(to, "out") != nullptr || array_at(to, "step") != nullptr) {
+    throw std::invalid_argument("out and step are not state that is written elsewhere");
+  }
+  return arrays_at(to);
+}
+
 CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::string& grad_dtype,
-                    const std::string& moment_dtype, const std::string& out_dtype, double step) {
+                    const std::string& moment_dtype, const std::string& out_dtype, double step, const Addresses& to) {
   const Format moments = format_named(moment_dtype);
   check_addresses(numel, addresses, moments);
   if (moments == Format::kFloat16) throw std::invalid_argument("exp_avg_sq does not fit the range of float16");
-  const auto at = [&](const char* role) {
-    const auto found = addresses.find(role);
-    return found == addresses.end() ? nullptr : memory(found->second);
-  };
+  const auto at = [&](const char* role) { return array_at(addresses, role); };
   if (at("step") == nullptr && !(step >= 1.0)) {
     throw std::invalid_argument("step counts from 1, got " + std::to_string(step));
   }
   AdamRun run = {};
   run.numel = numel;
-  run.from.param = at("param");
-  run.from.remainder = static_cast<std::int16_t*>(at("remainder"));
-  run.from.exp_avg = at("exp_avg");
-  run.from.exp_avg_sq = at("exp_avg_sq");
-  run.from.exp_avg_base = static_cast<std::uint16_t*>(at("exp_avg_base"));
-  run.from.exp_avg_sq_base = static_cast<std::uint16_t*>(at("exp_avg_sq_base"));
-  run.from.max_exp_avg_sq = static_cast<float*>(at("max_exp_avg_sq"));
-  run.to = run.from;
+  run.from = arrays_at(addresses);
+  run.to = written_at(numel, addresses, to, moments);
   run.out = at("out");
   run.grad_format = float_named(grad_dtype);
   run.moment_format = moments;
@@ -255,9 +279,18 @@ std::uint64_t submit(Control& control, const std::vector<Batch>& batches, int wa
   return control.submit(work, wake_fd, flush_denormals, name);
 }
 
-const char* wait_for_step(Control& control, std::uint64_t sequence, int done_fd, int worker_pidfd, double seconds) {
+std::uint64_t draft(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
+                    const std::string& isa) {
+  const std::string name = table(isa).name;
+  const std::vector<AdamBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
-  const zero_opt::Waited found = control.wait(sequence, done_fd, worker_pidfd, seconds);
+  return control.draft(work, wake_fd, flush_denormals, name);
+}
+
+template <zero_opt::Waited (Control::*wait)(std::uint64_t, int, int, double)>
+const char* wait_for(Control& control, std::uint64_t value, int done_fd, int worker_pidfd, double seconds) {
+  const py::gil_scoped_release unlocked;
+  const zero_opt::Waited found = (control.*wait)(value, done_fd, worker_pidfd, seconds);
   if (found == zero_opt::Waited::kDone) return "done";
   return found == zero_opt::Waited::kDead ? "dead" : "waiting";
 }
@@ -277,12 +310,19 @@ void bind_worker(py::module_& m) {
            py::arg("max_runs"))
       .def("submit", &submit, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
            py::arg("flush_denormals") = false, py::arg("isa") = "")
-      .def("wait", &wait_for_step, py::arg("sequence"), py::arg("done_fd"), py::arg("worker_pidfd"),
+      .def("wait", &wait_for<&Control::wait>, py::arg("sequence"), py::arg("done_fd"), py::arg("worker_pidfd"),
            py::arg("seconds"))
+      .def("draft", &draft, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
+           py::arg("flush_denormals") = false, py::arg("isa") = "")
+      .def("void_drafts", &Control::void_drafts)
+      .def("wait_drafts", &wait_for<&Control::wait_drafts>, py::arg("drafts"), py::arg("done_fd"),
+           py::arg("worker_pidfd"), py::arg("seconds"))
       .def("stop", &Control::stop, py::arg("wake_fd"))
       .def("finish", &Control::finish, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("submitted", &Control::submitted)
       .def_property_readonly("completed", &Control::completed)
+      .def_property_readonly("drafted", &Control::drafted)
+      .def_property_readonly("drafts_done", &Control::drafts_done)
       .def_property_readonly("generation", &Control::generation)
       .def_property_readonly("nonfinite", &Control::nonfinite)
       .def_property_readonly("error", &Control::error)
@@ -309,7 +349,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<CountedRun>(m, "AdamRun")
       .def(py::init(&make_run), py::arg("numel"), py::arg("addresses"), py::kw_only(),
            py::arg("grad_dtype") = "float32", py::arg("moment_dtype") = "float32",
-           py::arg("out_dtype") = "float32", py::arg("step") = 1.0);
+           py::arg("out_dtype") = "float32", py::arg("step") = 1.0, py::arg("to") = Addresses());
   py::class_<MomentRun>(m, "MomentRun")
       .def(py::init(&make_moments), py::arg("numel"), py::arg("dtype"), py::arg("addresses"), py::kw_only(),
            py::arg("step") = 1.0);
@@ -322,6 +362,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");
   m.def("prefer_huge_pages", &zero_opt::prefer_huge_pages, py::arg("address"), py::arg("nbytes"));
   m.def("usable_threads", &zero_opt::usable_threads, py::arg("requested"));
+  m.def("flushes_denormals", &zero_opt::FlushDenormals::own);
   m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");

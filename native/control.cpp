@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "flush_denormals.hpp"
 
@@ -42,8 +43,50 @@ void check_format(const ControlBlock& control, std::size_t lanes, std::size_t ma
   }
 }
 
+// Bytes of the arrays of a run.
+struct Sizes {
+  std::int64_t param, remainder, moment, base, maximum;
+};
+
+Sizes sizes_of(const AdamRun& run) {
+  const std::int64_t n = run.numel;
+  return {n * (run.from.remainder == nullptr ? 4 : 2), n * 2, n * bytes_of(run.moment_format),
+          (n + kCutNumel - 1) / kCutNumel * 2, n * 4};
+}
+
 bool overlap(std::uint64_t a, std::int64_t a_bytes, std::uint64_t b, std::int64_t b_bytes) {
   return a < b + static_cast<std::uint64_t>(b_bytes) && b < a + static_cast<std::uint64_t>(a_bytes);
+}
+
+// Calls work(array, bytes) for those there are.
+template <typename Work>
+void for_arrays(const StepArrays& arrays, const Sizes& sizes, const Work& work) {
+  const std::pair<std::uint64_t, std::int64_t> all[] = {
+      {arrays.param, sizes.param},          {arrays.remainder, sizes.remainder},
+      {arrays.exp_avg, sizes.moment},       {arrays.exp_avg_sq, sizes.moment},
+      {arrays.exp_avg_base, sizes.base},    {arrays.exp_avg_sq_base, sizes.base},
+      {arrays.max_exp_avg_sq, sizes.maximum}};
+  for (const auto& [array, bytes] : all) {
+    if (array != 0) work(array, bytes);
+  }
+}
+
+bool same(const AdamArrays& a, const AdamArrays& b) {
+  return a.param == b.param && a.remainder == b.remainder && a.exp_avg == b.exp_avg && a.exp_avg_sq == b.exp_avg_sq &&
+         a.exp_avg_base == b.exp_avg_base && a.exp_avg_sq_base == b.exp_avg_sq_base &&
+         a.max_exp_avg_sq == b.max_exp_avg_sq;
+}
+
+// Throws unless a run can be made any number of times.
+void check_apart(const StepRun& run, const StepArrays& to, const Sizes& sizes) {
+  for_arrays(to, sizes, [&](std::uint64_t written, std::int64_t bytes) {
+    bool meets = overlap(written, bytes, run.grad, run.numel * bytes_of(run.grad_format));
+    meets = meets || (run.out != 0 && overlap(written, bytes, run.out, run.numel * bytes_of(run.out_format)));
+    for_arrays(run.arrays, sizes, [&](std::uint64_t read, std::int64_t read_bytes) {
+      meets = meets || overlap(written, bytes, read, read_bytes);
+    });
+    if (meets) throw std::invalid_argument("a draft would overwrite what a successor may have to read again");
+  });
 }
 
 }  // namespace
@@ -78,19 +121,22 @@ std::uint64_t Control::offset_of(const void* array, std::int64_t bytes) const {
   return offset;
 }
 
+StepArrays Control::offsets_of(const AdamArrays& arrays, const AdamRun& run) const {
+  const Sizes sizes = sizes_of(run);
+  return {offset_of(arrays.param, sizes.param),
+          offset_of(arrays.remainder, sizes.remainder),
+          offset_of(arrays.exp_avg, sizes.moment),
+          offset_of(arrays.exp_avg_sq, sizes.moment),
+          offset_of(arrays.exp_avg_base, sizes.base),
+          offset_of(arrays.exp_avg_sq_base, sizes.base),
+          offset_of(arrays.max_exp_avg_sq, sizes.maximum)};
+}
+
 StepRun Control::translated(const AdamRun& run) const {
-  const std::int64_t n = run.numel, moment = n * bytes_of(run.moment_format);
-  const std::int64_t bases = (n + kCutNumel - 1) / kCutNumel * 2;
-  const AdamArrays& from = run.from;
+  const std::int64_t n = run.numel;
   StepRun step = {};
   step.numel = n;
-  step.arrays = {offset_of(from.param, n * (from.remainder == nullptr ? 4 : 2)),
-                 offset_of(from.remainder, n * 2),
-                 offset_of(from.exp_avg, moment),
-                 offset_of(from.exp_avg_sq, moment),
-                 offset_of(from.exp_avg_base, bases),
-                 offset_of(from.exp_avg_sq_base, bases),
-                 offset_of(from.max_exp_avg_sq, n * 4)};
+  step.arrays = offsets_of(run.from, run);
   const std::int64_t grad = n * bytes_of(run.grad_format), out = n * bytes_of(run.out_format);
   step.grad = offset_of(run.grad, grad);
   step.out = offset_of(run.out, out);
@@ -110,15 +156,13 @@ std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd
   if (completed() != sequence) {
     throw std::invalid_argument("step " + std::to_string(sequence) + " is not finished");
   }
-  StepHead head = {};
-  head.arena_bytes = bytes_;
-  head.flush_denormals = flush_denormals || FlushDenormals::own();
-  isa.copy(head.isa, kIsaBytes - 1);
+  StepHead head = this->head(flush_denormals || FlushDenormals::own(), isa);
   std::int64_t scalars = 0;
   for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
     if (head.runs == static_cast<std::int64_t>(max_runs_)) {
       throw std::invalid_argument("more runs than the " + std::to_string(max_runs_) + " there is room for");
     }
+    if (!same(given.from, given.to)) throw std::invalid_argument("a step is made where the state is");
     if (fresh != nullptr) view_.scalars()[scalars++] = *fresh;
     StepRun run = translated(given);
     run.scalars = scalars - 1;
@@ -133,11 +177,59 @@ std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd
   return sequence + 1;
 }
 
+StepHead Control::head(bool flush_denormals, const std::string& isa) const {
+  StepHead head = {};
+  head.arena_bytes = bytes_;
+  head.flush_denormals = flush_denormals;
+  isa.copy(head.isa, kIsaBytes - 1);
+  return head;
+}
+
+std::uint64_t Control::draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals,
+                             const std::string& isa) {
+  ControlBlock& block = control();
+  const std::uint64_t first = drafted();
+  if (drafts_done() == first) block.drafts_origin.store(first, std::memory_order_relaxed);
+  std::uint64_t next = first;
+  const std::uint64_t end = block.drafts_origin.load(std::memory_order_relaxed) + max_runs_;
+  const StepHead head = this->head(flush_denormals, isa);
+  AdamScalars scalars = {};
+  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
+    if (fresh != nullptr) scalars = *fresh;
+    Draft draft = {};
+    draft.arena_bytes = head.arena_bytes;
+    draft.flush_denormals = head.flush_denormals;
+    std::memcpy(draft.isa, head.isa, kIsaBytes);
+    draft.run = {translated(given), offsets_of(given.to, given), scalars, {}};
+    check_apart(draft.run.run, draft.run.to, sizes_of(given));
+    const std::int64_t blocks = log_blocks(given.numel);
+    for (std::int64_t at = 0; at < blocks; at += kDraftBlocks) {
+      if (next == end) throw std::overflow_error("there is no room for more drafts until some are done");
+      draft.run.blocks = {at, std::min(at + kDraftBlocks, blocks)};
+      view_.drafts()[next++ - (end - max_runs_)] = draft;
+    }
+  });
+  block.drafted.store(next, std::memory_order_release);
+  if (next != first) ring(wake_fd);
+  return next;
+}
+
+void Control::void_drafts() { control().drafts_void.store(drafted(), std::memory_order_release); }
+
 Waited Control::wait(std::uint64_t sequence, int done_fd, int worker_pidfd, double seconds) {
+  return wait_for(control().completed, sequence, done_fd, worker_pidfd, seconds);
+}
+
+Waited Control::wait_drafts(std::uint64_t drafts, int done_fd, int worker_pidfd, double seconds) {
+  return wait_for(control().drafts_done, drafts, done_fd, worker_pidfd, seconds);
+}
+
+Waited Control::wait_for(const Word& word, std::uint64_t value, int done_fd, int worker_pidfd, double seconds) {
+  const auto done = [&] { return word.load(std::memory_order_acquire) >= value; };
   const auto begin = Clock::now();
   const auto deadline = begin + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   for (;;) {
-    if (completed() >= sequence) return Waited::kDone;
+    if (done()) return Waited::kDone;
     if (Clock::now() - begin < kSpin) continue;
     pollfd events[2] = {{done_fd, POLLIN, 0}, {worker_pidfd, POLLIN, 0}};
     const int ready = poll(events, 2, milliseconds_until(deadline));
@@ -145,7 +237,7 @@ Waited Control::wait(std::uint64_t sequence, int done_fd, int worker_pidfd, doub
     std::uint64_t rung;
     // The worker has made the descriptor one that does not block.
     if (ready > 0 && events[0].revents != 0) (void)!read(done_fd, &rung, sizeof(rung));
-    if (completed() >= sequence) return Waited::kDone;
+    if (done()) return Waited::kDone;
     if (ready > 0 && events[1].revents != 0) return Waited::kDead;
     if (ready < 0 || Clock::now() >= deadline) return Waited::kWaiting;
   }
@@ -166,6 +258,7 @@ std::vector<std::uint64_t> Control::progress() const {
   for (std::size_t lane = 0; lane < lanes_; ++lane) {
     words.push_back(__atomic_load_n(&view_.lanes()[lane].progress, __ATOMIC_ACQUIRE));
   }
+  words.push_back(drafts_done());
   return words;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "control_block.hpp"
+#include "draft_queue.hpp"
 #include "logged_step.hpp"
 #include "step.hpp"
 
@@ -25,17 +26,34 @@ class Control {
   // if there are too many runs, or if the last step is not finished. Returns the step's sequence number.
   std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
 
+  // Has the worker make the runs from where they are read to where they are written, after the drafts before. Likewise
+  // checked; no array that is written may overlap one that is read. Throws std::overflow_error if there is no room until
+  // more drafts are done. Returns how many drafts have been submitted, ever. Two threads must not call it at once. Unlike that of
+  // submit, the mode of the calling thread does not count.
+  std::uint64_t draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
+
+  // No draft that was submitted is to be made; what it would have written is undefined.
+  void void_drafts();
+
   // Until the step is done, the worker is dead (which its pidfd tells) or the time is over.
   Waited wait(std::uint64_t sequence, int done_fd, int worker_pidfd, double seconds);
 
-  // Finishes the step here, as the worker would.
-  void finish() { finish_step(view_, bytes_, static_cast<int>(lanes_)); }
+  // Until so many drafts are done or void; likewise.
+  Waited wait_drafts(std::uint64_t drafts, int done_fd, int worker_pidfd, double seconds);
+
+  // Finishes the step and the drafts here, as the worker would.
+  void finish() {
+    finish_step(view_, bytes_, static_cast<int>(lanes_));
+    finish_drafts(view_, bytes_, static_cast<int>(lanes_));
+  }
 
   // Asks the worker to go once it has nothing to do.
   void stop(int wake_fd);
 
   std::uint64_t submitted() const { return control().submitted.load(std::memory_order_acquire); }
   std::uint64_t completed() const { return control().completed.load(std::memory_order_acquire); }
+  std::uint64_t drafted() const { return control().drafted.load(std::memory_order_acquire); }
+  std::uint64_t drafts_done() const { return control().drafts_done.load(std::memory_order_acquire); }
   std::uint64_t generation() const { return control().generation.load(std::memory_order_acquire); }
   std::uint64_t nonfinite() const { return control().nonfinite.load(std::memory_order_acquire); }
   std::string error() const;
@@ -44,7 +62,10 @@ class Control {
  private:
   ControlBlock& control() const { return view_.control(); }
   std::uint64_t offset_of(const void* array, std::int64_t bytes) const;
+  StepArrays offsets_of(const AdamArrays& arrays, const AdamRun& run) const;
   StepRun translated(const AdamRun& run) const;
+  StepHead head(bool flush_denormals, const std::string& isa) const;
+  Waited wait_for(const Word& word, std::uint64_t value, int done_fd, int worker_pidfd, double seconds);
 
   ArenaView view_;
   std::size_t bytes_, lanes_, max_runs_;

@@ -1,14 +1,16 @@
 // What trainer and worker tell each other: the front of the arena that both map, each at an address of its own.
 //
-// Control block, table of the step in progress, and one lane with its redo logs per thread of the worker. All places
-// are offsets from the arena's start; 0, which is the control block's, stands for none. Each word has one writer: the
-// trainer's is ``submitted`` with the table under it, and ``stop``; the rest is the worker's.
+// Control block, table of the step in progress, one of drafts, and one lane with its redo logs per thread of the worker.
+// All places are offsets from the arena's start; 0, which is the control block's, stands for none. Each word has one
+// writer: the trainer's are ``submitted`` and ``drafted`` with the tables under them, ``drafts_origin``, ``drafts_void``
+// and ``stop``; the rest is the worker's.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
+#include "draft.hpp"
 #include "kernels.hpp"
 #include "redo_log.hpp"
 
@@ -18,7 +20,7 @@ using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
 
 constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
-constexpr std::uint64_t kControlVersion = 1;
+constexpr std::uint64_t kControlVersion = 2;
 constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
 
 // A step as submitted; the runs and scalars follow in their tables.
@@ -29,9 +31,23 @@ struct StepHead {
   char isa[kIsaBytes];
 };
 
+// At most so many blocks of a draft to a thread at a time: what a worker finishes before it sees that drafts are void.
+constexpr std::int64_t kDraftBlocks = (1 << 20) / kLogNumel;
+
+// A draft as submitted.
+struct Draft {
+  DraftRun run;
+  std::uint64_t arena_bytes;  // as the trainer maps it
+  std::uint64_t flush_denormals;
+  char isa[kIsaBytes];
+};
+
 struct alignas(64) ControlBlock {
   std::uint64_t magic, version, log_numel, lanes, max_runs, control_bytes;
   Word submitted, completed;  // sequence numbers of steps, from 1; alike when nothing is to be done
+  Word drafted, drafts_done;  // numbers of drafts, from 0: of the next one submitted, of the next one to be made
+  Word drafts_void;           // those before it are not to be made
+  Word drafts_origin;         // of the draft in the first place of the table; it changes while there is none to be made
   Word stop;                  // nonzero asks the worker to go
   Word generation;            // raised by every worker when it is ready
   Word touched;               // bytes of the arena whose pages have been taken
@@ -43,12 +59,13 @@ struct alignas(64) ControlBlock {
 
 // Where the parts of a control area lie.
 struct ControlLayout {
-  std::size_t runs_at, scalars_at, lanes_at, bytes;
+  std::size_t runs_at, scalars_at, drafts_at, lanes_at, bytes;
 
   ControlLayout(std::size_t lanes, std::size_t max_runs)
       : runs_at(sizeof(ControlBlock)),
         scalars_at(aligned(runs_at + max_runs * sizeof(StepRun), alignof(Lane))),
-        lanes_at(aligned(scalars_at + max_runs * sizeof(AdamScalars), kPage)),
+        drafts_at(aligned(scalars_at + max_runs * sizeof(AdamScalars), kPage)),
+        lanes_at(aligned(drafts_at + max_runs * sizeof(Draft), kPage)),
         bytes(aligned(lanes_at + lanes * sizeof(Lane), kPage)) {}
 
   static constexpr std::size_t kPage = 4096;
@@ -65,6 +82,7 @@ class ArenaView {
   ControlBlock& control() const { return *reinterpret_cast<ControlBlock*>(base_); }
   StepRun* runs() const { return reinterpret_cast<StepRun*>(base_ + layout_.runs_at); }
   AdamScalars* scalars() const { return reinterpret_cast<AdamScalars*>(base_ + layout_.scalars_at); }
+  Draft* drafts() const { return reinterpret_cast<Draft*>(base_ + layout_.drafts_at); }
   Lane* lanes() const { return reinterpret_cast<Lane*>(base_ + layout_.lanes_at); }
 
  private:

@@ -109,6 +109,7 @@ struct MeanRun {
 struct LoggedStep;
 struct BlockRange;
 struct Lane;
+struct DraftRun;
 
 // The kernels of one instruction set. Every table computes the same bits.
 struct Kernels {
@@ -118,6 +119,8 @@ struct Kernels {
   std::int64_t (*adam)(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end);
   // The same through the redo log: see redo_log.hpp.
   std::int64_t (*run_lane)(const LoggedStep& step, const BlockRange& range, Lane& lane);
+  // Some of its blocks, of one bank, to the other: see draft.hpp.
+  void (*run_draft)(char* base, const DraftRun& draft, const BlockRange& range);
   GradSum (*grad_sum)(const void* grad, Format format, std::int64_t numel);
   void (*fma)(const FmaRun& run);
   void (*convert)(const ConvertRun& run);

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "control_block.hpp"
+#include "draft_queue.hpp"
 #include "huge_pages.hpp"
 #include "logged_step.hpp"
 #include "thread_pool.hpp"
@@ -127,11 +128,13 @@ class Worker {
     touch();
     for (bool ready = false;; ready = true) {
       const std::uint64_t sequence = block.submitted.load(std::memory_order_acquire);
+      const std::uint64_t drafted = block.drafted.load(std::memory_order_acquire);
       finish_step(view_, bytes_, lanes_);
+      finish_drafts(view_, bytes_, lanes_);
       if (!ready) block.generation.fetch_add(1, std::memory_order_release);
       ring();
       if (block.stop.load(std::memory_order_acquire) != 0) _exit(0);
-      sleep(sequence);
+      sleep(sequence, drafted);
     }
   }
 
@@ -167,10 +170,11 @@ class Worker {
   }
 
   // Until there is something to do, or a while.
-  void sleep(std::uint64_t sequence) const {
+  void sleep(std::uint64_t sequence, std::uint64_t drafted) const {
     const auto begin = Clock::now();
     const auto idle = [&] {
       return control().submitted.load(std::memory_order_acquire) == sequence &&
+             control().drafted.load(std::memory_order_acquire) == drafted &&
              control().stop.load(std::memory_order_acquire) == 0;
     };
     while (idle()) {

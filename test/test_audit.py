@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from test import leftovers
 from test.audit import AUDIT, PACKAGE, UnpickledByUs
-from test.leftovers import children, files, left, shared_memory
+from test.leftovers import children, files, shared_memory
 from zero_opt.shared_memory import Arena
 
 
@@ -29,7 +30,7 @@ def test_the_package_unpickling_anything_is_noticed_and_ends_it() -> None:
     assert len(events) == 1
 
 
-def test_processes_files_and_shared_memory_are_noticed(tmp_path: Path) -> None:
+def test_processes_files_and_shared_memory_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [child for child in children() if "sleep" in child]
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -47,5 +48,6 @@ def test_processes_files_and_shared_memory_are_noticed(tmp_path: Path) -> None:
     assert files(tmp_path) == []
     (tmp_path / "left").touch()
     assert files(tmp_path) == [str(tmp_path / "left")]
-    assert [found for found in left(tmp_path) if "left" in found] == [f"file {tmp_path / 'left'}"]
+    monkeypatch.setattr(leftovers, "_PATIENCE_S", 0.1)
+    assert [found for found in leftovers.left(tmp_path) if "left" in found] == [f"file {tmp_path / 'left'}"]
     assert os.environ["TMPDIR"] in str(tmp_path)

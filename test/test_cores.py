@@ -32,6 +32,9 @@ EIGHT = tuple(range(8))
         (WorkerOffload(1), (0, 1), 2, 1, CoreSplit((1,), 1, (0,))),
         (WorkerOffload(1), (5,), 1, 1, CoreSplit((5,), 1)),
         (WorkerOffload(1), EIGHT, 8, 2, CoreSplit(EIGHT, 2)),
+        # begun meanwhile: likewise
+        (WorkerOffload(speculate=True), EIGHT, 8, 1, CoreSplit(EIGHT[4:], 4, EIGHT[:4])),
+        (WorkerOffload(speculate=True, cores=(1, 3)), EIGHT, 8, 1, CoreSplit((1, 3), 2, (0, 2, 4, 5, 6, 7))),
         # named
         (WorkerOffload(cores=(1, 3)), EIGHT, 8, 1, CoreSplit((1, 3), 2)),
         (WorkerOffload(1, cores=(1, 3)), EIGHT, 8, 1, CoreSplit((1, 3), 2, (0, 2, 4, 5, 6, 7))),

@@ -71,6 +71,19 @@ def test_checkpointing(tmp_path: Path) -> None:
     assert_bitwise(found[0][2], found[0][0])
 
 
+def _fsdp(rank: int, world_size: int, folder: str) -> Any:
+    opt = run("fsdp.md", folder)["opt"]
+    state = [{key: value for key, value in entry.items() if key == "step"} for entry in opt.state.values()]
+    opt.close()
+    return state, torch.load("fsdp.pt", weights_only=True)
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    for state, saved in run_processes(2, _fsdp, str(tmp_path)):
+        assert [int(entry["step"]) for entry in state] == [3] * 4  # the last one has no gradients
+        assert [tuple(entry["exp_avg"].shape) for entry in saved["state"].values()] == [(41, 300), (41,), (1, 41), (1,)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # migrating
 

@@ -16,15 +16,17 @@ from zero_opt import (
     AlreadyReduced,
     AtStep,
     Checks,
+    ConfigConflict,
     ConfigError,
     ConfigTypeError,
+    CPUOffload,
     MixedPrecision,
     NVMeOffload,
     Overlapped,
     WorkerOffload,
 )
 
-ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, WorkerOffload]
+ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, CPUOffload, WorkerOffload]
 BUCKETED = [Overlapped, AtStep]
 every_policy = pytest.mark.parametrize("policy", ALL)
 
@@ -112,6 +114,18 @@ def test_worker_options_that_cannot_work_are_quoted(field: str, values: list[Any
         WorkerOffload(**{field: "1"})
 
 
+def test_a_worker_speculates_or_delays() -> None:
+    assert [WorkerOffload().beside, WorkerOffload(1).beside, WorkerOffload(speculate=True).beside] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigConflict, match="use one of the two"):
+        WorkerOffload(delay=1, speculate=True)
+    with pytest.raises(ConfigTypeError, match="speculate must be True or False, got 1"):
+        WorkerOffload(speculate=1)  # type: ignore[arg-type]
+
+
 def test_worker_cores_may_differ_between_ranks() -> None:
     one, other = WorkerOffload(cores=[0, 2]), WorkerOffload(cores=range(4))  # type: ignore[arg-type]
     assert (one.cores, other.cores) == ((0, 2), (0, 1, 2, 3))
@@ -135,3 +149,29 @@ def test_the_directory_of_a_file_may_differ_between_ranks() -> None:
     assert made == NVMeOffload("/a", window_mb=8)
     assert pickle.loads(pickle.dumps(made)) == made
     assert repr(made) == repr(NVMeOffload(Path("/b"), window_mb=8)) != repr(NVMeOffload("/a"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("ratio", 0, ConfigError),
+        ("ratio", 1.5, ConfigError),
+        ("ratio", "half", ConfigTypeError),
+        ("subgroup_mb", -1, ConfigError),
+        ("pin_memory", 1, ConfigTypeError),
+    ],
+)
+def test_what_cannot_be_offloaded_is_quoted(field: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"CPUOffload\.{field} must be .*, got {value!r}"):
+        CPUOffload(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("float32", ConfigError), (torch.float64, ConfigError), (32, ConfigTypeError), (torch.int16, ConfigError)],
+)
+def test_a_master_that_cannot_be_is_quoted(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"MixedPrecision\.master_dtype must be .*, got {re.escape(repr(value))}"):
+        MixedPrecision(value)
+    with pytest.raises(ConfigError, match=r"MixedPrecision\.accumulate_dtype must be floating-point"):
+        MixedPrecision(accumulate_dtype=torch.int32)

@@ -27,7 +27,7 @@ class AdamRun:
     Roles of addresses: param, exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; remainder (int16) beside a bf16 param;
     out, for another copy of the new param; exp_avg_base and exp_avg_sq_base (int16, one per 64 elements) for 8-bit
     moments, whose dtype is "uint8"; step, an fp32 count of steps done, which is used and raised in place of ``step``,
-    the number of this step.
+    the number of this step. ``to`` has the addresses of state that is written elsewhere: the same roles, without out.
 
     Raises ValueError for a negative numel, an unknown role or dtype, or a missing address with numel > 0.
     """
@@ -41,6 +41,7 @@ class AdamRun:
         moment_dtype: str = "float32",
         out_dtype: str = "float32",
         step: float = 1.0,
+        to: Mapping[str, int] = {},
     ) -> None: ...
 
 class MomentRun:
@@ -84,6 +85,9 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 
 def usable_threads(requested: int) -> int:
     """How many threads a request gets: clamped to this thread's CPUs and the cgroup's quota, at least 1."""
+
+def flushes_denormals() -> bool:
+    """Whether the calling thread takes subnormal numbers as zero, as ``torch.set_flush_denormal`` sets it."""
 
 def cgroup_cpus(listing: str, root: str) -> float:
     """CPUs' worth of time that the cgroups in a file like /proc/self/cgroup grant, mounted at ``root``: for tests."""
@@ -147,11 +151,41 @@ class Control:
         Returns "waiting" early if a signal arrives.
         """
 
+    def draft(
+        self,
+        batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+        wake_fd: int,
+        *,
+        flush_denormals: bool = False,
+        isa: str = "",
+    ) -> int:
+        """Have runs with a ``to`` made after the drafts submitted before; GIL released. Not on two threads at once.
+
+        One that writes where an earlier one does, not known to be done, takes a :meth:`void_drafts` in between.
+
+        Returns how many drafts have been submitted, ever (long runs count several times). Raises as :meth:`submit`,
+        ValueError if ``to`` overlaps what is read, and OverflowError if there is no room until more drafts are done.
+        """
+
+    def void_drafts(self) -> None:
+        """Drafts submitted so far need not be made; those under way are finished, what they have written is void."""
+
+    def wait_drafts(self, drafts: int, done_fd: int, worker_pidfd: int, seconds: float) -> str:
+        """As :meth:`wait`, until so many drafts are done or void."""
+
+    @property
+    def drafted(self) -> int:
+        """How many drafts have been submitted."""
+
+    @property
+    def drafts_done(self) -> int:
+        """How many of them are done or void."""
+
     def stop(self, wake_fd: int) -> None:
         """Ask a worker that is ready to go when it has nothing to do. The next one does not see it."""
 
     def finish(self) -> None:
-        """Finish an unfinished step in this process, as the worker would; GIL released: for tests and timing.
+        """Finish a step and drafts in this process, as the worker would; GIL released: for tests and timing.
 
         There must be no worker.
         """
@@ -178,7 +212,7 @@ class Control:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """A number per lane that changes whenever the lane has got on."""
+        """A number per lane that changes whenever the lane has got on, and :attr:`drafts_done`."""
 
 def worker_run(arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], lanes: int) -> None:
     """The life of a worker process, which ends in here; see native/worker.hpp. ``cpus`` may be empty: all there are."""

@@ -47,10 +47,10 @@ class AloneStep:
             if closure is not None:
                 losses.append(closure())
             params = [param for group in inner.param_groups for param in group["params"]]
-            if self._nonfinite.skips(lambda: _measured(params)):
+            if self._nonfinite.skips(lambda: self._measured(params)):
                 raise _NotTaken
             if self._max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(params, self._max_grad_norm)
+                self._scale(params, self._max_grad_norm)
             return losses[-1]
 
         try:
@@ -64,10 +64,15 @@ class AloneStep:
 
     def clip(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip the global L2 norm, unless no step is to be taken with these gradients; the norm before."""
-        if self._nonfinite.skips(lambda: _measured(params)):
-            return torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        if self._nonfinite.skips(lambda: self._measured(params)):
+            return self._norm(params)
+        return self._scale(params, max_norm)
+
+    def _measured(self, params: Sequence[Tensor]) -> Measured:
+        return measure([param.grad for param in params], range(len(params)), None)
+
+    def _norm(self, params: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+
+    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-
-
-def _measured(params: Sequence[Tensor]) -> Measured:
-    return measure([param.grad for param in params], range(len(params)), None)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .errors import StateOffloaded
 from .exchange import Exchange, Ident, Run, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
@@ -53,6 +54,19 @@ class Fill:
         return self.missing <= 0
 
 
+class ShardReader(Protocol):
+    """Who reads shards as soon as they are reduced. Called on the thread that writes the shard; must not wait there."""
+
+    def reduced(self, bucket: GradBucket) -> None:
+        """The shard holds the mean of a round."""
+
+    def rewrites(self, bucket: GradBucket) -> None:
+        """The shard is about to be written to: what was read of it is void."""
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
+
+
 class GradBucket:
     """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
 
@@ -60,6 +74,7 @@ class GradBucket:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
+        reader: who is told of what becomes of the shard.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
@@ -84,7 +99,9 @@ class GradBucket:
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
         self._at, self._lent, self._lodged = 0, False, 0
+        self._away: list[tuple[Tensor, Tensor]] = []  # and their values
         self._views: dict[int, list[Tensor]] = {}
+        self.reader: ShardReader | None = None
 
     @property
     def staging_nbytes(self) -> int:
@@ -94,6 +111,8 @@ class GradBucket:
     @property
     def shard(self) -> Tensor:
         """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
+        if self._away:
+            raise StateOffloaded("gradients are in host memory since offload_state(); call opt.reload_state() first")
         if not self._shards:
             self._shards = [torch.zeros(self.shard_numel, dtype=self.shard_dtype, device=self.device)]
         return self._shards[self._at]
@@ -102,6 +121,21 @@ class GradBucket:
     def shard_nbytes(self) -> int:
         """Bytes of the shard, zero before the first reduction."""
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
+
+    def leave(self) -> None:
+        """Let go of the shard's memory on an accelerator until :meth:`come_back`; views of it stay what they are."""
+        for shard in self._shards[self._lodged :]:
+            if not shard.is_cpu:
+                self._away.append((shard, shard.cpu()))
+                shard.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Take the memory again, and the values."""
+        while self._away:
+            shard, values = self._away[-1]
+            shard.untyped_storage().resize_(values.untyped_storage().nbytes())
+            shard.copy_(values)
+            self._away.pop()
 
     def lodge(self, shards: Sequence[Tensor]) -> None:
         """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
@@ -126,6 +160,12 @@ class GradBucket:
 
     def writable(self, *, keep: bool) -> Tensor:
         """The shard to write to; ``keep`` its values, else they are undefined."""
+        if self.reader is not None:
+            self.reader.rewrites(self)
+        return self._claim(keep=keep)
+
+    def _claim(self, *, keep: bool) -> Tensor:
+        """The shard in memory that nobody was lent."""
         before = self.shard
         if self._lent:
             if len(self._shards) == 1:
@@ -135,9 +175,17 @@ class GradBucket:
                 self.shard.copy_(before)
         return self.shard
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the shard by a 0-dim tensor, in place."""
+        if self.reader is not None:
+            if float(factor) == 1.0:
+                return
+            self.reader.scales(self, float(factor))
+        self._claim(keep=True).mul_(factor.to(self.device))
+
     def slice_grads(self) -> list[Tensor]:
         """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
-        views, shard = [], self.writable(keep=True)
+        views, shard = [], self._claim(keep=True)
         for position, piece in self._own:
             run = shard[slice(*piece.in_shard)]
             flat = self.params[position]
@@ -202,7 +250,9 @@ class GradBucket:
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> bool:
-        """Reduce one round into the shard; may run off the main thread. See [Note: producer streams].
+        """Reduce one round into the shard, and tell :attr:`reader`; may run off the main thread.
+
+        See [Note: producer streams].
 
         Args:
             fill: launched.
@@ -211,6 +261,14 @@ class GradBucket:
         Returns:
             ``False``, and an undefined shard, when another rank skipped this exchange.
         """
+        complete = self._reduce(fill, ident, accumulate, exchange, pool)
+        if complete and self.reader is not None:
+            self.reader.reduced(self)
+        return complete
+
+    def _reduce(
+        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
+    ) -> bool:
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
             adding, converting = any(accumulate), self.shard_dtype is not self.dtype

@@ -40,7 +40,7 @@ _inherited: list[dist.ProcessGroup] = []
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
 _ENVELOPE = "<32sq{}s"
-_INLINE_BYTES = 216
+INLINE_BYTES = 216
 # Whom a collective waits for.
 _ALL = "another rank"
 # The backend of a group of one.
@@ -169,7 +169,7 @@ class Group:
     """
 
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None, backend: str | None = None) -> None:
-        self.inline_bytes = _INLINE_BYTES
+        self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent) if backend is None else backend
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
@@ -194,7 +194,13 @@ class Group:
 
     def aside(self, call: Callable[[], None]) -> None:
         """See :class:`transfers.Aside`."""
-        future = self._waits.submit(call)
+        try:
+            if self._waits.ended:
+                raise RuntimeError
+            future = self._waits.submit(call)
+        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
+            call()
+            return
         try:
             future.result()
         finally:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .agreement import value_digest
+from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
 from .flat_param import check_memory, is_dense
 from .placement import hypers_of
@@ -32,6 +33,7 @@ _ELEMENTWISE_NAMES = [
     "SGD",
 ]
 _elementwise: set[type[torch.optim.Optimizer]] = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES}
+_elementwise |= {CPUAdam, CPUAdamW}
 
 
 def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -61,6 +63,12 @@ def check_wrapped_class(cls: object) -> None:
         )
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise ConfigTypeError unless an argument is of the type it must be."""
+    if not isinstance(value, kind):
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
 def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether ``step`` cannot be called without a closure."""
     closure = inspect.signature(cls.step).parameters.get("closure")
@@ -82,6 +90,32 @@ def adopt_errors() -> Iterator[None]:
         if type(error) is not RuntimeError:  # out of memory and the like
             raise
         raise ConfigConflict(str(error)) from error
+
+
+def run_once(params: Iterable[Any]) -> Iterable[Any]:
+    """What :func:`normalized` makes of ``params``; what it raises instead, iterating over the result raises."""
+
+    try:
+        return normalized(params)
+    except Exception as error:  # whatever a generator of the user's raises
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
+
+
+def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
+    """The parameters in what :func:`normalized` returns, in their order; none where it could not."""
+    found: list[Tensor] = []
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping):
+            params = entry["params"]
+            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+        else:
+            found.append(entry[1] if isinstance(entry, tuple) else entry)
+    return found
 
 
 def normalized(params: Iterable[Any]) -> list[Any]:
@@ -276,3 +310,16 @@ def contents(
             if values:
                 yield f"{label} values", value_digest(param)
             index += 1
+
+
+def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
+    """How messages name the parameter with a global index."""
+    start = 0
+    for number, group in enumerate(param_groups):
+        count = len(group["params"])
+        if index < start + count:
+            names = group.get("param_names")
+            name = f" ({names[index - start]})" if names else ""
+            return f"parameter {index}{name} (group {number}, position {index - start})"
+        start += count
+    return f"parameter {index}"

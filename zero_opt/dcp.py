@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .errors import ConfigTypeError, StateDictError
+from .flat_param import is_dtensor
+from .mesh_params import state_like
 from .optimizer import ShardedOptimizer
 from .placement import home_of
 from .state_dict import StateDict, first_state, pack_groups
@@ -22,8 +24,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
 
     Every rank gets the format of :meth:`ShardedOptimizer.state_dict`, with tensors of a parameter's shape as
     ``DTensor`` of that shape, cut by rows (``Shard(0)``) over the ranks, in host memory: 1/world_size of the state per
-    rank. At world size 1 they are plain tensors. Nothing aliases live state. State dict hooks are called as for
-    ``state_dict``.
+    rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing
+    aliases live state. State dict hooks are called as for ``state_dict``.
 
     Trainable parameters that have no state yet are given a place each, so that there is something to load into; the
     entry ``"with_state"`` says which state is real. Nothing is stepped for that: a class from elsewhere than
@@ -80,7 +82,10 @@ def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tenso
 
     recipe = optimizer._recipe
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    made = first_state(recipe.optimizer_class, hypers, param, home_of(recipe.offload, recipe.precision, param)[0])
+    home = home_of(recipe.offload, recipe.precision, param)
+    if is_dtensor(param):
+        return state_like(recipe, hypers, param, home[0])
+    made = first_state(recipe.optimizer_class, hypers, param, home[0])
     group = optimizer._group
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value

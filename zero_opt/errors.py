@@ -35,6 +35,10 @@ class ProcessGroupError(ZeroOptError, RuntimeError):
     """There is no usable process group; the message says what to call first."""
 
 
+class ParamsUnsharded(ZeroOptError, RuntimeError):
+    """FSDP holds gathered copies of parameters, which a step would not reach; the message says what to call first."""
+
+
 class GradientConsumed(ZeroOptError, RuntimeError):
     """``p.grad`` was read or edited after its values had moved into a sharded bucket."""
 
@@ -109,6 +113,10 @@ class NonFiniteGradient(ZeroOptError, RuntimeError):
 
 class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
+
+
+class StateOffloaded(ZeroOptError, RuntimeError):
+    """A step, a load or a reduction was asked for after ``offload_state()``; call ``reload_state()``."""
 
 
 class StateNotConsolidated(ZeroOptError, RuntimeError):

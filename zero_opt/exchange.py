@@ -71,6 +71,11 @@ class StagingPool:
                 buffer = self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
         return buffer[:numel]
 
+    def release(self) -> None:
+        """Let go of all buffers; who holds views of them must let go too. They are made anew when next asked for."""
+        with self._lock:
+            self._buffers.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -53,9 +53,6 @@ def _squares(values: Tensor) -> Iterator[float]:
         norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         yield norm * norm
         return
-    if values.dtype in _NATIVE_DTYPES and native_available():
-        yield grad_squares([values]).total
-        return
     run = _run_of(values)
     for start in range(0, run.numel(), _PIECE_NUMEL):
         widened = run[start : start + _PIECE_NUMEL].double()
@@ -64,8 +61,16 @@ def _squares(values: Tensor) -> Iterator[float]:
 
 def square_sum(grads: Iterable[Tensor | None]) -> float:
     """Sum of squares of all elements, accumulated in fp64."""
+    native: list[Tensor] = []
+    others: list[Tensor] = []
+    kernel = native_available()
+    for grad in grads:
+        if grad is not None:
+            values = _values(grad.detach())
+            (native if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES else others).append(values)
     try:
-        return math.fsum(s for grad in grads if grad is not None for s in _squares(_values(grad.detach())))
+        total = grad_squares(native).total if native else 0.0  # in one call: of many small ones, calls are the cost
+        return math.fsum([total, *(square for values in others for square in _squares(values))])
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 
@@ -81,6 +86,13 @@ class Measured(NamedTuple):
     norm: Tensor
     nonfinite: tuple[int, int] | None
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+        """What ranks have found: (rank, sum of squares, first non-finite parameter or -1), in one order everywhere."""
+        total = sum(square for _, square, _ in rows)
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
+        return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
+
 
 def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> Measured:
     """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
@@ -92,12 +104,15 @@ def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group 
         grads: this rank's part of the gradient; no element is on two ranks.
         params: what the gradients belong to, by global index.
     """
+    rows = look(grads, params, group)
+    return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
+
+
+def look(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> list[tuple[float, float]]:
+    """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
     square = square_sum(grads)
     mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64)
-    rows = [row.tolist() for row in ([mine] if group is None else group.all_gather(mine))]
-    total = sum(row[0] for row in rows)
-    norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
-    return Measured(norm, next(((rank, int(param)) for rank, (_, param) in enumerate(rows) if param >= 0), None))
+    return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
 
 
 def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:

@@ -178,11 +178,10 @@ def build_host_exchange(
     group: ControlGroup, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int
 ) -> Exchange:
     """A shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
-    slot_bytes = max(min(_SLOT_BYTES, largest_bucket_bytes), _LINE_BYTES * group.world_size)
     own, error = None, "the native extension is not built"
     if _native is not None:
         try:
-            own, error = _new_arena(slot_bytes), ""
+            own, error = _new_arena(own_nbytes(group.world_size, largest_bucket_bytes)), ""
         except OSError as found:
             error = f"shared memory: {found}"
     offer: dict[str, Any] = {"host": host_id(), "error": error}
@@ -206,8 +205,14 @@ def build_host_exchange(
     return fallback
 
 
-def _new_arena(slot_bytes: int) -> Arena:
-    arena = Arena.create("zero_opt exchange", PAGE + 2 * page_aligned(slot_bytes))
+def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
+    """Bytes of shared memory that each rank adds: a page of words, and two slots of staging."""
+    slot_bytes = max(min(_SLOT_BYTES, largest_bucket_bytes), _LINE_BYTES * world_size)
+    return PAGE + 2 * page_aligned(slot_bytes)
+
+
+def _new_arena(nbytes: int) -> Arena:
+    arena = Arena.create("zero_opt exchange", nbytes)
     nonce = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8)
     arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES] = nonce
     return arena

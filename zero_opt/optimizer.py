@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,31 +17,37 @@ from .alone_step import AloneStep, check_skippable
 from .collectives import AloneGroup, Group, check_rank, resolve_group
 from .construction import (
     adopt_errors,
-    check_options,
-    check_wrapped_class,
-    is_elementwise,
     normalized,
     normalized_group,
+    param_name,
+    run_once,
     template_of,
+    tensors_of,
 )
-from .errors import ConfigTypeError, OptimizerClosed, StateDictError, UnsupportedOptimizer, ZeroOptError
+from .dtensors import local_of
+from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
+from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
+from .loading import Loading
+from .local_wiring import build_wiring, own_groups
+from .loss_scale import LossScaled, overflowed
+from .mesh_params import MeshParams, admit, mesh_of, steps_apart
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
+from .parked import Parked
 from .placement import Policy as Offload
-from .placement import check_policy as check_offload
-from .placement import check_state, hypers_of, taken_states
+from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
+from .recipe import Recipe
 from .reduction import GradReduction, Policy
-from .reduction import check_policy as check_reduction
-from .state_dict import Refused, StateDict, copied, fitted, match, pack_groups
-from .wiring import Recipe, Wiring
+from .state_dict import StateDict, copied, pack_groups
+from .wiring import Wiring
 
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(torch.optim.Optimizer, Joinable):
+class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -53,10 +59,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
         process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
+            Left out where parameters are DTensors (FSDP2): their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
-        offload: ``None``: state lives with the parameters. :class:`WorkerOffload`: in host memory, stepped by a
-            process beside this one. :class:`NVMeOffload`: in a file, stepped a window at a time.
-        precision: dtypes of the gradient path.
+        offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
+            process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
+        precision: dtypes of the gradient path and of masters.
         max_grad_norm: clip the global gradient norm to this at every step.
         checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
@@ -68,6 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
+        ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
     """
@@ -86,28 +94,28 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         wrong: ZeroOptError | None = None
+        params = run_once(params)
+        over_dtensors = any(map(is_dtensor, tensors_of(params)))
+        self._mesh: MeshParams | None = None
+        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         try:
-            check_reduction(reduction)
-            check_offload(offload)
-            _check_type("precision", precision, MixedPrecision)
-            _check_type("checks", checks, Checks)
-            check_wrapped_class(optimizer_class)
-            max_grad_norm = None if max_grad_norm is None else check_max_norm(max_grad_norm, "max_grad_norm")
+            self._recipe = self._recipe.checked()
+            self._mesh = mesh_of(params, self._recipe, process_group)
         except ZeroOptError as error:  # of one rank alone, the others must hear of it
             wrong = error
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
         self._sharded: Wiring | None = None
         self._inner: torch.optim.Optimizer | None = None
+        self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
-        parent = resolve_group(process_group)
+        parent = None if over_dtensors else resolve_group(process_group)
         alone = parent is None or parent.size() == 1
         if alone and wrong is not None:
             raise wrong
-        if alone and offload is None and precision.master_dtype is None:
+        if alone and not (self._recipe.has_masters if self._mesh is None else steps_apart(self._recipe)):
             self._build_alone(params)
         else:
-            self._build_sharded(params, OwnGroups(parent, checks if wrong is None else Checks()), wrong)
+            self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)
         self._wired = True
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -115,10 +123,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _build_alone(self, params: Iterable[Any]) -> None:
         recipe = self._recipe
         check_skippable(recipe.optimizer_class, recipe.checks)
-        self._alone_step = AloneStep(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
+        kind = AloneStep if self._mesh is None else self._mesh.stepper
+        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
         with adopt_errors():
-            inner = self._recipe.optimizer_class(normalized(params), **self._recipe.defaults)
-        self._inner = inner
+            inner = self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
 
@@ -146,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if wrong is not None:
                     raise wrong
                 self._validate(params)
-            self._sharded = Wiring(self._recipe, groups, self._describe, self)
+            self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
             self._sharded.progress.begins = join_notice(self)
             self._sharded.add_groups()
         except BaseException:
@@ -171,15 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _describe(self, index: int) -> str:
         """How messages name the parameter with a global index."""
-        start = 0
-        for number, group in enumerate(self.param_groups):
-            count = len(group["params"])
-            if index < start + count:
-                names = group.get("param_names")
-                name = f" ({names[index - start]})" if names else ""
-                return f"parameter {index}{name} (group {number}, position {index - start})"
-            start += count
-        return f"parameter {index}"
+        return param_name(self.param_groups, index)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
@@ -194,15 +194,21 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self.param_groups.append(param_group)  # the wrapped class has checked it
             return
         self._require_open()
-        if self._sharded is None:
-            with adopt_errors():
-                self._alone().add_param_group(normalized_group(param_group, len(self.param_groups)))
-            return
         known = len(self.param_groups)
+        if self._sharded is None:
+            self._parked.require_here()
+            with adopt_errors():
+                group = normalized_group(param_group, known)
+                admit(self._mesh, tensors_of([group]), self._recipe)
+                self._alone().add_param_group(group)
+            return
         try:
             with self._sharded.agreement.together("add_param_group()"):
+                self._parked.require_here()
                 with adopt_errors():
-                    super().add_param_group(normalized_group(param_group, known))
+                    group = normalized_group(param_group, known)
+                    admit(self._mesh, tensors_of([group]), self._recipe)
+                    super().add_param_group(group)
                     template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
                 self._recipe.check_params(self.param_groups, self._describe)
             self._sharded.add_groups()
@@ -218,18 +224,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Args:
             closure: called once, with gradients enabled, to recompute the loss; its value is returned.
-            **options: what else the wrapped class's ``step`` takes; at world size 1 only.
+            **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
-            ConfigTypeError: options at world size > 1.
             StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            WorkerDied, WorkerFailed, StorageFailed: the worker cannot take the step, or the disk fails in it; it stays
-                pending, see :meth:`flush`.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
+            WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._sharded is None:
+            self._parked.require_here()
             return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
@@ -238,11 +244,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @_disable_dynamo  # what torch.compile cannot trace, it calls
     def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
         """World size > 1, or an offload."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        parts.take(parts.finish())
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        if not overflowed(self):
+            parts.take(parts.finish())
         return loss
 
     def _params(self) -> list[Tensor]:
@@ -276,6 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
         if error is not None:
             raise error
+        self._parked.require_here()
         return self._alone_step.clip(self._params(), limit)
 
     @property
@@ -299,6 +305,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.no_grad():
                 self._sharded.flush()
 
+    def offload_state(self) -> None:
+        """Give the parameters' device the memory of state, masters and reduced gradients until :meth:`reload_state`.
+
+        Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
+        group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
+        """
+        self._require_open()
+        if self._sharded is not None:
+            self._sharded.leave_device()
+        self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+
+    def reload_state(self) -> None:
+        """Undo :meth:`offload_state`."""
+        if self._sharded is not None:
+            self._sharded.come_back()
+        self._parked.come_back()
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -312,10 +335,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        if self._sharded is None:
-            check_rank(to, 1, "to")
-        else:
+        if self._sharded is not None:
             self._sharded.consolidate(to)
+        elif self._mesh is not None:
+            self._mesh.consolidate(to, self._alone().state_dict()["state"], self.state)
+        else:
+            check_rank(to, 1, "to")
 
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
@@ -335,6 +360,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             hook(self)
         if self._sharded is None:
             state_dict = self._alone().state_dict()
+            if self._mesh is not None:
+                state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -361,32 +388,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        cls, refused = self._recipe.optimizer_class, Refused(strict=strict)
-        error: Exception | None = None
-        states: Mapping[int, Mapping[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        try:
-            states = match(state_dict, self.param_groups, is_elementwise(cls), refused)
-            if self._sharded is not None:
-                check_options(state_dict["param_groups"])
-            states, groups = fitted(states, self.param_groups, state_dict["param_groups"], cls, refused)
-            if self._sharded is not None:
-                states = taken_states(self._recipe.offload, states)
-                check_state(self._recipe.offload, self._recipe.precision, cls, groups, states)
-                self._sharded.placement.wait()
-        except UnsupportedOptimizer as found:
-            error = StateDictError(f"in the state dict, {found}")
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        if self._sharded is not None:
-            self._sharded.agreement.raise_first_error(error, "load_state_dict()")
-        if error is not None:
-            raise error
+        loading = Loading(self, self._recipe, state_dict, strict=strict)
+        loading.check(self._sharded, self._parked)
+        refused, states = loading.refused, loading.states
         if self._sharded is None:
-            self._alone().load_state_dict(refused.for_class(state_dict, states, self.param_groups))
+            loaded = refused.for_class(state_dict, states, self.param_groups)
+            if self._mesh is not None:
+                loaded = self._mesh.spread(loaded, self.param_groups)
+            self._alone().load_state_dict(loaded)
             self._share_inner()
         else:
-            self._sharded.load(states, groups)
+            self._sharded.load(states, loading.groups)
         if self._group.rank == 0:
             refused.say(states, self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -406,8 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """See ``torch.distributed.algorithms.Joinable``."""
-        device: torch.device = self._params()[0].device
-        return device
+        return torch.device(self._params()[0].device)
 
     @property
     def join_process_group(self) -> Any:
@@ -435,21 +446,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._sharded is not None:
             return self._sharded.rows()
         assert self._inner is not None
-        return {
-            index: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entry.items()}
-            for index, entry in copied(self._inner.state_dict()["state"]).items()
-        }
+        return copied(self._inner.state_dict()["state"], torch.device("cpu"))
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
-        ``staging`` is what buckets pass through on their way to and from the other ranks, shared memory included, and
-        the windows of :class:`NVMeOffload`, under which ``state`` is in the file; it is allocated once and reused. Not
-        collective. At world size 1 there are no shards and no staging.
+        ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
+        of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
-        held = {"grad_shards": 0, "staging": 0} if self._sharded is None else self._sharded.memory_report()
-        tensors = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return {**held, "state": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+        held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
+        held |= {} if self._sharded is None else self._sharded.memory_report()
+        tensors = [local_of(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
@@ -460,7 +468,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "on every rank"
             )
         self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_alone_step", "_sharded", "_wired", "_closed")
+        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -489,8 +497,3 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _require_open(self) -> None:
         if self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")

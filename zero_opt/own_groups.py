@@ -20,16 +20,18 @@ class OwnGroups:
     """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
 
     Attributes:
+        neighbours: ranks of which some may share this host's cores and files with this one.
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbours: Group | None = None) -> None:
         timeout = checks.timeout
         several = None if parent is None or parent.size() == 1 else parent
         self.control, self.reduce, self.gather = (
             AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
         )
         self.control.watch(checks.hang_timeout)
+        self.neighbours = neighbours or self.control
         self._side = build_side_group(several, timeout)
         self.service: StateService | None = None
 

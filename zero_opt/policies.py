@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import ConfigError, ConfigTypeError
+from .errors import ConfigConflict, ConfigError, ConfigTypeError
 
 if TYPE_CHECKING:
     import torch
@@ -180,11 +180,15 @@ class WorkerOffload:
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
             next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind.
-        threads: of the worker, at most 1024; ``None``: all cores it may use with ``delay=0``, half with ``delay=1``.
+        threads: of the worker, at most 1024; ``None``: half of the cores it may use with ``delay=1`` or ``speculate``,
+            which leave the rest to this process; else all.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
         hang_timeout: seconds without any progress after which a worker is killed and replaced.
         max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
+        speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
+            second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
+            are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``.
     """
 
     delay: int = 0
@@ -193,13 +197,23 @@ class WorkerOffload:
     hang_timeout: float = 30.0
     max_deaths: int = 3
     selective: Selective | None = None
+    speculate: bool = False
 
     def __post_init__(self) -> None:
         _check_selective("WorkerOffload", self.selective)
+        if self.selective is not None and self.speculate:
+            raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
         if isinstance(self.delay, bool) or not isinstance(self.delay, int):
             raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
         if self.delay not in (0, 1):
             raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
+        if not isinstance(self.speculate, bool):
+            raise ConfigTypeError(f"WorkerOffload.speculate must be True or False, got {self.speculate!r}")
+        if self.speculate and self.delay:
+            raise ConfigConflict(
+                "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
+                "end it, the first ends it a step later; nothing is left to be hidden, so use one of the two"
+            )
         _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
@@ -214,6 +228,11 @@ class WorkerOffload:
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {cores!r}")
         object.__setattr__(self, "cores", tuple(cores))
+
+    @property
+    def beside(self) -> bool:
+        """Whether the worker steps while this process computes."""
+        return self.delay == 1 or self.speculate
 
 
 @dataclass(frozen=True)

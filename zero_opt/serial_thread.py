@@ -16,6 +16,8 @@ _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 # How long the interpreter's exit waits for calls that still run, and for those that have been interrupted.
 _PATIENCE_S = 5.0
 _INTERRUPTED_S = 5.0
+# Set once threads are ended, after which none may be started.
+_over = threading.Event()
 # Every thread that runs: its jobs, and what makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
@@ -38,6 +40,7 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
 @atexit.register
 def _end_all() -> None:
     """A daemon thread that returns from native code while the interpreter is taken down aborts the process."""
+    _over.set()
     for thread, (jobs, interrupt) in list(_running.items()):
         jobs.put(None)
         thread.join(_PATIENCE_S)
@@ -61,11 +64,18 @@ class SerialThread:
         self._stop.atexit = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Queue ``call(*arguments)``; its result or exception arrives in the future."""
+        """Queue ``call(*arguments)``; its result or exception arrives in the future.
+
+        Raises:
+            RuntimeError: the thread does not run yet, and the interpreter's exit has begun.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
-            _running[self._thread] = (self._jobs, self._interrupt)
-            self._thread.start()
+            if _over.is_set():
+                raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
+            thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+            _running[thread] = (self._jobs, self._interrupt)
         future: Future[Any] = Future()
         self._jobs.put((future, call, arguments))
         return future
@@ -74,6 +84,11 @@ class SerialThread:
     def runs(self) -> bool:
         """Whether there is a thread: from the first call to interpreter exit, and in no fork."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def ended(self) -> bool:
+        """Whether interpreter exit has begun, or will not be noticed here, as in a fork: calls would not be run."""
+        return _over.is_set() or (self._thread is not None and not self._thread.is_alive())
 
     @property
     def is_current(self) -> bool:

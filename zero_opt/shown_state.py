@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from .errors import ConfigConflict, StateDictError, ZeroOptError
@@ -15,6 +15,18 @@ from .stand_ins import Kind, StandIns
 from .state_dict import cut
 
 
+class Owner(Protocol):
+    """What has the user's param groups and state: the optimizer, or a view of it."""
+
+    @property
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
+        """See ``torch.optim.Optimizer``."""
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """See ``torch.optim.Optimizer``."""
+
+
 class ShownState:
     """Keeps ``owner.state`` and the live state in step. Nothing here is collective.
 
@@ -22,9 +34,7 @@ class ShownState:
     slice, tensors without elements and the owner's scalars.
     """
 
-    def __init__(
-        self, owner: torch.optim.Optimizer, stand_ins: StandIns, partition: Partition, placement: Placement
-    ) -> None:
+    def __init__(self, owner: Owner, stand_ins: StandIns, partition: Partition, placement: Placement) -> None:
         self._owner, self._stand_ins = owner, stand_ins
         self._partition, self._placement = partition, placement
         self._groups_checked: object = owner.param_groups

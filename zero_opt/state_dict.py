@@ -343,9 +343,14 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
     return part
 
 
-def copied(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """State whose tensors share no memory with the given ones."""
-    return {index: {key: apart(value) for key, value in entry.items()} for index, entry in state.items()}
+def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> dict[int, dict[str, Any]]:
+    """State whose tensors share no memory with the given ones, and are on ``device`` if one is given."""
+    return {
+        index: {
+            key: apart(value).to(device) if isinstance(value, Tensor) else apart(value) for key, value in entry.items()
+        }
+        for index, entry in state.items()
+    }
 
 
 def torch_dtype(name: str) -> torch.dtype:

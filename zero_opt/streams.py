@@ -99,4 +99,4 @@ class Producers:
 
 def build_streams(device: torch.device) -> Streams:
     """The streams of a device."""
-    return NoStreams() if device.type == "cpu" else AcceleratorStreams(device)
+    return NoStreams() if device.type in ("cpu", "meta") else AcceleratorStreams(device)

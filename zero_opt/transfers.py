@@ -105,6 +105,8 @@ class Window:
 def peer_lost(who: str) -> Iterator[None]:
     try:
         yield
+    except PeerLost:
+        raise
     except RuntimeError as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,24 +13,26 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .background_gather import build_gather, check_held
+from .background_gather import build_gather
 from .buckets import GradBucket
 from .collectives import build_exchange
-from .construction import HyperDigest, checked_groups, contents, hyper_contents, is_elementwise, loaded_contents
+from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
+from .loss_scale import unscaling
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
+from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, check_params, home_of, hypers_of, is_by_columns
-from .placement import Policy as Offload
-from .policies import AlreadyReduced, Checks, MixedPrecision
-from .reduction import GradShard, Parts, Policy, build_reduction
+from .placement import Placement, build_placement, home_of, hypers_of, is_by_columns
+from .policies import AlreadyReduced
+from .recipe import Recipe
+from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
-from .shown_state import ShownState
+from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard
 from .whole_state import WholeState
@@ -44,45 +45,6 @@ def _close_all(exchanges: Mapping[str, Exchange]) -> None:
         exchange.close()
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a sharded optimizer is made of, as the user gave it.
-
-    Attributes:
-        defaults: the wrapped class's own arguments.
-    """
-
-    optimizer_class: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
-    reduction: Policy
-    offload: Offload
-    precision: MixedPrecision
-    max_grad_norm: float | None
-    checks: Checks
-
-    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
-        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
-        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
-        model = self.reduction.overlap_param_gather
-        if model is not None:
-            check_held(model, (param for group in param_groups for param in group["params"]), describe)
-
-    def entries(self) -> list[tuple[str, Any]]:
-        """What ranks compare of it."""
-        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-        policies = {
-            "reduction": self.reduction,
-            "offload": self.offload,
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-            "checks.nonfinite": self.checks.nonfinite,
-        }
-        background = self.reduction.overlap_param_gather is not None
-        compared = [(key, repr(value)) for key, value in policies.items()]
-        return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
-
-
 class Wiring:
     """Everything that exists at world size > 1, or with an offload, only.
 
@@ -90,7 +52,12 @@ class Wiring:
     """
 
     def __init__(
-        self, recipe: Recipe, groups: OwnGroups, describe: Callable[[int], str], owner: torch.optim.Optimizer
+        self,
+        recipe: Recipe,
+        groups: OwnGroups,
+        describe: Callable[[int], str],
+        owner: Owner,
+        parked: Parked,
     ) -> None:
         self._recipe, self._groups, self._describe, self._owner = recipe, groups, describe, owner
         self._params: list[Tensor] = []
@@ -100,6 +67,7 @@ class Wiring:
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._guard = StateGuard()
         self._closed = False
+        self._parked = parked
         self._owed = False  # ranks may not have all of each other's updates
         dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
         geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
@@ -121,7 +89,7 @@ class Wiring:
         self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
 
     def _build_placement(self) -> Placement:
@@ -134,7 +102,7 @@ class Wiring:
                     recipe.precision,
                     recipe.optimizer_class,
                     recipe.defaults,
-                    self._groups.control,
+                    self._groups.neighbours,
                     recipe.reduction,
                 )
         except BaseException:
@@ -148,8 +116,7 @@ class Wiring:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: a placement cannot take them. Nothing
-                was taken in.
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
         """
         self.gather.flush()
         values = not isinstance(self._recipe.reduction, AlreadyReduced)
@@ -243,7 +210,7 @@ class Wiring:
         self.gather.flush()
         self.progress.clip_to = clip_to
         self.progress.hypers = self._digest.of(self._param_groups)
-        error = error or self._missed() or self._follow_edits()
+        error = error or self._parked.error() or self._missed() or self._follow_edits()
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -285,7 +252,9 @@ class Wiring:
         if self._nonfinite.skips(look):
             self.progress.skipped()
             return
-        grad_scale = 1.0 if limit is None else float(clip_factor(look().norm, limit))
+        grad_scale = unscaling(self._owner)
+        if limit is not None:
+            grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
         self.gather.run(self.progress.step, self.step(grads, grad_scale))
         self.stepped()
 
@@ -369,8 +338,7 @@ class Wiring:
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
-            WorkerDied, WorkerFailed, StorageFailed: on every rank, if the step cannot be taken on one; it stays pending
-                there.
+            WorkerDied, WorkerFailed, StorageFailed: on every rank, if one cannot take the step; it stays pending there.
         """
         self.placement.require_own()
         self.gather.flush()
@@ -397,11 +365,27 @@ class Wiring:
             self._show_state()
         self.agreement.raise_first_error(conflict)
 
+    def leave_device(self) -> None:
+        """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
+        self.gather.flush()
+        for bucket in self.partition.buckets:
+            bucket.leave()
+            bucket.forget_staging()
+        self.gather.forget()
+        self._pool.release()
+        self._parked.leave(self.placement.resident())
+
+    def come_back(self) -> None:
+        """Undo :meth:`leave_device`, but for what is parked."""
+        for bucket in self.partition.buckets:
+            bucket.come_back()
+
     def memory_report(self) -> dict[str, int]:
-        """Bytes of gradient shards and of staging on this rank."""
+        """Bytes on this rank of gradient shards, of staging, and of state that is not shown."""
         staging = self._pool.nbytes + sum(exchange.nbytes for exchange in self._exchanges.values())
         staging += self.placement.staging_nbytes
-        return {"grad_shards": sum(bucket.shard_nbytes for bucket in self.partition.buckets), "staging": staging}
+        shards = sum(bucket.shard_nbytes for bucket in self.partition.buckets)
+        return {"grad_shards": shards, "staging": staging, "state": self.placement.spare_nbytes}
 
     def _show_state(self) -> None:
         """Let the user's ``state`` show this rank's live state under the user's parameters."""

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +51,20 @@ def allowed_threads(requested: int) -> int:
     from . import _native
 
     return _native.usable_threads(requested)
+
+
+def control_nbytes(lanes: int, runs: int = _MAX_RUNS) -> int:
+    """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
+    from . import _native
+
+    return _native.control_nbytes(lanes, runs)
+
+
+def flushes_denormals() -> bool:
+    """Whether the calling thread takes subnormal numbers as zero (``torch.set_flush_denormal``)."""
+    from . import _native
+
+    return _native.flushes_denormals()
 
 
 class _Child:
@@ -186,6 +200,18 @@ class _Held:
             os.close(fd)
 
 
+@contextlib.contextmanager
+def _forbidden() -> Iterator[None]:
+    """Say what a worker needs where the system does not grant it (a container's seccomp profile)."""
+    try:
+        yield
+    except PermissionError as error:
+        raise WorkerFailed(
+            f"the system does not let this process make what a worker needs, memfd_create and pidfd_open ({error}); "
+            "allow them, or leave out offload="
+        ) from error
+
+
 class WorkerProcess:
     """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
 
@@ -195,15 +221,13 @@ class WorkerProcess:
     """
 
     def __init__(self, policy: WorkerOffload, cores: Sequence[int], lanes: int) -> None:
-        from . import _native
-
         self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
         self._pid = os.getpid()
-        nbytes = _native.control_nbytes(lanes, _MAX_RUNS)
-        with memory_errors(nbytes, "the control area of this rank's worker"):
+        nbytes = control_nbytes(lanes)
+        with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
+            self._held = _Held()
         self._connect()
-        self._held = _Held()
         self._close = weakref.finalize(self, self._held.close)
         self.deaths = 0
         self._fruitless = 0
@@ -295,8 +319,9 @@ class WorkerProcess:
         self._at_death = progress
         if self._fruitless >= self._policy.max_deaths:
             deaths, self._fruitless = self._fruitless, 0
+            step = self._control.submitted or self._control.drafted
             raise WorkerDied(
-                f"{message}; {deaths} in a row have not got on with step {self._control.submitted}. Parameters and "
+                f"{message}; {deaths} in a row have not got on with step {step}. Parameters and "
                 "state are intact: opt.flush(), on every rank, tries again"
             )
         _log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)
@@ -313,6 +338,29 @@ class WorkerProcess:
         self.require_own()
         return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals)
 
+    def draft(self, batches: Batches, *, flush_denormals: bool = False) -> int:
+        """Have the worker make runs from bank to bank, on any one thread at a time; returns :attr:`drafted`.
+
+        One that writes where an earlier one does takes a :meth:`void_drafts` in between, or that one to be done.
+
+        Raises:
+            ValueError: something that the worker cannot do. OverflowError: no room until it has done more.
+        """
+        return self._control.draft(batches, self._held.wake, flush_denormals=flush_denormals)
+
+    @property
+    def drafted(self) -> int:
+        """How many drafts have been submitted, ever."""
+        return self._control.drafted
+
+    def void_drafts(self) -> None:
+        """No draft submitted so far counts; the worker goes on to what is submitted after."""
+        self._control.void_drafts()
+
+    def wait_drafts(self, drafts: int) -> None:
+        """As :meth:`wait`, until so many drafts have been made, or were void."""
+        self._watch(lambda control, *how: control.wait_drafts(drafts, *how))
+
     def wait(self, sequence: int) -> None:
         """Return when a step is done, however many workers it takes.
 
@@ -320,12 +368,16 @@ class WorkerProcess:
             WorkerDied: they die, or get stuck, without getting on. KeyboardInterrupt: within about 0.1 s; the step is
             not lost, and may be waited for again.
         """
+        self._watch(lambda control, *how: control.wait(sequence, *how))
+
+    def _watch(self, wait: Callable[..., str]) -> None:
+        """Wait for a worker by a call of the control area's, replacing those that die or get stuck."""
         self.require_own()
         idle, seen = 0.0, self._control.progress
         while True:
             child = self._held.child or self._spawn()
             before = time.monotonic()
-            state = self._control.wait(sequence, self._held.done, child.pidfd, _LOOK_S)
+            state = wait(self._control, self._held.done, child.pidfd, _LOOK_S)
             if state == "done":
                 return
             progress = self._control.progress

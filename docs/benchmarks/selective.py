@@ -86,18 +86,18 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
         home.set_stretches = counted
 
 
-def train(offload: Any, seed: int, steps: int, corpus: Corpus) -> Outcome:
+def train(offload: Any, seed: int, steps: int, lr: float, corpus: Corpus) -> Outcome:
     """Train, and look at the held-out text now and then."""
     model, outcome = GPT(ModelSize(), seed=seed), Outcome()
     optimizer = zero_opt.ShardedOptimizer(
-        parameter_groups(model), torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.95), fused=True, offload=offload,
+        parameter_groups(model), torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), fused=True, offload=offload,
         max_grad_norm=1.0,
     )  # fmt: skip
     count_work(optimizer, outcome)
     for step in range(steps):
         for group in optimizer.param_groups:
             warm_up = min(1.0, (step + 1) / max(1, steps // 20))
-            group["lr"] = 5e-3 * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            group["lr"] = lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         tokens, targets = random_batch(corpus.train, 16, model.size.context, seed * steps + step)
         model.loss(tokens, targets).backward()
         optimizer.step()
@@ -120,8 +120,9 @@ def report(results: dict[str, list[Outcome]], arguments: argparse.Namespace) -> 
         f"`{command(SCRIPT)}`",
         "",
         f"{machine()}. Held-out bits per byte of the demo model after {arguments.steps} steps, {seeds} seeds; windows "
-        f"of {arguments.update_interval} steps, columns selected every {arguments.select_interval}, the first {warm_up} "
-        "steps plain. Work: elements stepped off device, beside every step's.",
+        f"of {arguments.update_interval} steps, columns selected every {arguments.select_interval}, the first "
+        f"{warm_up} steps plain; peak learning rate {arguments.lr:g}. Work: elements stepped off device, beside "
+        "every step's.",
         "",
         "| columns stepped at every step | mean | beside every step | per seed | work off device |",
         "| --- | ---: | ---: | --- | ---: |",
@@ -156,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=230)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate, of all")
     parser.add_argument("--topk-ratio", type=float, default=0.1)
     parser.add_argument("--update-interval", type=int, default=4)
     parser.add_argument("--select-interval", type=int, default=4)
@@ -166,7 +168,7 @@ def main() -> None:
     results: dict[str, list[Outcome]] = {name: [] for name in policies(arguments)}
     for seed in range(arguments.seeds):
         for name, offload in policies(arguments).items():
-            results[name].append(train(offload, seed, arguments.steps, corpus))
+            results[name].append(train(offload, seed, arguments.steps, arguments.lr, corpus))
             print(f"seed {seed}, {name}: {results[name][-1].bits[arguments.steps]:.4f}", file=sys.stderr, flush=True)
     text = report(results, arguments)
     print(text)

@@ -24,6 +24,8 @@ LAST = "  if (done == count) commit(lane, progress_word(step.sequence, count + 1
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
 LANES = "  if (head.numel > kAloneNumel) {\n"
+DRAFTS_DONE = "    control.drafts_done.store(done, std::memory_order_release);\n"
+MAKE_DRAFTS = "      batch.make(arena.base(), mapped_bytes, lanes);\n"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Mutant:
         replacements: texts and what comes in their place.
         deaths: how many it takes to show; with 0, a step that nobody disturbs is wrong.
         file: of the native sources.
+        shape: of the sweep that notices.
     """
 
     name: str
     replacements: tuple[tuple[str, str], ...]
     deaths: int = 1
     file: str = PROTOCOL
+    shape: str = "short"
 
     def applied(self, source: str) -> str:
         """The mutated source. Raises ValueError unless every text is there exactly once."""
@@ -135,6 +139,32 @@ MUTANTS = (
         "a step is complete before it is made",
         ((COMPLETED, ""), (LANES, COMPLETED + LANES)),
         file="logged_step.cpp",
+    ),
+    Mutant(
+        "drafts are done before they are made",
+        ((MAKE_DRAFTS, DRAFTS_DONE.replace("done,", "batch.last() + origin,") + MAKE_DRAFTS),),
+        file="draft_queue.cpp",
+        shape="drafted",
+    ),
+    Mutant(
+        "a draft writes a moment where it reads it, too",
+        (
+            (
+                "    stream_block(to, run.moment_format, block, fresh);\n",
+                "    stream_block(to, run.moment_format, block, fresh);\n"
+                "    stream_array(fresh.exp_avg, block.begin, block.end - block.begin, 4, run.from.exp_avg);\n",
+            ),
+        ),
+        deaths=0,
+        file="draft.inl",
+        shape="drafted",
+    ),
+    Mutant(
+        "a draft is made a block short",
+        (("number < range.last; ++number", "number + (range.last > 1) < range.last; ++number"),),
+        deaths=0,
+        file="draft.inl",
+        shape="drafted",
     ),
     Mutant(
         "a successor begins with the first log whatever the block",

@@ -61,20 +61,26 @@ class Places {
   char* next_;
 };
 
-AdamRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
+zero_opt::AdamArrays bank(const Scenario& scenario, std::int64_t n, Places& places) {
   const bool blocks = scenario.moments == Format::kBlock8;
   const std::int64_t moment = n * zero_opt::bytes_of(scenario.moments);
   const std::int64_t bases = (n + kCutNumel - 1) / kCutNumel * 2;
+  zero_opt::AdamArrays arrays = {};
+  arrays.param = places.take<void>(n * (scenario.has_remainder ? 2 : 4));
+  arrays.remainder = places.take<std::int16_t>(n * 2, scenario.has_remainder);
+  arrays.exp_avg = places.take<void>(moment);
+  arrays.exp_avg_sq = places.take<void>(moment);
+  arrays.exp_avg_base = places.take<std::uint16_t>(bases, blocks);
+  arrays.exp_avg_sq_base = places.take<std::uint16_t>(bases, blocks);
+  arrays.max_exp_avg_sq = places.take<float>(n * 4, scenario.amsgrad);
+  return arrays;
+}
+
+AdamRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
   AdamRun run = {};
   run.numel = n;
-  run.from.param = places.take<void>(n * (scenario.has_remainder ? 2 : 4));
-  run.from.remainder = places.take<std::int16_t>(n * 2, scenario.has_remainder);
-  run.from.exp_avg = places.take<void>(moment);
-  run.from.exp_avg_sq = places.take<void>(moment);
-  run.from.exp_avg_base = places.take<std::uint16_t>(bases, blocks);
-  run.from.exp_avg_sq_base = places.take<std::uint16_t>(bases, blocks);
-  run.from.max_exp_avg_sq = places.take<float>(n * 4, scenario.amsgrad);
-  run.to = run.from;
+  run.from = bank(scenario, n, places);
+  run.to = scenario.drafted ? bank(scenario, n, places) : run.from;
   run.grad = places.take<void>(n * zero_opt::bytes_of(scenario.grad));
   run.out = places.take<void>(n * zero_opt::bytes_of(scenario.out), scenario.has_out);
   run.grad_format = scenario.grad;
@@ -104,7 +110,7 @@ class Event {
 }  // namespace
 
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes) {
-  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes};
+  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted"};
   if (name == "bf16") {
     found.grad = found.out = Format::kBfloat16;
     found.has_out = true;
@@ -119,7 +125,7 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
-  found.numels = shape == "cut" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
+  found.numels = shape != "short" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
   return found;
 }
 
@@ -159,7 +165,11 @@ Case::Case(const Scenario& scenario, const std::string& isa)
   control.submit(batches(arena.base(), 1.0), wake.fd(), false, isa_);
   control.finish();
   fill_gradients(arena.base(), 2);
-  control.submit(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+  if (scenario_.drafted) {
+    control.draft(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+  } else {
+    control.submit(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+  }
   begun_ = arena.image();
 }
 
@@ -179,7 +189,9 @@ std::vector<zero_opt::AdamBatch> Case::batches(char* base, double step) const {
   for (const std::int64_t numel : scenario_.numels) {
     zero_opt::AdamHypers hypers = kHypers;
     hypers.lr *= static_cast<double>(found.size() + 1);
-    found.push_back({hypers, {{placed(scenario_, numel, places), step, nullptr}}});
+    AdamRun run = placed(scenario_, numel, places);
+    if (step == 1.0) run.to = run.from;
+    found.push_back({hypers, {{run, step, nullptr}}});
   }
   return found;
 }
@@ -211,22 +223,33 @@ void Case::fill_gradients(char* base, std::uint64_t seed) const {
 }
 
 std::uint64_t Case::blocks() const {
-  const auto* control = reinterpret_cast<const zero_opt::ControlBlock*>(begun_.data());
-  return static_cast<std::uint64_t>(control->step.blocks);
+  std::uint64_t blocks = 0;
+  for (const std::int64_t numel : scenario_.numels) blocks += static_cast<std::uint64_t>(zero_opt::log_blocks(numel));
+  return blocks;
 }
 
 void Case::finish(char* base) const {
-  zero_opt::finish_step(ArenaView(base, scenario_.lanes, kMaxRuns), bytes_, static_cast<int>(scenario_.lanes));
+  const ArenaView view(base, scenario_.lanes, kMaxRuns);
+  zero_opt::finish_step(view, bytes_, static_cast<int>(scenario_.lanes));
+  zero_opt::finish_drafts(view, bytes_, static_cast<int>(scenario_.lanes));
 }
 
 bool Case::finished(const char* base, std::string& what) const {
-  const ArenaView view(const_cast<char*>(base), scenario_.lanes, kMaxRuns);
   what.clear();
   for (std::size_t at = control_bytes_; at < bytes_ && what.empty(); ++at) {
     if (std::memcmp(base + at, reference_.data() + at, bytes_ - at) == 0) break;
     if (base[at] != reference_[at]) what = "byte " + std::to_string(at - control_bytes_) + " of the data";
   }
+  return words_finished(base, what) && what.empty();
+}
+
+bool Case::words_finished(const char* base, std::string& what) const {
+  const ArenaView view(const_cast<char*>(base), scenario_.lanes, kMaxRuns);
   const zero_opt::ControlBlock& control = view.control();
+  if (scenario_.drafted) {
+    if (control.drafts_done.load() != scenario_.numels.size()) what += " number of drafts";
+    return what.empty();
+  }
   if (control.submitted.load() != 2 || control.completed.load() != 2) what += " sequence numbers";
   const std::uint64_t counted = control.nonfinite.load();
   if (counted != static_cast<std::uint64_t>(nonfinite_)) what += " " + std::to_string(counted) + " not finite";

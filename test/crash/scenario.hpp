@@ -21,9 +21,10 @@ struct Scenario {
   bool has_out, has_remainder, amsgrad;
   std::vector<std::int64_t> numels;
   std::size_t lanes;
+  bool drafted;  // the second step is a draft, to another bank
 };
 
-// The scenario of that name with runs that are short, or cut within ("cut"). Throws std::invalid_argument for another.
+// The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
 // A run over four arrays of floats, one after the other: param, exp_avg, exp_avg_sq, gradient.
@@ -58,14 +59,16 @@ class Case {
   std::uint64_t blocks() const;
   const Image& begun() const { return begun_; }
 
-  // What a worker does with the step, or with what is left of it. Throws what finish_step throws.
+  // What a worker does with the step, or with what is left of it. Throws what finish_step and finish_drafts throw.
   void finish(char* base) const;
   // Whether all that counts is there: the bits of a plain step in all arrays, how many gradients were not finite, and
   // the words. If not, ``what`` says where.
   bool finished(const char* base, std::string& what) const;
 
  private:
+  // Of the first step, in place, or of the second.
   std::vector<zero_opt::AdamBatch> batches(char* base, double step) const;
+  bool words_finished(const char* base, std::string& what) const;
   void fill(char* base) const;
   void fill_gradients(char* base, std::uint64_t seed) const;
   void make_reference();

@@ -22,11 +22,11 @@ from test.distributed.scenario import values
 from test.distributed.test_worker_offload import assert_as_simulated, make, simulate, train_ranks, worker_of
 
 SECONDS = 1200 if LONG else 60  # nothing hangs
-# On each of two ranks, with and without a delay.
+# On each of two ranks, whatever the offload.
 KILLS = 520 if LONG else 30
 STOPPED_STEPS = 90 if LONG else 8
 NUMEL = 300_000
-DELAYS = pytest.mark.parametrize("delay", [0, 1])
+WAYS = pytest.mark.parametrize("way", [{}, {"delay": 1}, {"speculate": True}], ids=["at once", "delay", "speculate"])
 
 
 def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, int, int], None]:
@@ -38,31 +38,31 @@ def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, in
     return strike
 
 
-@DELAYS
-def test_workers_die_and_stop_in_training(delay: int) -> None:
-    offload = zero_opt.WorkerOffload(delay, hang_timeout=0.3)
+@WAYS
+def test_workers_die_and_stop_in_training(way: dict[str, Any]) -> None:
+    offload = zero_opt.WorkerOffload(**way, hang_timeout=0.3)
 
     def run(rank: int, world_size: int) -> Any:
         strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
         return train_ranks(rank, world_size, 12, meanwhile=strike, offload=offload)
 
     found = run_processes(2, run, timeout=SECONDS)
-    assert_as_simulated(found, simulate(2, 12, delay))
+    assert_as_simulated(found, simulate(2, 12, way.get("delay", 0)))
     assert all(deaths for _, _, deaths in found)
 
 
-@DELAYS
-def test_workers_are_stopped_between_steps(delay: int) -> None:
-    offload, begin = zero_opt.WorkerOffload(delay, hang_timeout=0.2, max_deaths=50), time.monotonic()
+@WAYS
+def test_workers_are_stopped_between_steps(way: dict[str, Any]) -> None:
+    offload, begin = zero_opt.WorkerOffload(**way, hang_timeout=0.2, max_deaths=50), time.monotonic()
 
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, STOPPED_STEPS, meanwhile=_killer((signal.SIGSTOP,)), offload=offload)
 
     found = run_processes(2, run, timeout=SECONDS)
-    assert_as_simulated(found, simulate(2, STOPPED_STEPS, delay))
+    assert_as_simulated(found, simulate(2, STOPPED_STEPS, way.get("delay", 0)))
     stops = [deaths for _, _, deaths in found]
     assert sum(stops) >= (50 if LONG else 2)
-    print(f"\nSIGSTOP, delay {delay}: {stops} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
+    print(f"\nSIGSTOP, {way}: {stops} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
 
 
 def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> Any:
@@ -95,12 +95,12 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
     return [param.detach() for param in params], worker.deaths
 
 
-@DELAYS
-def test_workers_are_killed_at_any_time(delay: int) -> None:
-    offload, begin = zero_opt.WorkerOffload(delay, max_deaths=1000), time.monotonic()
+@WAYS
+def test_workers_are_killed_at_any_time(way: dict[str, Any]) -> None:
+    offload, begin = zero_opt.WorkerOffload(**way, max_deaths=1000), time.monotonic()
     calm, fired = (run_processes(2, _train_under_fire, offload, kills, timeout=SECONDS) for kills in (0, KILLS))
     for (one, _), (other, deaths) in zip(calm, fired, strict=True):
         assert_bitwise(one, other)
         assert deaths > (0.95 * KILLS if LONG else 0)
     kills = [deaths for _, deaths in fired]
-    print(f"\nSIGKILL, delay {delay}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
+    print(f"\nSIGKILL, {way}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")

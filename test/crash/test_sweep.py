@@ -52,6 +52,17 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
     print(f"\nsweep {isa} {scenario}: {first}; nested {nested}")
 
 
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact"))
+def test_a_successor_makes_a_draft_again_from_what_a_kill_leaves(totals: Totals, isa: str, scenario: str) -> None:
+    """The bank that counts is never touched."""
+    for lanes in (1, 2) if LONG else (2,):
+        swept = sweep(built("sweep"), isa, scenario, "drafted", lanes, 1, 41 if LONG else 0)
+        assert swept.right, swept.said
+        assert swept.first.points > 2000
+        totals.first, totals.nested = totals.first + swept.first, totals.nested + swept.nested
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_apply(mutant: Mutant) -> None:
     source = (NATIVE / mutant.file).read_text()
@@ -68,7 +79,8 @@ def test_mutants_are_caught(mutant: Mutant) -> None:
     isa = _native.isas()[-1]
     program = built_mutant(mutant, isa)
     nested_every = 3 if mutant.deaths > 1 else 0
-    swept = sweep(program, isa, "bf16", "short", 1, 1, nested_every, "first")
+    lanes = 2 if mutant.shape == "drafted" else 1
+    swept = sweep(program, isa, "bf16", mutant.shape, lanes, 1, nested_every, "first")
     assert swept.undisturbed == (mutant.deaths > 0)
     assert not swept.right
     assert bool(swept.first.divergent) == (mutant.deaths < 2)

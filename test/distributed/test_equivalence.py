@@ -62,6 +62,14 @@ def elementwise(foreach: bool) -> list[Case]:
     ]
 
 
+def native() -> list[Case]:
+    """Elementwise classes of this package."""
+    return [
+        case(zero_opt.CPUAdam, {"lr": 0.003, "betas": (0.8, 0.9), "amsgrad": True}, lr=0.01),
+        case(zero_opt.CPUAdamW, {"lr": 0.02, "weight_decay": 0.3, "eps": 1e-4}, lr=0.01),
+    ]
+
+
 def whole_params() -> list[Case]:
     """Classes whose parameters stay whole."""
     filled = tuple(shape for shape in SHAPES if 0 not in shape)  # torch's Adafactor divides by an empty one's numel
@@ -104,7 +112,7 @@ def _check(runs: Sequence[list[Any]], cases: Sequence[Case], reductions: Sequenc
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_elementwise_classes(world_size: int, reduction: Any, foreach: bool) -> None:
-    cases = elementwise(foreach)
+    cases = [*elementwise(foreach), *native()]
     _check(run_threads(world_size, _train_all, cases, [reduction]), cases, [reduction])
 
 

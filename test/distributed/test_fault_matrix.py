@@ -50,30 +50,34 @@ def _construct(rank: int, fault: ConstructorFault) -> Outcome:
     return Outcome("none", "", time.monotonic() - begin, [], "")
 
 
-def _act(rank: int, fault: Fault) -> Outcome:
-    bench = Bench(rank, **fault.options())
+def _act(bench: Bench, fault: Fault) -> Outcome:
+    before, name, message, begin = bench.snapshot(), "none", "", time.monotonic()
     try:
-        before, name, message, begin = bench.snapshot(), "none", "", time.monotonic()
-        try:
-            fault.act(bench)
-        except zero_opt.ZeroOptError as error:
-            name, message = type(error).__name__, str(error)
-        seconds, after = time.monotonic() - begin, ""
-        changed = [] if fault.mend is None else list(bitwise_difference(bench.snapshot(), before))
-        if fault.mend is not None:
-            fault.mend(bench)
-            bench.step(2)
-            after = str([param.tolist() for param in bench.params])
-        return Outcome(name, message, seconds, changed, after)
-    finally:
-        bench.opt.close()
+        fault.act(bench)
+    except zero_opt.ZeroOptError as error:
+        name, message = type(error).__name__, str(error)
+    seconds = time.monotonic() - begin
+    if fault.mend is None:
+        return Outcome(name, message, seconds, [], "")
+    changed = list(bitwise_difference(bench.snapshot(), before))
+    fault.mend(bench)
+    bench.step(2)
+    return Outcome(name, message, seconds, changed, str([param.tolist() for param in bench.params]))
 
 
 def _meet_all(rank: int, world_size: int) -> dict[str, Outcome]:
-    return {
-        name: _construct(rank, fault) if isinstance(fault, ConstructorFault) else _act(rank, fault)
-        for name, fault in FAULTS.items()
-    }
+    outcomes, bench = dict[str, Outcome](), Bench(rank)
+    for name, fault in FAULTS.items():
+        if isinstance(fault, ConstructorFault):
+            outcomes[name] = _construct(rank, fault)
+        elif fault.mend is None or fault.options is not dict:
+            own = Bench(rank, **fault.options())
+            outcomes[name] = _act(own, fault)
+            own.opt.close()
+        else:
+            outcomes[name] = _act(bench, fault)
+    bench.opt.close()
+    return outcomes
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,47 @@ def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
     assert_bitwise(found, run_processes(2, _fails_nowhere, tmp_path, timeout=SECONDS))
 
 
+def _goes_on(rank: int, world_size: int, path: Path, fails: bool) -> Any:
+    """Without a flush: all hear of the failure in their next step, and the one after that brings in what is pending."""
+    params = make_params()
+    optimizer = make(params, path)
+
+    def give(step: int) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(params, [values(step, 1, rank, i, shape) for i, shape in enumerate(SHAPES)])
+
+    give(0)
+    write, broken = os.pwritev, [fails and rank == 1]
+
+    def pwritev(*given: Any) -> int:
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*given)
+
+    os.pwritev = pwritev
+    if broken[0]:
+        with pytest.raises(zero_opt.StorageFailed, match=r"writing .* failed"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    broken[0] = False
+    give(1)
+    if fails:
+        with pytest.raises(zero_opt.StepFailed, match="StorageFailed: writing"):
+            optimizer.step()
+        give(1)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [param.detach() for param in params], state
+
+
+def test_a_failure_that_nobody_flushes(tmp_path: Path) -> None:
+    found, wanted = (run_processes(2, _goes_on, tmp_path, fails, timeout=SECONDS) for fails in (True, False))
+    assert_bitwise(found, wanted)
+
+
 def test_an_edit_between_the_failure_and_the_flush_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = make(params, tmp_path)
@@ -249,6 +290,8 @@ def _bad_path(rank: int, world_size: int, path: Path) -> None:
         make(make_params(), wanted)
     if rank == 0:
         (path / "file").touch()
+    with pytest.raises(zero_opt.StorageFailed, match=r"no file for optimizer state can be made in '/proc'"):
+        make(make_params(), "/proc")
     with pytest.raises(zero_opt.StorageFailed, match=r"Not a directory"):
         make(make_params(), path / "file" if rank == 0 else path)
 

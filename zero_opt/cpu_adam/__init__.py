@@ -6,7 +6,7 @@ converts between live and plain state, ``checks`` decides what an address may be
 
 from __future__ import annotations
 
-from .checks import native_available, require_native
+from .checks import native_available, native_isas, require_native
 from .optimizers import CPUAdam, CPUAdamW
 from .update import AdamHypers, AdamUpdate, GradSquares, adam_update_, grad_squares
 
@@ -19,5 +19,6 @@ __all__ = [
     "adam_update_",
     "grad_squares",
     "native_available",
+    "native_isas",
     "require_native",
 ]

@@ -40,6 +40,18 @@ def require_native() -> None:
         ) from error
 
 
+def native_isas() -> tuple[str, list[str]]:
+    """The instruction set whose kernels are used here, and all that there are kernels for here.
+
+    Raises:
+        NativeUnavailable: there are none.
+    """
+    require_native()
+    from .. import _native
+
+    return _native.isa(), _native.isas()
+
+
 def native_available() -> bool:
     """Whether the native extension can be used here."""
     try:

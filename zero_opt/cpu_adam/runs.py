@@ -82,7 +82,9 @@ class BoundRun:
         *,
         step: float = 1.0,
         kept_step: Tensor | None = None,
+        to: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """``to`` is state to be written in place of that in ``arrays``, in stretches of memory likewise."""
         from .. import _native
 
         self.order = storage_order(arrays["param"])
@@ -105,6 +107,7 @@ class BoundRun:
             moment_dtype=DTYPE_NAMES[arrays["exp_avg"].dtype],
             out_dtype=DTYPE_NAMES[torch.float32 if out is None else out.dtype],
             step=step,
+            to={role: tensor.data_ptr() for role, tensor in (to or {}).items()},
         )
 
     def _staged_copy(self, tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
 from .nvme import NVMePlacement
 from .selective import SelectivePlacement
+from .speculation import SpeculativePlacement
 from .units import DeviceUnits
 from .worker import WorkerPlacement
 
@@ -154,7 +155,7 @@ def is_by_columns(policy: Policy, param: Tensor) -> bool:
     return policy is not None and policy.selective is not None and is_matrix(param)
 
 
-def taken_states(policy: Policy, states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
+def taken_states(policy: Policy, states: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     """Loaded states without what a placement would keep and not follow."""
     return without_extra(states) if policy is None or policy.selective is None else states
 
@@ -164,6 +165,11 @@ def home_of(policy: Policy, precision: MixedPrecision, param: Tensor) -> tuple[t
     masters = policy is not None or precision.master_dtype is not None
     dtype = torch.float32 if masters and param.dtype in HALVES else param.dtype
     return dtype, param.device if policy is None else torch.device("cpu")
+
+
+def grad_buffers_of(policy: WorkerOffload, reduction: Reduction) -> int:
+    """How many buffers a worker's gradients have: buckets are reduced into one while it reads the other."""
+    return 1 if isinstance(reduction, AlreadyReduced) else 1 + policy.delay
 
 
 def build_placement(
@@ -180,14 +186,11 @@ def build_placement(
         reduction: where gradients come from.
     """
     if policy is not None and policy.selective is not None:
-        # A step is brought in before the next gradients are put where it reads them.
-        home = _build_whole(policy, precision, optimizer_class, defaults, group, 1)
+        # Like gradients that are reduced already, means come after a pending step has been brought in.
+        home = _build_whole(policy, precision, optimizer_class, defaults, group, AlreadyReduced())
         delay = policy.delay if isinstance(policy, WorkerOffload) else 0
         return SelectivePlacement(policy.selective, home, group, optimizer_class, defaults, delay)
-    grad_buffers = 1
-    if isinstance(policy, WorkerOffload) and not isinstance(reduction, AlreadyReduced):
-        grad_buffers += policy.delay
-    return _build_whole(policy, precision, optimizer_class, defaults, group, grad_buffers)
+    return _build_whole(policy, precision, optimizer_class, defaults, group, reduction)
 
 
 def _build_whole(
@@ -196,11 +199,13 @@ def _build_whole(
     optimizer_class: type[torch.optim.Optimizer],
     defaults: Mapping[str, Any],
     group: Group,
-    grad_buffers: int,
+    reduction: Reduction,
 ) -> Placement:
     """What steps all of a shard in one place."""
     if isinstance(policy, WorkerOffload):
-        return WorkerPlacement(policy, defaults, group, grad_buffers)
+        if policy.speculate:
+            return SpeculativePlacement(policy, defaults, group, reduction)
+        return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
     if isinstance(policy, NVMeOffload):
         return NVMePlacement(policy, defaults)
     bucketwise = steps_params_apart(optimizer_class)

@@ -40,12 +40,16 @@ class ArenaShard(StateShard):
 
     There is always a master. Arrays are more: out, the new parameters in their own dtype, where that is not fp32; as
     many grad0, grad1 as asked for.
+
+    Attributes:
+        bank: per slice, in which bank of arrays its state is; there is one, 0.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
         self.lodged = bucket.shard_dtype in GRAD_DTYPES and bucket.device.type == "cpu"
         self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
+        self.bank = [0] * len(self.pieces)
         self._sections: dict[str, Section] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -60,6 +64,11 @@ class ArenaShard(StateShard):
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.lodged else 1)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of state that does not count."""
+        return 0
+
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
         for role, dtype in arrays.items():
@@ -71,6 +80,9 @@ class ArenaShard(StateShard):
         """Make the views of the arena as it is mapped now."""
         numel = self.bucket.shard_numel
         self._arrays = {role: arena.view(at, numel, dtype) for role, (at, dtype) in self._sections.items()}
+        for role in self._arrays:
+            if role.startswith("grad"):
+                self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state
         self._renew_views()
         self._copies.clear()
         if self.lodged:
@@ -102,28 +114,33 @@ class ArenaShard(StateShard):
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
-        """One native run, and its place in the shard, per stretch of neighbouring slices at one step count."""
+        """One native run, and its place in the shard, per stretch of neighbouring slices at one step count and bank."""
         counts = self.steps.tolist()
+
+        def kind(at: tuple[int, int]) -> tuple[int, float, int]:
+            return at[1] - at[0], counts[at[1]], self.bank[at[1]]
+
+        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
+        roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
         whole = [position for position in positions if position not in self.stretches]
-        for (_, count), members in groupby(enumerate(whole), lambda at: (at[1] - at[0], counts[at[1]])):
+        for (_, count, bank), members in groupby(enumerate(whole), kind):
             found = [position for _, position in members]
             start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
             if stop > start:
-                yield self._run(slice(start, stop), count + 1, amsgrad=amsgrad), slice(start, stop)
+                yield self._run(roles, slice(start, stop), count + 1, bank), slice(start, stop)
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:
                 where = slice(first + start, first + stop)
-                yield self._run(where, count + 1, amsgrad=amsgrad), where
+                yield self._run(roles, where, count + 1, self.bank[position]), where
 
-    def _run(self, where: slice, step: float, *, amsgrad: bool) -> BoundRun:
-        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
-        if amsgrad:
-            roles[MAXIMUM] = MAXIMUM
-        if self.param_dtype in HALVES:
-            roles["out"] = "out"
-        arrays = {role: self._arrays[name][where] for role, name in roles.items()}
+    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
+        """A run of some elements; ``roles`` names the array of each of its parts."""
+        arrays = {role: self._arrays[name][where] for role, name in roles.items()} | self._out(where)
         return BoundRun(arrays, self.grad_dtype, step=step)
+
+    def _out(self, where: slice) -> dict[str, Tensor]:
+        return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
 
     def count_step(self, positions: Collection[int]) -> None:
         """These slices have been stepped; nobody reads the gradients any more."""

@@ -64,6 +64,10 @@ class Placement(Protocol):
     def pending(self) -> bool:
         """Whether a step has been taken whose result is not in the parameters yet."""
 
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of this rank's memory for state beside those that :meth:`state` shows."""
+
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """The buckets that :meth:`step` will update, the same on every rank.
 
@@ -129,6 +133,7 @@ class AtOnce:
     """The part of a :class:`Placement` that is about pending steps, for one that never has any and stages nothing."""
 
     pending = False
+    spare_nbytes = 0
     staging_nbytes = 0
 
     def require_own(self) -> None:

@@ -39,8 +39,8 @@ class CoreSplit(NamedTuple):
 def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, sharers: int) -> CoreSplit:
     """Divide cores between worker and trainer.
 
-    With ``delay=0`` one of the two waits for the other, so both may use all. Cores that several ranks share, or a
-    single one, are not divided.
+    Where one of the two waits for the other, as with ``delay=0``, both may use all. Cores that several ranks share, or
+    a single one, are not divided.
 
     Args:
         usable: cores that this process may use, those that share hardware side by side.
@@ -54,9 +54,9 @@ def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, shar
         if not set(policy.cores) <= set(usable):
             raise ConfigError(f"WorkerOffload.cores={policy.cores}: this process may use {sorted(usable)} alone")
         rest = tuple(core for core in usable if core not in policy.cores)
-        confined = rest if policy.delay and sharers == 1 else ()
+        confined = rest if policy.beside and sharers == 1 else ()
         return CoreSplit(policy.cores, policy.threads or min(len(policy.cores), allowed), confined)
-    if not policy.delay:
+    if not policy.beside:
         return CoreSplit(tuple(usable), policy.threads or max(allowed // sharers, 1))
     threads = policy.threads or max(allowed // (2 * sharers), 1)
     if sharers > 1 or len(usable) == 1:

@@ -43,6 +43,7 @@ class Lane:
         for number, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(number)
+        del self._free[:1]  # the new one takes its place
         return torch.empty(max(nbytes, self._least_nbytes), dtype=torch.uint8, pin_memory=self.pinned)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -128,21 +129,26 @@ class InHost(Mastered):
 
 
 class HostUnits:
-    """Cuts buckets into what stays on their device and sub-groups in host memory; those on the CPU it leaves whole."""
+    """Cuts buckets into what stays on their device and sub-groups in host memory; those on the CPU it leaves whole.
+
+    Attributes:
+        least_nbytes: of a host buffer that gradients arrive in.
+    """
 
     def __init__(self, policy: CPUOffload, master_dtype: object) -> None:
         self._policy, self._split = policy, master_dtype == "split"
         self._lanes: dict[torch.device, Lane] = {}
+        self.least_nbytes = int(policy.subgroup_mb * _MIB)
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
         """The units of each bucket."""
-        staying = self._staying([bucket for bucket in buckets if not self._is_host(bucket)])
+        staying = self.staying([bucket for bucket in buckets if not self._is_host(bucket)])
         return [self._units(bucket, staying) for bucket in buckets]
 
     def _is_host(self, bucket: GradBucket) -> bool:
         return bucket.device.type == "cpu"
 
-    def _staying(self, buckets: Sequence[GradBucket]) -> set[int]:
+    def staying(self, buckets: Sequence[GradBucket]) -> set[int]:
         """The parameters that stay: registered first, so reduced last, when the processor has had work for long."""
         numels = {piece.param: piece.in_param.numel for bucket in buckets for piece in bucket.slices}
         room, staying = (1 - self._policy.ratio) * sum(numels.values()), set()
@@ -158,17 +164,18 @@ class HostUnits:
         if self._is_host(bucket):
             return [on_device(bucket, members, SPLIT if split else PLAIN)]
         if bucket.device not in self._lanes:
-            least = int(self._policy.subgroup_mb * _MIB)
-            self._lanes[bucket.device] = Lane(bucket.device, pinned=self._policy.pin_memory, least_nbytes=least)
+            self._lanes[bucket.device] = Lane(
+                bucket.device, pinned=self._policy.pin_memory, least_nbytes=self.least_nbytes
+            )
         units: list[Unit] = []
         stays = [member for member in members if bucket.slices[member].param in staying]
         if stays:
             units.append(on_device(bucket, stays, PLAIN))
-        for group in self._sub_groups(bucket, [member for member in members if member not in stays]):
+        for group in self.sub_groups(bucket, [member for member in members if member not in stays]):
             units.append(InHost(bucket, group, SPLIT if split else PLAIN, self._lanes[bucket.device]))
         return units
 
-    def _sub_groups(self, bucket: GradBucket, members: Sequence[int]) -> Iterator[list[int]]:
+    def sub_groups(self, bucket: GradBucket, members: Sequence[int]) -> Iterator[list[int]]:
         """Neighbouring slices, as many as fit."""
         most = self._policy.subgroup_mb * _MIB / bucket.shard_dtype.itemsize
         group, room = list[int](), most

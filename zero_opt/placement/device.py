@@ -204,7 +204,8 @@ class DevicePlacement(AtOnce):
         if unit.form is SPLIT and "remainder" not in state:
             states[stepped] = load_split(state, stepped)
             return True
-        if state is not states.get(stepped) or state.get("master", stepped) is not stepped:
+        other = states.get(stepped) is not state
+        if other or state.get("master", stepped) is not stepped:
             unit.take_master(position, state)
             unit.complete(position, state)
             states[stepped] = state

@@ -35,6 +35,8 @@ class NVMePlacement:
     takes it up where it stopped, as :mod:`nvme_pass` promises. Its gradients are copied when it fails.
     """
 
+    spare_nbytes = 0
+
     def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any]) -> None:
         self._threads, self._flush_denormals = policy.threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20

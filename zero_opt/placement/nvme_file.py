@@ -67,6 +67,7 @@ class StateFile:
 
     Attributes:
         folder: where it is. nbytes: reserved so far. direct: whether transfers go past the page cache.
+        kind: of the file system, as far as is known. in_memory: whether that keeps files in memory.
 
     Raises:
         StorageFailed: no file can be made there.
@@ -84,9 +85,10 @@ class StateFile:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # a transfer may be under way, and the number be given to another file
         self._set_direct(True)
-        kind = filesystem_of(self._fd)
-        if kind in _IN_MEMORY:
-            _log.warning("%s is on %s, which is memory: NVMeOffload saves none there", self.folder, kind)
+        self.kind = filesystem_of(self._fd)
+        self.in_memory = self.kind in _IN_MEMORY
+        if self.in_memory:
+            _log.warning("%s is on %s, which is memory: NVMeOffload saves none there", self.folder, self.kind)
 
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT

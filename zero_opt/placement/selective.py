@@ -121,6 +121,11 @@ class SelectivePlacement:
         own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
         return own + self._home.staging_nbytes + self._small.staging_nbytes
 
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return self._home.spare_nbytes + self._small.spare_nbytes
+
     def require_own(self) -> None:
         """See :class:`Placement`."""
         self._home.require_own()

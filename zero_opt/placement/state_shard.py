@@ -60,12 +60,16 @@ class StateShard(MasterShard):
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            shown: ParamState = {"step": self.steps[position]}
-            keys = [key for key in (*MOMENTS, MAXIMUM) if key in self._arrays]
-            for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
-                shown[key] = self.shaped(self._slice(key, position), position)
+            shown = self._shown(position)
             self._views[position], self._own[position] = shown, dict(shown)
         return self._views[position]
+
+    def _shown(self, position: int) -> ParamState:
+        shown: ParamState = {"step": self.steps[position]}
+        keys = [key for key in (*MOMENTS, MAXIMUM) if key in self._arrays]
+        for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
+            shown[key] = self.shaped(self._slice(key, position), position)
+        return shown
 
     def replaced(self, position: int, shown: ParamState) -> bool:
         """Whether the user has put other values in the place of those that :meth:`state` shows."""

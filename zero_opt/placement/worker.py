@@ -17,7 +17,7 @@ from ..flat_param import share_counters
 from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
-from ..worker_process import WorkerProcess
+from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard, section_nbytes
 from .base import ParamState, Stretch
 from .cores import Confined, agreed_split
@@ -26,14 +26,14 @@ from .native_rules import say_without_masters
 _log = logging.getLogger("zero_opt")
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """The slices of one shard that a step has."""
 
     shard: ArenaShard
     positions: Sequence[int]
 
 
-class _Pending(NamedTuple):
+class Pending(NamedTuple):
     """A step that was submitted and not brought in.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Pending(NamedTuple):
 
     sequence: int | None
     buckets: Sequence[int]
-    used: Sequence[_Used]
+    used: Sequence[Used]
 
 
 class WorkerPlacement:
@@ -53,6 +53,7 @@ class WorkerPlacement:
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.
     """
 
+    _shard_type: type[ArenaShard] = ArenaShard
     staging_nbytes = 0  # state is stepped where it lives
 
     def __init__(
@@ -72,7 +73,7 @@ class WorkerPlacement:
         self._amsgrad: list[bool] = []
         self._shards: dict[int, ArenaShard] = {}
         self._places: dict[int, tuple[ArenaShard, int]] = {}
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         known = [flat for shard in self._shards.values() for flat in shard.bucket.params]
         share_counters(known, [flat for bucket in buckets for flat in bucket.params])
-        added = [ArenaShard(bucket) for bucket in buckets]
+        added = [self._shard_type(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         for shard in added:
             self._shards[shard.bucket.layout.index] = shard
@@ -206,6 +207,11 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         return self._pending is not None
 
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return sum(shard.spare_nbytes for shard in self._shards.values())
+
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """See :class:`Placement`."""
         if not self._delay:
@@ -217,13 +223,16 @@ class WorkerPlacement:
     ) -> Iterator[int]:
         """See :class:`Placement`."""
         before = list(self.land())
-        self._submit(grads, groups, grad_scale)
+        self._pending = self._submit(grads, groups, grad_scale)
         yield from self._land() if not self._delay else before
 
     def wait(self) -> None:
         """See :class:`Placement`."""
         if self._pending is not None and self._pending.sequence is not None:
-            self._worker.wait(self._pending.sequence)
+            self._await(self._pending.sequence)
+
+    def _await(self, sequence: int) -> None:
+        self._worker.wait(sequence)
 
     def land(self) -> Iterator[int]:
         """See :class:`Placement`."""
@@ -263,10 +272,10 @@ class WorkerPlacement:
 
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
-    ) -> None:
+    ) -> Pending:
         batches: dict[int, tuple[Any, list[Any], list[int]]] = {}
         keep: list[Tensor] = []
-        used: list[_Used] = []
+        used: list[Used] = []
         for found in grads:
             shard = self._shards[found.bucket]
             positions = [position for position, grad in enumerate(found.grads) if grad is not None]
@@ -282,16 +291,19 @@ class WorkerPlacement:
                 runs.append(bound.run)
                 keep.append(home[where])
                 addresses.append(keep[-1].data_ptr())
-            used.append(_Used(shard, positions))
+            used.append(Used(shard, positions))
         # The worker reads gradients, and writes over what parameters are copied from: both copies are over by then.
         for device in {shard.bucket.device for shard, _ in used if shard.bucket.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
-            sequence = self._worker.submit(list(batches.values()), flush_denormals=self._flush_denormals)
+            sequence = self._send(list(batches.values()))
         for shard, _ in used:
             shard.lend_grads()
-        self._pending = _Pending(sequence, [shard.bucket for shard in grads if shard.used], used)
+        return Pending(sequence, [shard.bucket for shard in grads if shard.used], used)
+
+    def _send(self, batches: Batches) -> int:
+        return self._worker.submit(batches, flush_denormals=self._flush_denormals)
 
     def _uses_maximum(self, shard: ArenaShard, group: Mapping[str, Any]) -> bool:
         if group["amsgrad"] and not shard.has_maximum():

@@ -328,7 +328,7 @@ class OverlappedReduction:
         """See :class:`GradReduction`."""
         for bucket in self._parts.partition.buckets:
             if bucket.shard_nbytes:
-                bucket.writable(keep=True).mul_(factor.to(bucket.device))
+                bucket.scale(factor)
 
     def zero_consumed(self, param: int) -> None:
         """See :class:`GradOwner`."""

@@ -1,0 +1,172 @@
+"""What the checks of every training step cost, on two gloo ranks and a 33 M-parameter model.
+
+    python docs/benchmarks/checks.py [--write docs/benchmarks/results/]
+
+Two forked ranks, one thread each, train the same transformer twice, with `Checks(nonfinite="ignore")` and `"skip"`.
+Steps alternate between the two, so that both meet the same machine; a time is that of the slower rank. What the
+checks of a step do takes less than the noise of single steps, so it is timed by itself too, between the steps: the
+whole agreement (a message that also says how many buckets to exchange, which no step could do without), the part of
+it that is masks and digests, and the look for non-finite gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.machine import command, load, machine, spread, today, write_result
+
+import zero_opt
+from zero_opt.grad_norm import measure
+
+WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
+Times = dict[str, list[float]]
+STEP, SKIP, AGREE, LOCAL, LOOK = (
+    "training step, nonfinite ignored",
+    "training step, nonfinite skipped",
+    "agreement: masks, digest, message, compare",
+    "of it on this rank alone",
+    "look for non-finite gradients",
+)
+
+
+def model() -> torch.nn.Module:
+    """A small transformer."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
+    body = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDTH), body)
+
+
+def slower(seconds: float) -> float:
+    """Of the ranks' times, the longest."""
+    worst = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds until the slower rank has returned from `call`."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    return slower(time.perf_counter() - begin)
+
+
+def train_step(net: torch.nn.Module, optimizer: Any, tokens: torch.Tensor) -> Callable[[], None]:
+    """One whole step."""
+
+    def run() -> None:
+        optimizer.zero_grad()
+        net(tokens).square().mean().backward()
+        optimizer.step()
+
+    return run
+
+
+def checks_alone(optimizer: Any, times: Times) -> None:
+    """What a step does beside training, by itself."""
+    parts = optimizer._sharded
+    reduction, progress = parts.reduction._parts, parts.progress
+
+    def local() -> None:
+        reduction.used_mask()
+        reduction.trainable_mask()
+        parts._digest.of(optimizer.param_groups)
+
+    def agree() -> None:
+        progress.hypers = parts._digest.of(optimizer.param_groups)
+        reduction.agree(0, None)
+
+    times[AGREE].append(timed(agree))
+    times[LOCAL].append(timed(local))
+
+
+def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
+    """The life of one rank; rank 0 sends the times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
+    steps, optimizers = {}, {}
+    for name, nonfinite in ((STEP, "ignore"), (SKIP, "skip")):
+        net = model()
+        optimizers[name] = zero_opt.ShardedOptimizer(
+            net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, checks=zero_opt.Checks(nonfinite=nonfinite)
+        )
+        steps[name] = train_step(net, optimizers[name], tokens)
+    times: Times = {name: [] for name in (STEP, SKIP, AGREE, LOCAL, LOOK)}
+    for number in range(rounds + 2):
+        for name in (STEP, SKIP) if number % 2 else (SKIP, STEP):
+            seconds = timed(steps[name])
+            if number >= 2:  # the first two find out the order of buckets, and touch memory
+                times[name].append(seconds)
+        checks_alone(optimizers[STEP], times)
+        shards = [bucket.shard for bucket in optimizers[SKIP]._sharded.partition.buckets]
+        look = partial(measure, shards, range(len(shards)), optimizers[SKIP]._group)
+        times[LOOK].append(timed(look))
+    if rank == 0:
+        pipe.send(times)
+    for optimizer in optimizers.values():
+        optimizer.close()
+    dist.barrier()
+
+
+def measured(rounds: int) -> Times:
+    """The times of two forked ranks."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [context.Process(target=run_rank, args=(r, store, rounds, theirs)) for r in range(WORLD_SIZE)]
+        for process in ranks:
+            process.start()
+        times: Times = ours.recv()
+        for process in ranks:
+            process.join(60)
+    return times
+
+
+def report(times: Times) -> str:
+    """The result as Markdown."""
+    step = statistics.median(times[STEP])
+    lines = [
+        f"### Checks of a training step, {today()}",
+        "",
+        f"`{command('docs/benchmarks/checks.py')}`",
+        "",
+        f"{machine()}; {load()}.",
+        "",
+        f"{WORLD_SIZE} gloo ranks with one thread each, {len(times[STEP])} interleaved rounds.",
+        "",
+        "| ms, median (least - most) of the slower rank | | of a step |",
+        "| --- | --- | --- |",
+    ]
+    for name, seconds in times.items():
+        share = 100 * statistics.median(seconds) / step
+        lines.append(f"| {name} | {spread([1e3 * second for second in seconds])} | {share:.2f} % |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print; write where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    text = report(measured(arguments.rounds))
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "checks", text)
+
+
+if __name__ == "__main__":
+    main()

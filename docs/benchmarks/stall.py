@@ -1,0 +1,245 @@
+"""How long a training loop stands still for the optimizer, by where and when the state in host memory is stepped.
+
+    python docs/benchmarks/stall.py [--mi 32] [--rounds 3] [--write docs/benchmarks/results/]
+
+A backward multiplies matrices on one core for half as long again as a step takes on the other, and hands over a
+parameter's gradient after each share of them; gradients are clipped to a norm that they do not reach. All run in turns,
+so that they meet the same machine; medians count.
+
+- *step()*: the call itself, the norm and the copy into the parameters included.
+- *waiting*: the part of it in which this process waits for the worker.
+- *iteration*: backward and step(), less the same backward without an optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.machine import command, load, machine, spread, today, write_result
+from torch import Tensor
+
+import zero_opt
+from zero_opt.policies import WorkerOffload
+from zero_opt.worker_process import WorkerProcess
+
+SCRIPT = "docs/benchmarks/stall.py"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PARAMS = 16
+# What is reduced last is stepped when backward is over, whatever the offload: small buckets leave little of that.
+BUCKET_MB = 4
+# Never reached, so nothing is clipped; but it has to be known.
+MAX_NORM = 1e9
+IN_PROCESS = "in process"
+OFFLOADS = {
+    IN_PROCESS: None,
+    "worker, delay=0": WorkerOffload(),
+    "worker, delay=1": WorkerOffload(delay=1),
+    "worker, speculating": WorkerOffload(speculate=True),
+}
+# Alone, to see how long a step takes on one core; a backward computes for so many times that long.
+ONE_THREAD = {"worker, one thread": WorkerOffload(threads=1)}
+SHARE = 1.5
+WARM, STEPS = 3, 5
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+class Products(torch.autograd.Function):
+    """A layer whose backward multiplies matrices, so many times, and then has a gradient that was made before."""
+
+    side = torch.zeros(0)
+    count = 0
+
+    @staticmethod
+    def forward(ctx: Any, _param: Tensor, grad: Tensor, before: Tensor) -> Tensor:
+        """Hand on what keeps the layers in order."""
+        ctx.grad = grad
+        return before.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Compute, then hand over."""
+        for _ in range(Products.count):
+            Products.side @ Products.side
+        return ctx.grad.clone(), None, grads[0]
+
+
+class Trainer:
+    """Layers whose backward computes, and an optimizer of their parameters, or none."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, name: str | None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (PARAMS, numel // PARAMS)
+        made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+        self.params = [torch.nn.Parameter(row.clone()) for row in made[0]]
+        self.grads = list(made[1])
+        self.name, self.optimizer = name, None
+        if name == IN_PROCESS:
+            self.optimizer = zero_opt.CPUAdamW(self.params, state=zero_opt.AdamState(master="float32"))
+        elif name is not None:
+            self.optimizer = zero_opt.ShardedOptimizer(
+                self.params,
+                torch.optim.AdamW,
+                fused=True,
+                reduction=zero_opt.Overlapped(bucket_mb=BUCKET_MB),
+                offload={**OFFLOADS, **ONE_THREAD}[name],
+                max_grad_norm=MAX_NORM,
+            )
+
+    def backward(self) -> None:
+        """The layers, last first."""
+        for param in self.params:
+            param.grad = None
+        value = torch.zeros((), requires_grad=True)
+        for param, grad in zip(self.params, self.grads):
+            value = Products.apply(param, grad, value)
+        value.backward()
+
+    def step(self) -> None:
+        """As a training loop calls it."""
+        if self.name == IN_PROCESS:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+            torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        torch.set_num_threads(1)
+
+    def close(self) -> None:
+        """End the worker, and have all cores again."""
+        if isinstance(self.optimizer, zero_opt.ShardedOptimizer):
+            self.optimizer.flush()
+            self.optimizer.close()
+
+
+@contextmanager
+def timing_waits(times: list[float]) -> Iterator[None]:
+    """Collect how long this process waits for the worker, in ms."""
+    watch = WorkerProcess._watch
+
+    def timed_watch(self: WorkerProcess, wait: Callable[..., str]) -> None:
+        times.append(timed(lambda: watch(self, wait)))
+
+    WorkerProcess._watch = timed_watch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WorkerProcess._watch = watch  # type: ignore[method-assign]
+
+
+class Times:
+    """Of one contender, in ms per step."""
+
+    def __init__(self) -> None:
+        self.backward: list[float] = []
+        self.step: list[float] = []
+        self.waiting: list[float] = []
+
+    def iteration(self) -> list[float]:
+        """Backward and step."""
+        return [a + b for a, b in zip(self.backward, self.step)]
+
+
+def measure(numel: int, dtype: torch.dtype, name: str | None, found: Times) -> None:
+    """A few steps."""
+    trainer = Trainer(numel, dtype, name)
+    waits: list[float] = []
+    with timing_waits(waits):
+        for number in range(WARM + STEPS):
+            waits.clear()
+            backward = timed(trainer.backward)
+            step = timed(trainer.step)
+            if number >= WARM:
+                found.backward.append(backward)
+                found.step.append(step)
+                found.waiting.append(sum(waits))
+    trainer.close()
+
+
+def calibrate(step_ms: float) -> None:
+    """Let all layers together multiply for that long."""
+    Products.side = torch.randn(384, 384)
+    Products.count = 1
+    for _ in range(3):
+        once = timed(lambda: [Products.side @ Products.side for _ in range(20)]) / 20
+    Products.count = max(1, round(step_ms / PARAMS / once))
+
+
+def contend(numel: int, dtype: torch.dtype, rounds: int) -> dict[str | None, Times]:
+    """All contenders in turns, and nobody."""
+    torch.set_num_threads(1)
+    Products.side, Products.count = torch.zeros(1, 1), 1
+    alone = Times()
+    measure(numel, dtype, "worker, one thread", alone)
+    calibrate(SHARE * statistics.median(alone.waiting))
+    found: dict[str | None, Times] = {name: Times() for name in (None, *OFFLOADS)}
+    for _ in range(rounds):
+        for name, times in found.items():
+            measure(numel, dtype, name, times)
+    return found
+
+
+def table(dtype: str, found: dict[str | None, Times]) -> Iterator[str]:
+    """Markdown of one dtype."""
+    median = statistics.median
+    bare = median(found[None].iteration())
+    synchronous = found["worker, delay=0"]
+    yield f"| {dtype} | `step()`, ms | of it waiting, ms | iteration over a bare one of {bare:.0f} ms, ms | hidden |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name in OFFLOADS:
+        times = found[name]
+        waiting = spread(times.waiting, 1) if name != IN_PROCESS else ""
+        more = [iteration - bare for iteration in times.iteration()]
+        hidden = f"{100 * (1 - median(times.waiting) / median(synchronous.waiting)):.0f} %" if waiting else ""
+        yield f"| {name} | {spread(times.step, 1)} | {waiting} | {spread(more, 1)} | {hidden} |"
+    yield ""
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The result as markdown."""
+    lines = [
+        f"### Standing still for the step, {today()}",
+        "",
+        f"`{command(SCRIPT)}`",
+        "",
+        f"{machine()}; {load()}.",
+        "",
+        f"{arguments.mi} Mi elements in {PARAMS} parameters, buckets of {BUCKET_MB} MiB. *Hidden* is of the waiting of",
+        "delay=0, which steps with both cores while backward does not run; the others leave one to this process.",
+        "",
+    ]
+    for name, dtype in DTYPES.items():
+        lines += table(name, contend(arguments.mi << 20, dtype, arguments.rounds))
+    return "\n".join(lines).rstrip()
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mi", type=int, default=32, help="elements, in Mi")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    arguments = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("this needs two cores: one for the worker")
+    text = report(arguments)
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "stall", text)
+
+
+if __name__ == "__main__":
+    main()

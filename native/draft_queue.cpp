@@ -1,0 +1,81 @@
+#include "draft_queue.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.hpp"
+#include "flush_denormals.hpp"
+#include "logged_step.hpp"
+#include "thread_pool.hpp"
+
+namespace zero_opt {
+namespace {
+
+// Drafts from first on, before last, that are made together.
+class Batch {
+ public:
+  Batch(const Draft* drafts, std::uint64_t first, std::uint64_t most, std::int64_t most_blocks)
+      : drafts_(drafts), first_(first), last_(first) {
+    while (last_ < most && (last_ == first || blocks_ + count(last_) <= most_blocks)) blocks_ += count(last_++);
+  }
+
+  std::uint64_t last() const { return last_; }
+
+  void make(char* base, std::size_t mapped_bytes, int lanes) const {
+    for (std::uint64_t i = first_; i < last_; ++i) {
+      if (drafts_[i].arena_bytes > mapped_bytes) {
+        throw std::runtime_error("the arena has grown since this worker was started");
+      }
+      kernels_named(drafts_[i].isa);
+    }
+    const auto work = [&](int lane) { make_part(base, blocks_of_lane(blocks_, lane, lanes)); };
+    if (blocks_ * kLogNumel > kAloneNumel) {
+      run_parallel(lanes, work);
+    } else {
+      for (int lane = 0; lane < lanes; ++lane) work(lane);
+    }
+  }
+
+ private:
+  std::int64_t count(std::uint64_t i) const { return drafts_[i].run.blocks.last - drafts_[i].run.blocks.first; }
+
+  // Blocks are numbered through all drafts of the batch.
+  void make_part(char* base, const BlockRange& part) const {
+    std::int64_t before = 0;
+    for (std::uint64_t i = first_; i < last_ && before < part.last; before += count(i++)) {
+      const std::int64_t first = std::max(part.first - before, std::int64_t{0});
+      const std::int64_t last = std::min(part.last - before, count(i));
+      if (first >= last) continue;
+      const Draft& draft = drafts_[i];
+      const FlushDenormals mode(draft.flush_denormals != 0);
+      const std::int64_t begin = draft.run.blocks.first;
+      kernels_named(draft.isa).run_draft(base, draft.run, {begin + first, begin + last});
+    }
+  }
+
+  const Draft* drafts_;  // by number
+  std::uint64_t first_, last_;
+  std::int64_t blocks_ = 0;
+};
+
+}  // namespace
+
+void finish_drafts(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
+  ControlBlock& control = arena.control();
+  const std::uint64_t drafted = control.drafted.load(std::memory_order_acquire);
+  const std::uint64_t origin = control.drafts_origin.load(std::memory_order_relaxed);
+  std::uint64_t done = control.drafts_done.load(std::memory_order_relaxed);
+  while (done < drafted) {
+    done = std::max(done, std::min(control.drafts_void.load(std::memory_order_acquire), drafted));
+    if (done < drafted) {
+      const Batch batch(arena.drafts(), done - origin, drafted - origin, kDraftBlocks * lanes);
+      batch.make(arena.base(), mapped_bytes, lanes);
+      done = batch.last() + origin;
+    }
+    control.drafts_done.store(done, std::memory_order_release);
+  }
+}
+
+}  // namespace zero_opt

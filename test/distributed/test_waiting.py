@@ -1,0 +1,219 @@
+"""A rank that waits: for one that is stopped, or silent, or slow; and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zero_opt
+from test.distributed.harness import Failure, run_processes
+from test.distributed.scenario import BUCKET_MB
+from zero_opt import waiting
+
+MOST_SECONDS = 5
+OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
+
+
+def _optimizer(reduction: Any = OVERLAPPED, **checks: Any) -> tuple[torch.nn.Parameter, Any]:
+    param = torch.nn.Parameter(torch.ones(300))
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.Adam, reduction=reduction, checks=zero_opt.Checks(**checks))
+    for _ in range(3):
+        param.grad = torch.ones(300)
+        opt.step()
+        opt.zero_grad()
+    return param, opt
+
+
+@contextlib.contextmanager
+def _wake_later(pid: int, seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        os.kill(pid, signal.SIGCONT)
+
+
+def _peer_pid(rank: int, opt: Any) -> int:
+    gathered: list[bytes] = opt._group.all_gather_bytes(str(os.getpid()).encode())
+    return int(gathered[1 - rank])
+
+
+def _stopped(rank: int, world_size: int) -> Any:
+    param, opt = _optimizer(hang_timeout=0.5)
+    pid = _peer_pid(rank, opt)
+    param.grad = torch.ones(300)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    before, begin = param.detach().clone(), time.monotonic()
+    with _wake_later(pid, 20), pytest.raises(zero_opt.PeerSilent) as caught:
+        opt.step()
+    assert torch.equal(param, before)
+    return str(caught.value), time.monotonic() - begin, pid
+
+
+def test_a_stopped_rank_is_named_after_hang_timeout() -> None:
+    message, seconds, pid = run_processes(2, _stopped, expect_errors=True, timeout=15)[0]
+    assert 0.5 < seconds < MOST_SECONDS
+    assert re.match(rf"rank 1 \(pid {pid}\) has been stopped for \d+ s while step 3 waits for it", message)
+    assert "its last step is 2" in message and "kill -CONT" in message
+
+
+def _silent(rank: int, world_size: int, missing: int) -> Any:
+    param, opt = _optimizer(timeout=1.0)
+    if rank == missing:
+        time.sleep(1.8)
+        return None
+    param.grad = torch.ones(300)
+    begin = time.monotonic()
+    with pytest.raises(zero_opt.StepDesync) as caught:
+        opt.step()
+    assert isinstance(caught.value, zero_opt.PeerLost)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_come_is_named_with_its_last_step_on_every_other(missing: int) -> None:
+    outcomes = run_processes(3, _silent, missing, expect_errors=True, timeout=15)
+    for rank in {0, 1, 2} - {missing}:
+        name, message, seconds = outcomes[rank]
+        assert name == "PeerSilent" and seconds < MOST_SECONDS
+        assert re.match(
+            rf"rank {missing} \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message
+        )
+
+
+def _killed(rank: int, world_size: int) -> str:
+    param, opt = _optimizer()
+    pids = opt._group.all_gather_bytes(str(os.getpid()).encode())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    param.grad = torch.ones(300)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        opt.step()
+    return f"{pids[1].decode()} {caught.value}"
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    begin = time.monotonic()
+    message, killed = run_processes(2, _killed, expect_errors=True, timeout=15)
+    assert time.monotonic() - begin < MOST_SECONDS
+    assert isinstance(killed, Failure)
+    pid, text = message.split(" ", 1)
+    assert text.startswith(f"rank 1 (pid {pid}) has ended")
+
+
+def _slow(rank: int, world_size: int) -> list[str]:
+    waiting.WARN_AFTER_S = 1.2
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    param, opt = _optimizer()
+    param.grad = torch.ones(300)
+    if rank == 1:
+        time.sleep(2)
+    opt.step()
+    opt.close()
+    return records
+
+
+def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> None:
+    records, none = run_processes(2, _slow, timeout=15)
+    assert none == []
+    (record,) = records
+    assert re.fullmatch(r"step 3 has waited \d s for rank 1 \(pid \d+\); its last step is 2", record)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+def _leave_late() -> None:
+    time.sleep(1)
+    os._exit(0)
+
+
+def _interrupted(rank: int, world_size: int, where: str) -> float | None:
+    """Rank 0 waits for rank 1, which does not come; seconds between the signal and the exception."""
+    exchange = "backend" if "backend" in where else "auto"
+    param, opt = _optimizer(zero_opt.AtStep(BUCKET_MB, exchange=exchange))
+    if rank == 1:
+        if "agreed" in where:  # takes part in the agreement alone, so that the other waits in the exchange
+            opt._sharded.reduction._reduce = lambda *_, **__: _leave_late()
+            param.grad = torch.ones(300)
+            opt.step()
+        _leave_late()
+    sent = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    param.grad = torch.ones(300)
+    threading.Timer(0.4, interrupt).start()
+    calls = {"consolidate": opt.consolidate_state_dict, "state_dict": opt.state_dict}
+    with pytest.raises(KeyboardInterrupt):
+        calls.get(where, opt.step)()
+    return time.monotonic() - sent[0]
+
+
+@pytest.mark.parametrize("where", ["step", "consolidate", "agreed auto", "agreed backend"])
+def test_ctrl_c_ends_a_wait_within_a_tenth_of_a_second(where: str) -> None:
+    seconds, _ = run_processes(2, _interrupted, where, expect_errors=True, timeout=15)
+    # A twentieth is what a slice takes; the rest is for a machine that has other things to do.
+    assert isinstance(seconds, float) and seconds < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forks
+
+
+def _in_a_fork(rank: int, world_size: int) -> list[str]:
+    param, opt = _optimizer()
+    calls = {
+        "step": opt.step,
+        "clip": lambda: opt.clip_grad_norm_(1.0),
+        "consolidate": opt.consolidate_state_dict,
+        "state_dict": opt.state_dict,
+        "load": lambda: opt.load_state_dict(torch.optim.Adam([param]).state_dict()),
+    }
+    found = []
+    for call in calls.values():
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            text = "no error"
+            try:
+                param.sum().backward()
+                call()
+            except zero_opt.ZeroOptError as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(theirs, text.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(theirs)
+        found.append(os.read(ours, 4096).decode())
+        os.close(ours)
+    param.sum().backward()
+    opt.step()  # the parent's connections are as they were
+    opt.close()
+    return found
+
+
+def test_a_forked_child_gets_a_typed_error_and_disturbs_nobody() -> None:
+    for found in run_processes(2, _in_a_fork, timeout=15):
+        for text in found:
+            assert re.match("(ProcessGroupError|StateNotConsolidated): .*forked from", text), text

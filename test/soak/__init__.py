@@ -1,0 +1,1 @@
+"""Training for a long time with faults, to see whether anything grows."""

@@ -1,0 +1,100 @@
+"""Two ranks train with an offload while their workers are killed: the bits stay right, and nothing grows.
+
+``ZERO_OPT_SOAK_S`` is for how many seconds, ``ZERO_OPT_SOAK_KILL_S`` how far apart kills are; ``make soak`` sets both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import zero_opt
+from test.distributed.harness import assert_bitwise, run_processes
+from test.distributed.scenario import BUCKET_MB, values
+from test.distributed.test_worker_offload import worker_of
+
+SECONDS = float(os.environ.get("ZERO_OPT_SOAK_S", "4"))
+KILL_S = float(os.environ.get("ZERO_OPT_SOAK_KILL_S", "0.4"))
+SHAPES = ((300, 40), (65,), (129, 7))
+# Later samples may have this much more than those before: the allocator's arenas, and pages touched late.
+SLACK_KB = 4096
+
+
+class Sample(NamedTuple):
+    """What a process holds: open descriptors, resident memory, pages of shared memory among it."""
+
+    descriptors: int
+    rss_kb: int
+    shared_kb: int
+
+
+def sample() -> Sample:
+    """Of this process."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kb = {key: int(status[key].split()[0]) for key in ("RssAnon", "RssShmem")}
+    return Sample(len(os.listdir("/proc/self/fd")), kb["RssAnon"], kb["RssShmem"])
+
+
+def _train(rank: int, world_size: int) -> tuple[list[Sample], int, int]:
+    params = [nn.Parameter(values(5, 0, 0, i, shape).clone()) for i, shape in enumerate(SHAPES)]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    plain = zero_opt.CPUAdamW(twins, lr=0.01)
+    offload = zero_opt.WorkerOffload(threads=1)
+    opt = zero_opt.ShardedOptimizer(
+        params, zero_opt.CPUAdamW, lr=0.01, reduction=zero_opt.Overlapped(BUCKET_MB), offload=offload
+    )
+    grads = [[values(6, 0, r, i, shape) for i, shape in enumerate(SHAPES)] for r in range(world_size)]
+    over, samples, steps = threading.Event(), list[Sample](), 0
+
+    def kill() -> None:
+        while not over.wait(KILL_S):
+            child = worker_of(opt)._held.child
+            if child is not None:
+                with contextlib.suppress(OSError):  # it is being replaced already
+                    os.kill(child.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    begin, due = time.monotonic(), 0.0
+    try:
+        while any(opt._sharded.agreement.group.all_gather(torch.tensor([time.monotonic() - begin < SECONDS]))):  # type: ignore[union-attr]
+            torch.autograd.backward(params, [grad.clone() for grad in grads[rank]])
+            opt.step()
+            opt.zero_grad()
+            for index, twin in enumerate(twins):
+                twin.grad = (grads[0][index] + grads[1][index]) / world_size
+            plain.step()
+            steps += 1
+            assert_bitwise([param.detach() for param in params], [twin.detach() for twin in twins])
+            if time.monotonic() - begin > due:
+                samples.append(sample())
+                due += SECONDS / 40
+    finally:
+        over.set()
+        killer.join(10)
+    deaths = worker_of(opt).deaths
+    opt.close()
+    return samples, deaths, steps
+
+
+def _most(samples: list[Sample]) -> Sample:
+    return Sample(*(max(column) for column in zip(*samples, strict=True)))
+
+
+def test_training_under_kills_keeps_its_bits_and_grows_nothing() -> None:
+    found: list[Any] = run_processes(2, _train, timeout=SECONDS + 60)
+    for samples, deaths, steps in found:
+        assert deaths >= SECONDS / KILL_S / 4
+        early, late = _most(samples[len(samples) // 4 : len(samples) // 2]), _most(samples[len(samples) // 2 :])
+        assert late.descriptors <= early.descriptors
+        assert late.rss_kb <= early.rss_kb + SLACK_KB
+        assert late.shared_kb <= early.shared_kb + SLACK_KB
+        print(f"\n{steps} steps, {deaths} workers killed, early {early}, late {late}")

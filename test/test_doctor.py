@@ -1,0 +1,124 @@
+"""What the doctor says of a machine, and of machines that have less."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from zero_opt import doctor
+from zero_opt.doctor import BAD, OFF, OK, Finding, examine, report
+from zero_opt.errors import NativeUnavailable
+
+
+def findings(path: str | None = None) -> dict[str, Finding]:
+    return {found.name: found for found in examine(path)}
+
+
+def refused(*_: Any, **__: Any) -> NoReturn:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_here_everything_of_the_package_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings(str(tmp_path))
+    for name in ("python", "torch", "native", "memory", "memfd", "pidfd", "eventfd", "shared memory", "worker", "gloo"):
+        assert found[name].status == OK, found[name]
+    assert found["path"].status == OK and "free" in found["path"].found
+    assert report() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("ok   native") for line in lines)
+
+
+def test_what_is_off_says_what_to_do() -> None:
+    for name, found in findings().items():
+        assert found.status == OK or found.advice, name
+        assert "\n" not in found.found + found.advice
+
+
+@pytest.mark.parametrize(("call", "name"), [("memfd_create", "memfd"), ("pidfd_open", "pidfd"), ("eventfd", "eventfd")])
+def test_a_container_that_refuses_a_call(call: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, call, refused)
+    found = findings()
+    assert found[name].status == OFF and "Operation not permitted" in found[name].found
+    assert call in found[name].advice and found["worker"].status == OFF
+    assert report() == 0
+
+
+def test_a_python_that_lacks_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    found = findings()
+    assert found["memfd"].found == f"refused (not on {sys.platform})"
+    assert found["shared memory"].status == found["worker"].status == OFF
+
+
+def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> NoReturn:
+        raise NativeUnavailable("it is compiled when zero_opt is installed from source")
+
+    def not_there(_: int) -> NoReturn:
+        raise ImportError("no _native")
+
+    monkeypatch.setattr(doctor, "native_isas", missing)
+    monkeypatch.setattr(doctor, "allowed_threads", not_there)
+    monkeypatch.setattr(doctor, "WorkerProcess", lambda *_: not_there(0))
+    found = findings()
+    assert found["native"].status == found["worker"].status == OFF
+    assert "installed from source" in found["native"].advice and found["cores"].status == OK
+    assert report() == 0
+
+
+def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    assert findings()["torch"].status == BAD and report() == 1
+
+
+@pytest.mark.parametrize("name", ["nothing", "file"])
+def test_a_path_that_cannot_be_used_is_bad(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert findings(str(tmp_path / name))["path"].status == BAD
+    assert report(str(tmp_path / name)) == 1
+
+
+def test_a_path_without_direct_transfers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = fcntl.fcntl
+
+    def no_direct(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", no_direct)
+    found = findings(str(tmp_path))["path"]
+    assert "no O_DIRECT" in found.found and "page cache" in found.advice
+
+
+def test_a_path_in_memory() -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("/dev/shm is not there")
+    found = findings("/dev/shm")["path"]
+    assert "tmpfs" in found.found and "a directory on a disk" in found.advice
+
+
+def test_little_shared_memory_more_threads_than_cores_and_no_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = namedtuple("there", ("f_blocks", "f_frsize"))
+    monkeypatch.setattr(os, "statvfs", lambda _: there(64 << 8, 4096))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    monkeypatch.setattr(doctor, "_THP", tmp_path)
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    found = findings()
+    assert found["/dev/shm"].found == "64 MiB" and "--shm-size" in found["/dev/shm"].advice
+    assert "OMP_NUM_THREADS" in found["cores"].advice
+    assert found["huge pages"].status == OFF and found["huge pages"].found == "never; shared unknown"
+    monkeypatch.setattr(os, "statvfs", refused)
+    monkeypatch.setattr(doctor, "memory_left", lambda: sys.maxsize)
+    found = findings()
+    assert found["/dev/shm"].status == found["memory"].status == OFF

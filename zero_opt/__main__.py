@@ -1,0 +1,121 @@
+"""``python -m zero_opt estimate`` and ``python -m zero_opt doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import cpu_adam, doctor
+from .errors import ZeroOptError
+from .estimate import estimate
+from .placement import Policy as Offload
+from .policies import AlreadyReduced, AtStep, CPUOffload, MixedPrecision, NVMeOffload, Overlapped, WorkerOffload
+
+_REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "already-reduced": AlreadyReduced}
+_OFFLOADS = ("none", "cpu", "worker", "nvme")
+_NATIVE = ("CPUAdam", "CPUAdamW")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32 or bfloat16")
+    return found
+
+
+def _master(name: str) -> torch.dtype | str:
+    return name if name == "split" else _dtype(name)
+
+
+def _optimizer(name: str) -> type[torch.optim.Optimizer]:
+    found = getattr(cpu_adam if name in _NATIVE else torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a class of torch.optim, nor one of {', '.join(_NATIVE)}")
+    return found
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an option with a Python value, as amsgrad=True is") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m zero_opt", description="What an optimizer will hold; what works here.")
+    commands = parser.add_subparsers(dest="command")
+    sizes = commands.add_parser("estimate", help="bytes per rank on device, host and NVMe, by kind")
+    sizes.add_argument("numel", type=float, help="elements of all parameters, such as 7e9")
+    sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
+    sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
+    sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
+    sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
+    sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
+    sizes.add_argument("--reduce-dtype", type=_dtype, help="of gradients on their way (default: the parameters')")
+    sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
+    sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
+    sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
+    sizes.add_argument(
+        "--offload", choices=("none", "cpu", "worker", "nvme"), default="none", help="where the shard lives"
+    )
+    sizes.add_argument("--ratio", type=float, default=1.0, help="with --offload cpu: how much of the shard")
+    sizes.add_argument("--subgroup-mb", type=float, default=64, help="with --offload cpu: see CPUOffload")
+    sizes.add_argument("--window-mb", type=float, default=64, help="with --offload nvme: see NVMeOffload")
+    sizes.add_argument("--delay", type=int, default=0, help="with --offload worker: steps until an update arrives")
+    sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
+    looks = commands.add_parser(
+        "doctor", help="what of zero_opt works on this machine, and what to do where it does not"
+    )
+    looks.add_argument("--path", help="a directory for NVMeOffload, to look at too")
+    return parser
+
+
+def _offload(given: argparse.Namespace) -> Offload:
+    if given.offload == "cpu":
+        return CPUOffload(ratio=given.ratio, subgroup_mb=given.subgroup_mb)
+    if given.offload == "nvme":
+        return NVMeOffload(".", window_mb=given.window_mb)  # nothing is made there
+    return WorkerOffload(delay=given.delay) if given.offload == "worker" else None
+
+
+def _print_estimate(given: argparse.Namespace) -> None:
+    sized = {} if given.bucket_mb is None or given.reduction == "already-reduced" else {"bucket_mb": given.bucket_mb}
+    found = estimate(
+        given.numel,
+        given.world,
+        given.optimizer,
+        reduction=_REDUCTIONS[given.reduction](**sized),
+        offload=_offload(given),
+        precision=MixedPrecision(given.master, given.reduce_dtype),
+        param_dtype=given.param_dtype,
+        device=given.device,
+        **dict(given.option),
+    )
+    print(found if given.rank is None else found.on_rank(given.rank))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 if the doctor finds that nothing works, 2 for bad arguments."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.command == "doctor":
+        return doctor.report(given.path)
+    if given.command is None:
+        parser.print_help()
+        return 0
+    try:
+        _print_estimate(given)
+    except ZeroOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""An :class:`ArenaShard` with two banks of state: a step reads one and writes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from ..buckets import GradBucket
+from ..cpu_adam.runs import BoundRun
+from ..shared_memory import Arena
+from .arena_shard import ArenaShard
+from .base import ParamState
+
+
+def _in_bank(role: str, bank: int) -> str:
+    return f"{role}, bank 1" if bank else role
+
+
+class BankedShard(ArenaShard):
+    """See the module and :class:`ArenaShard`.
+
+    Each slice has a bank of its own that counts: slices that a step does not use stay where they are, and nothing is
+    ever copied from bank to bank. ``out`` and gradients are not state, and there once.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        super().__init__(bucket)
+        self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
+
+    def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
+        """See :class:`ArenaShard`."""
+        arrays = super().missing(amsgrad=amsgrad, grads=grads)
+        state = [role for role in arrays if role != "out" and not role.startswith("grad")]
+        return arrays | {_in_bank(role, 1): arrays[role] for role in state}
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`ArenaShard`."""
+        doubled = (dtype for role, (_, dtype) in self._sections.items() if _in_bank(role, 1) in self._sections)
+        return sum(self.bucket.shard_numel * dtype.itemsize for dtype in doubled)
+
+    def bind(self, arena: Arena) -> None:
+        """See :class:`ArenaShard`."""
+        self._other.clear()
+        super().bind(arena)
+
+    def _slice(self, role: str, position: int) -> Tensor:
+        two = _in_bank(role, 1) in self._arrays
+        return self._arrays[_in_bank(role, self.bank[position]) if two else role][
+            slice(*self.pieces[position].in_shard)
+        ]
+
+    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:
+        read = {role: self._arrays[_in_bank(name, bank)][where] for role, name in roles.items()}
+        written = {role: self._arrays[_in_bank(name, 1 - bank)][where] for role, name in roles.items()}
+        return BoundRun(read | self._out(where), self.grad_dtype, step=step, to=written)
+
+    def count_step(self, positions: Collection[int]) -> None:
+        """See :class:`ArenaShard`: what was written counts, and is shown."""
+        super().count_step(positions)
+        for position in positions:
+            self.bank[position] ^= 1
+            self._copies.pop(position, None)
+            if position in self._views:
+                self._turn(position)
+
+    def _turn(self, position: int) -> None:
+        """Show the bank that counts in the dict that the user has, but for what the user has put into it."""
+        shown, before = self._views[position], self._own[position]
+        after = self._other.pop(position, None) or self._shown(position)
+        after["step"] = before["step"]  # there is one
+        for key, value in after.items():
+            if shown.get(key) is before[key]:
+                shown[key] = value
+        self._own[position], self._other[position] = after, before

@@ -1,0 +1,257 @@
+"""What every part of an optimizer holds on a rank, row by row, from a plan alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .buckets import GradBucket
+from .construction import is_elementwise
+from .layout import ParamSlice
+from .partition import Geometry
+from .placement import grad_buffers_of
+from .placement.arena_shard import ArenaShard, section_nbytes
+from .placement.cores import split_cores
+from .placement.cpu import HostUnits
+from .placement.master_shard import HALVES
+from .placement.nvme_extent import Extent, extents_of
+from .placement.nvme_pass import BUFFERS
+from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, WorkerOffload
+from .recipe import Recipe
+from .rehearsal import Rehearsal, Sketch
+from .shared_memory import page_aligned
+from .trial import StateSizes
+from .worker_process import allowed_threads, control_nbytes
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+class Row(NamedTuple):
+    """Bytes of one thing.
+
+    Attributes:
+        kind: ``params``; ``grads``, that autograd makes; ``grad_shards`` and ``staging``, on their way to other ranks
+            and from them; ``state``, in the state dict; ``masters``; ``buffers``, all other.
+        where: ``device``, the parameters', whichever that is; ``host``; ``nvme``.
+        name: what exactly; of state, the key.
+    """
+
+    kind: str
+    where: str
+    name: str
+    nbytes: int
+
+
+def steps_alone(world_size: int, recipe: Recipe) -> bool:
+    """Whether the wrapped class works by itself, without anything of ours."""
+    return world_size == 1 and recipe.offload is None and recipe.precision.master_dtype is None
+
+
+Held = Counter[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What an optimizer is made of, its parameters as sketches; and what follows from that.
+
+    Attributes:
+        sketches: every parameter, by global index. trainable: indices of those that are planned.
+        hypers: of every param group, as the wrapped class completes them.
+    """
+
+    sketches: Mapping[int, Sketch]
+    trainable: Sequence[int]
+    hypers: Sequence[Mapping[str, Any]]
+    world_size: int
+    recipe: Recipe
+
+    @cached_property
+    def _sizes(self) -> StateSizes:
+        return StateSizes(self.recipe.optimizer_class, self.recipe.defaults)
+
+    @cached_property
+    def _rehearsal(self) -> Rehearsal:
+        recipe = self.recipe
+        dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
+        geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
+        planned = {index: self.sketches[index] for index in self.trainable}
+        return Rehearsal(planned, self.world_size, recipe.reduction, geometry)
+
+    def fullest_rank(self) -> int:
+        """The rank that needs most."""
+        return 0 if steps_alone(self.world_size, self.recipe) else self._rehearsal.fullest_rank()
+
+    def rows(self, rank: int) -> tuple[Row, ...]:
+        """What a rank holds between two steps, and gradients."""
+        with torch.device("cpu"):  # whatever the caller's default device, stand-ins need values
+            alone = steps_alone(self.world_size, self.recipe)
+            found = [*self._params(), *(self._alone() if alone else self._sharded(rank))]
+        return tuple(row for row in found if row.nbytes)
+
+    def _params(self) -> Iterator[Row]:
+        yield Row("params", DEVICE, "parameters", _nbytes(self.sketches.values()))
+
+    def _grads(self) -> Row:
+        return Row("grads", DEVICE, "gradients", _nbytes(self.sketches[index] for index in self.trainable))
+
+    def _alone(self) -> Iterator[Row]:
+        yield self._grads()
+        held: Counter[str] = Counter()
+        for index in self.trainable:
+            flat, group, _ = self.sketches[index]
+            held.update(self._sizes.of(group, self.hypers[group], flat.param.shape, flat.param.dtype))
+        yield from (Row("state", DEVICE, key, nbytes) for key, nbytes in held.items())
+
+    def _sharded(self, rank: int) -> Iterator[Row]:
+        rehearsal = self._rehearsal
+        buckets = rehearsal.buckets(rank)
+        yield self._passing_grads(buckets)
+        yield Row("staging", DEVICE, "staging", rehearsal.staging_nbytes(rank, buckets))
+        mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
+        yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
+        if isinstance(self.recipe.offload, WorkerOffload):
+            yield from self._of_worker(self.recipe.offload, self._at_home(buckets))
+            return
+        yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
+        if isinstance(self.recipe.offload, NVMeOffload):
+            yield from self._of_file(self.recipe.offload, self._at_home(buckets))
+        else:
+            yield from self._of_units(buckets)
+
+    def _at_home(self, buckets: Sequence[GradBucket]) -> Sequence[GradBucket]:
+        """Buckets that say where their parameters will be, to whoever asks for no tensors there."""
+        for bucket in buckets:
+            bucket.device = self._rehearsal.device_of(bucket)
+        return buckets
+
+    def _passing_grads(self, buckets: Sequence[GradBucket]) -> Row:
+        """All gradients, or, where buckets let go of them, two buckets of them."""
+        grads = self._grads()
+        if isinstance(self.recipe.reduction, (AtStep, AlreadyReduced, DDPHook)):
+            return grads
+        sizes = (sum(flat.param.numel() * flat.param.element_size() for flat in bucket.params) for bucket in buckets)
+        return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
+
+    def _of_units(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        """What is stepped by the class or the kernel in this process: parameters in place, masters, copies."""
+        policy, held = self.recipe.offload, Held()
+        there = [bucket for bucket in buckets if self._rehearsal.device_of(bucket).type != "cpu"]
+        leaving: Sequence[GradBucket] = there if isinstance(policy, CPUOffload) else ()
+        units = HostUnits(policy, self.recipe.precision.master_dtype) if isinstance(policy, CPUOffload) else None
+        staying = units.staying(leaving) if units is not None else set()
+        for bucket in buckets:
+            home = DEVICE if units is None else HOST
+            for piece in bucket.slices:
+                if bucket not in leaving:
+                    self._add_slice(held, piece, home, stays=True)
+                elif piece.param in staying:
+                    self._add_slice(held, piece, DEVICE, stays=True, splits=False)
+                else:
+                    self._add_slice(held, piece, HOST, stays=False)
+        if units is not None:
+            held["buffers", HOST, "gradients on their way"] = self._arriving(units, leaving, staying)
+        yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+    def _add_slice(self, held: Held, piece: ParamSlice, where: str, *, stays: bool, splits: bool = True) -> None:
+        """Count what is kept of a slice, beside the parameter or, if it does not stay, in place of it."""
+        recipe, param, numel = self.recipe, self.sketches[piece.param].flat.param, piece.in_param.numel
+        dtype, shape = param.dtype, param.shape if numel == param.numel() else (numel,)
+        masters = recipe.offload is not None or recipe.precision.master_dtype is not None
+        if masters and dtype in HALVES:
+            split = splits and recipe.precision.master_dtype == "split" and dtype is torch.bfloat16
+            name, itemsize = ("remainder", 2) if split else ("master", 4)
+            held["masters", where, name] += numel * itemsize
+            if not stays:
+                held["buffers", where, "copies of parameters"] += numel * dtype.itemsize
+            dtype = torch.float32
+        elif not stays:
+            held["masters", where, "master"] += numel * dtype.itemsize
+        for key, nbytes in self._sizes.of(piece.group, self.hypers[piece.group], shape, dtype).items():
+            held["state", where, key] += nbytes
+
+    def _arriving(self, units: HostUnits, leaving: Sequence[GradBucket], staying: set[int]) -> int:
+        """Bytes of the host buffers that gradients arrive in, as :class:`CPUPlacement` takes and returns them."""
+        reduced = not isinstance(self.recipe.reduction, AlreadyReduced)
+        sizes: list[int] = []
+        for bucket in leaving:
+            itemsize = (bucket.shard_dtype if reduced else bucket.params[0].param.dtype).itemsize
+            members = [at for at, piece in enumerate(bucket.slices) if piece.param not in staying]
+            for group in units.sub_groups(bucket, members):
+                sizes.append(sum(-(-bucket.slices[at].in_param.numel * itemsize // 64) * 64 for at in group))
+        least, buffers, free = units.least_nbytes, list[int](), list[int]()
+        in_use: list[int] = []
+        for size in sizes:
+            fitting = next((number for number, nbytes in enumerate(free) if nbytes >= size), None)
+            if fitting is None:
+                buffers.append(max(size, least))
+            in_use.append(buffers[-1] if fitting is None else free.pop(fitting))
+            if len(in_use) > 1:
+                free.append(in_use.pop(0))
+        return sum(buffers)
+
+    def _of_file(self, policy: NVMeOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        extents = [
+            (extent, extent.missing(amsgrad=bool(self.hypers[extent.group]["amsgrad"])))
+            for extent in (extents_of(buckets) if buckets else ())
+        ]
+        for extent, roles in extents:
+            extent.starts = dict.fromkeys(roles, 0)  # where does not matter
+        windows = [extent.window_nbytes(policy.window_mb * 2**20) * len(roles) for extent, roles in extents]
+        yield Row("staging", HOST, "windows", BUFFERS * max(windows, default=0))
+        yield from _of_extents(extents)
+
+    def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        held = Held()
+        usable = sorted(os.sched_getaffinity(0))
+        lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
+        # A run is a stretch of neighbours with one step count: as a rule, a bucket.
+        start = taken = page_aligned(control_nbytes(lanes, len(buckets)))
+        for bucket in buckets:
+            shard, amsgrad = ArenaShard(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
+            arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))
+            owned = sum(piece.in_param.numel for piece in bucket.slices)
+            for role, dtype in arrays.items():
+                place = _place_of(role, lodged=shard.lodged)
+                held[place] += (bucket.shard_numel if place[0] == "grad_shards" else owned) * dtype.itemsize
+            taken += section_nbytes(bucket.shard_numel, list(arrays.values()))
+            held["state", HOST, "step"] += shard.steps.numel() * shard.steps.element_size()
+            if not shard.lodged:
+                held["grad_shards", DEVICE, "reduced gradients"] += bucket.shard_nbytes
+        in_arena = sum(nbytes for (_, where, name), nbytes in held.items() if where == HOST and name != "step")
+        held["buffers", HOST, "control area"] += start
+        held["buffers", HOST, "padding"] += page_aligned(taken) - start - in_arena
+        yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+
+def _of_extents(extents: Iterable[tuple[Extent, Sequence[str]]]) -> Iterator[Row]:
+    """What is in the file: arrays of whole blocks."""
+    held = Held()
+    for extent, roles in extents:
+        shards = [shard for _, shard in extent.shards]
+        owned = sum(piece.in_param.numel for shard in shards for piece in shard.pieces) * torch.float32.itemsize
+        for role in roles:
+            held["masters" if role == "master" else "state", NVME, role] += owned
+        held["state", HOST, "step"] += sum(shard.steps.numel() * shard.steps.element_size() for shard in shards)
+        held["buffers", NVME, "padding"] += (extent.nbytes - owned) * len(roles)
+    yield from (Row(*place, nbytes) for place, nbytes in held.items())
+
+
+def _nbytes(sketches: Iterable[Sketch]) -> int:
+    return sum(found.nbytes for found in sketches)
+
+
+def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
+    """What an array of the arena is, as a kind, a place and a name."""
+    if role == "master":
+        return "masters", HOST, role
+    if role == "out":
+        return "buffers", HOST, "updated parameters"
+    if role.startswith("grad"):
+        return ("grad_shards", HOST, "reduced gradients") if lodged else ("buffers", HOST, "copies of gradients")
+    return "state", HOST, role
