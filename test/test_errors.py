@@ -24,6 +24,8 @@ SECOND_BASE = {
     "StepFailed": RuntimeError,
     "ParamsUnsharded": RuntimeError,
     "PeerLost": RuntimeError,
+    "PeerSilent": RuntimeError,
+    "NonFiniteGradient": RuntimeError,
     "StateDictError": ValueError,
     "StateNotConsolidated": RuntimeError,
     "StateOffloaded": RuntimeError,

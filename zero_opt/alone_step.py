@@ -11,7 +11,7 @@ from torch import Tensor
 from .construction import needs_closure
 from .errors import UnsupportedOptimizer
 from .grad_norm import Measured, measure
-from .nonfinite import NonFinite
+from .nonfinite import Ignored, NonFinite
 from .placement import bare_step
 from .policies import Checks
 
@@ -38,9 +38,12 @@ class AloneStep:
 
     def __init__(self, nonfinite: NonFinite, max_grad_norm: float | None) -> None:
         self._nonfinite, self._max_grad_norm, self.skips = nonfinite, max_grad_norm, 0
+        self._prepares = max_grad_norm is not None or not isinstance(nonfinite, Ignored)
 
     def step(self, inner: torch.optim.Optimizer, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         """``inner.step``; what the closure returns."""
+        if not self._prepares:
+            return bare_step(inner, closure, **options)
         losses: list[Any] = [None]
 
         def prepared() -> Any:
