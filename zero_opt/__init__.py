@@ -48,6 +48,7 @@ from .policies import (
     MixedPrecision,
     NVMeOffload,
     Overlapped,
+    Selective,
     WorkerOffload,
 )
 
@@ -80,6 +81,7 @@ __all__ = [
     "PeerSilent",
     "ProcessGroupError",
     "RankMismatch",
+    "Selective",
     "ShardedOptimizer",
     "StateDictError",
     "StateNotConsolidated",

@@ -10,7 +10,7 @@ import torch
 from .construction import check_options, is_elementwise
 from .errors import StateDictError, UnsupportedOptimizer
 from .parked import Parked
-from .placement import check_state
+from .placement import check_state, taken_states
 from .recipe import Recipe
 from .state_dict import Refused, StateDict, fitted, match
 from .wiring import Wiring
@@ -59,5 +59,6 @@ class Loading:
             check_options(saved["param_groups"])
         self.states, self.groups = fitted(states, groups, saved["param_groups"], cls, self.refused)
         if parts is not None:
+            self.states = taken_states(self._recipe.offload, self.states)
             check_state(self._recipe.offload, self._recipe.precision, cls, self.groups, self.states)
             parts.placement.wait()

@@ -128,6 +128,49 @@ class AlreadyReduced:
 
 
 @dataclass(frozen=True)
+class Selective:
+    """Step the columns with the largest gradients at every step on the parameters' device, all others now and then.
+
+    Of parameters of two or more dimensions: a column is a slice along the last dimension. The gradients of the columns
+    that are not selected are added up in fp32, and stepped where the offload policy steps, once per window, with their
+    mean and the hyperparameters of that step. Parameters of fewer dimensions are small, and stepped at every step on
+    their device. Every element has one master, one exp_avg, one exp_avg_sq and one step count.
+
+    Attributes:
+        topk_ratio: of the columns of each parameter that are selected, rounded, at least one; 0 selects none.
+        select_interval: after how many steps columns are selected anew, with the first step of the next window.
+        update_interval: steps of a window; ``"auto"`` begins with 4 and goes by the share of the gradient's norm that
+            is not in selected columns, when these are selected: above 3/4 a window has half as many steps, below 1/2
+            twice as many, from 1 to 16.
+        warmup_steps: steps at the beginning that are made as without this policy.
+    """
+
+    topk_ratio: float = 0.1
+    select_interval: int = 64
+    update_interval: int | str = 4
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.topk_ratio, bool) or not isinstance(self.topk_ratio, (int, float)):
+            raise ConfigTypeError(f"Selective.topk_ratio must be a number, got {self.topk_ratio!r}")
+        if not 0 <= self.topk_ratio <= 1:
+            raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {self.topk_ratio!r}")
+        _check_count("Selective", "select_interval", self.select_interval)
+        if isinstance(self.update_interval, str):
+            if self.update_interval != "auto":
+                raise ConfigError(f"Selective.update_interval must be 'auto' or a number, got {self.update_interval!r}")
+        else:
+            _check_count("Selective", "update_interval", self.update_interval)
+        _check_count("Selective", "warmup_steps", self.warmup_steps, 0)
+
+
+def _check_selective(owner: str, value: object) -> None:
+    if value is not None and not isinstance(value, Selective):
+        called = f"; write {value.__name__}()" if isinstance(value, type) else ""
+        raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {value!r}{called}")
+
+
+@dataclass(frozen=True)
 class WorkerOffload:
     """Keep fp32 masters and moments in host memory, and step them in a native process beside this one.
 
@@ -142,6 +185,7 @@ class WorkerOffload:
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
         hang_timeout: seconds without any progress after which a worker is killed and replaced.
         max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
+        selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
         speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
             are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``.
@@ -152,9 +196,13 @@ class WorkerOffload:
     cores: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     hang_timeout: float = 30.0
     max_deaths: int = 3
+    selective: Selective | None = None
     speculate: bool = False
 
     def __post_init__(self) -> None:
+        _check_selective("WorkerOffload", self.selective)
+        if self.selective is not None and self.speculate:
+            raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
         if isinstance(self.delay, bool) or not isinstance(self.delay, int):
             raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
         if self.delay not in (0, 1):
@@ -201,14 +249,17 @@ class NVMeOffload:
         window_mb: size of a window in MiB.
         threads: that step, at most 1024; ``None`` is ``torch.get_num_threads()``.
         hang_timeout: seconds that the disk may take for one window.
+        selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
 
     path: str | os.PathLike[str] = field(repr=False)
     window_mb: float = 64
     threads: int | None = None
     hang_timeout: float = 60.0
+    selective: Selective | None = None
 
     def __post_init__(self) -> None:
+        _check_selective("NVMeOffload", self.selective)
         if not isinstance(self.path, (str, os.PathLike)):
             raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
         if not os.fspath(self.path):
@@ -232,13 +283,16 @@ class CPUOffload:
             last, is stepped on the parameters' device. Both are cut between parameters, and never across param groups.
         subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
             memory at a time. A larger parameter is a sub-group of its own.
+        selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
 
     pin_memory: bool = True
     ratio: float = 1.0
     subgroup_mb: float = 64
+    selective: Selective | None = None
 
     def __post_init__(self) -> None:
+        _check_selective("CPUOffload", self.selective)
         if not isinstance(self.pin_memory, bool):
             raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {self.pin_memory!r}")
         _check_positive("CPUOffload", "ratio", self.ratio)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import ConfigConflict, StateDictError, ZeroOptError
 from .layout import ParamSlice
 from .partition import Partition
-from .placement import ParamState, Placement
+from .placement import ParamState, Placement, ReadThrough
 from .stand_ins import Kind, StandIns
 from .state_dict import cut
 
@@ -117,7 +117,7 @@ class ShownState:
         if not (entry or self._live.get(piece.param)):
             return False
         flat = self._partition.flats[piece.param]
-        if entry and piece.in_param.numel != flat.param.numel():
+        if entry and not isinstance(entry, ReadThrough) and piece.in_param.numel != flat.param.numel():
             shape = flat.param.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))

@@ -17,6 +17,7 @@ from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
 from .placement import hypers_of, steps_params_apart
+from .placement.column_state import PER_COLUMN_KEYS, WINDOW, column_shape
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
@@ -178,7 +179,9 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
         if value.layout is not torch.strided or value.is_meta:
             what = "on the meta device" if value.is_meta else str(value.layout)
             raise StateDictError(f"state {key!r} of parameter {index} is {what}, not a dense tensor with values")
-        if elementwise and value.dim() and value.shape != param.shape and value.numel() != 1:
+        if key in PER_COLUMN_KEYS and param.dim() and value.shape == column_shape(param.shape):
+            continue
+        if elementwise and value.dim() and value.shape != param.shape and value.numel() != 1 and key != WINDOW:
             raise StateDictError(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )

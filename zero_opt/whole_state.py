@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from .agreement import Agreement
 from .consolidate import Consolidation
 from .errors import OptimizerClosed, StateNotConsolidated, StepPending
 from .flat_param import is_dtensor
 from .partition import Partition
-from .placement import Placement
+from .placement import Placement, tensors_of
 from .state_dict import copied, cut
 from .state_guard import StateGuard
 from .state_service import StateService
@@ -38,7 +36,7 @@ class WholeState:
 
     def _version(self) -> tuple[int, ...]:
         """Another one when this rank's state has changed, by a step or by the user."""
-        live = (value for _, state in self._placement.state() for value in state.values() if isinstance(value, Tensor))
+        live = (value for _, state in self._placement.state() for value in tensors_of(state))
         return (self._guard.changes, *(value._version for value in live))
 
     def _current(self) -> States | None:

@@ -27,7 +27,7 @@ from .own_groups import OwnGroups
 from .param_gather import spread
 from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, home_of, hypers_of
+from .placement import Placement, build_placement, home_of, hypers_of, is_by_columns
 from .policies import AlreadyReduced
 from .recipe import Recipe
 from .reduction import GradShard, Parts, build_reduction
@@ -171,8 +171,8 @@ class Wiring:
         mine = {piece.param for piece in self.partition.owned()}
         kinds = {}
         for index in added:
-            if index not in mine:
-                param = self._params[index]
+            param = self._params[index]
+            if index not in mine and not is_by_columns(self._recipe.offload, param):
                 home = home_of(self._recipe.offload, self._recipe.precision, param)
                 kinds[index] = Kind(self._group_of[index], param.dim(), *home)
         self._shown.add(kinds)

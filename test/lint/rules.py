@@ -53,6 +53,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("param_gather", "wait"): _EXCHANGE,
     ("placement.cpu", "join"): _STREAMS,
     ("placement.nvme", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
+    ("placement.selective", "wait"): _WORKER,
     ("placement.worker", "wait"): _WORKER,
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,

@@ -13,7 +13,9 @@ from ..cpu_adam import require_native
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
-from .base import ParamState, Placement
+from .base import ParamState, Placement, ReadThrough, tensors_of
+from .column_shard import is_matrix
+from .column_state import without_extra
 from .cpu import CPUPlacement, HostUnits
 from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
 from .master_shard import HALVES
@@ -22,6 +24,7 @@ from .native_rules import check_params as _check_native_params
 from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
 from .nvme import NVMePlacement
+from .selective import SelectivePlacement
 from .speculation import SpeculativePlacement
 from .units import DeviceUnits
 from .worker import WorkerPlacement
@@ -33,6 +36,7 @@ __all__ = [
     "ParamState",
     "Placement",
     "Policy",
+    "ReadThrough",
     "bare_step",
     "build_placement",
     "check_params",
@@ -40,7 +44,10 @@ __all__ = [
     "check_state",
     "home_of",
     "hypers_of",
+    "is_by_columns",
     "steps_params_apart",
+    "taken_states",
+    "tensors_of",
 ]
 
 
@@ -66,6 +73,10 @@ def check_params(
         UnsupportedOptimizer, UnsupportedParam, ConfigConflict, NativeUnavailable.
     """
     params = [param for group in groups for param in group["params"]]
+    if policy is not None and policy.selective is not None:
+        _check_selective(policy, precision, optimizer_class, params, describe)
+        _check_native_groups("Selective", optimizer_class, groups)
+        _check_native_params("Selective", params, describe)
     if isinstance(policy, (WorkerOffload, NVMeOffload)):
         name = type(policy).__name__
         if precision.master_dtype == "split":
@@ -90,6 +101,25 @@ def check_params(
                 )
 
 
+def _check_selective(
+    policy: CPUOffload | WorkerOffload | NVMeOffload,
+    precision: MixedPrecision,
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Sequence[Tensor],
+    describe: Callable[[int], str],
+) -> None:
+    if precision.master_dtype == "split":
+        raise ConfigConflict("Selective keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+    if isinstance(policy, CPUOffload) and policy.ratio < 1:
+        raise ConfigConflict("CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it")
+    for index, param in enumerate(params):
+        if param.device.type != "cpu" and optimizer_class in NATIVE_CLASSES:
+            raise UnsupportedParam(
+                f"{describe(index)} is on {param.device}, where Selective leaves a part of it, and "
+                f"{optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW"
+            )
+
+
 def _check_split_groups(
     policy: Policy, optimizer_class: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]
 ) -> None:
@@ -112,11 +142,22 @@ def check_state(
     states: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that a placement cannot take."""
-    if isinstance(policy, (WorkerOffload, NVMeOffload)):
+    selective = policy is not None and policy.selective is not None
+    if selective or isinstance(policy, (WorkerOffload, NVMeOffload)):
         _check_native_groups(type(policy).__name__, optimizer_class, groups)
         _check_native_state(states)
     elif precision.master_dtype == "split":
         _check_split_groups(policy, optimizer_class, groups)
+
+
+def is_by_columns(policy: Policy, param: Tensor) -> bool:
+    """Whether a parameter is stepped by columns, so that its step counts do not follow from how often it was used."""
+    return policy is not None and policy.selective is not None and is_matrix(param)
+
+
+def taken_states(policy: Policy, states: dict[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Loaded states without what a placement would keep and not follow."""
+    return without_extra(states) if policy is None or policy.selective is None else states
 
 
 def home_of(policy: Policy, precision: MixedPrecision, param: Tensor) -> tuple[torch.dtype, torch.device]:
@@ -144,6 +185,23 @@ def build_placement(
     Args:
         reduction: where gradients come from.
     """
+    if policy is not None and policy.selective is not None:
+        # Like gradients that are reduced already, means come after a pending step has been brought in.
+        home = _build_whole(policy, precision, optimizer_class, defaults, group, AlreadyReduced())
+        delay = policy.delay if isinstance(policy, WorkerOffload) else 0
+        return SelectivePlacement(policy.selective, home, group, optimizer_class, defaults, delay)
+    return _build_whole(policy, precision, optimizer_class, defaults, group, reduction)
+
+
+def _build_whole(
+    policy: Policy,
+    precision: MixedPrecision,
+    optimizer_class: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    group: Group,
+    reduction: Reduction,
+) -> Placement:
+    """What steps all of a shard in one place."""
     if isinstance(policy, WorkerOffload):
         if policy.speculate:
             return SpeculativePlacement(policy, defaults, group, reduction)

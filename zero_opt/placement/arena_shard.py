@@ -120,13 +120,19 @@ class ArenaShard(StateShard):
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
             return at[1] - at[0], counts[at[1]], self.bank[at[1]]
 
-        for (_, count, bank), members in groupby(enumerate(positions), kind):
+        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
+        roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
+        whole = [position for position in positions if position not in self.stretches]
+        for (_, count, bank), members in groupby(enumerate(whole), kind):
             found = [position for _, position in members]
             start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
             if stop > start:
-                roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
-                roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
                 yield self._run(roles, slice(start, stop), count + 1, bank), slice(start, stop)
+        for position in filter(self.stretches.__contains__, positions):
+            first = self.pieces[position].in_shard.start
+            for start, stop, count in self.stretches[position]:
+                where = slice(first + start, first + stop)
+                yield self._run(roles, where, count + 1, self.bank[position]), where
 
     def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
         """A run of some elements; ``roles`` names the array of each of its parts."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,29 @@ from ..errors import ZeroOptError
 from ..reduction.base import GradShard
 
 ParamState = MutableMapping[str, Any]
+
+
+class Stretch(NamedTuple):
+    """Elements ``start`` to ``stop`` (exclusive) of a slice, of which ``steps`` have been done."""
+
+    start: int
+    stop: int
+    steps: float
+
+
+class ReadThrough(ABC, MutableMapping[str, Any]):
+    """A state that is put together when it is read, since it does not lie in memory as users see it."""
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors that it has given out; what is written to them is taken over with the next step."""
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a live state that somebody may have written to."""
+    if isinstance(state, ReadThrough):
+        return state.held()
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 class Placement(Protocol):
@@ -45,7 +69,10 @@ class Placement(Protocol):
         """Bytes of this rank's memory for state beside those that :meth:`state` shows."""
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """The buckets that :meth:`step` will update, the same on every rank."""
+        """The buckets that :meth:`step` will update, the same on every rank.
+
+        Called once before each step, on every rank: it may be collective.
+        """
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -88,6 +115,12 @@ class Placement(Protocol):
 
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
+
+        Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
+        """
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state, given per parameter of this rank, and the groups' hyperparameters."""

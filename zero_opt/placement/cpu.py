@@ -162,7 +162,7 @@ class HostUnits:
     def _units(self, bucket: GradBucket, staying: set[int]) -> Sequence[Unit]:
         members, split = range(len(bucket.slices)), self._split and bucket.params[0].param.dtype is torch.bfloat16
         if self._is_host(bucket):
-            return [_on_device(bucket, members, SPLIT if split else PLAIN)]
+            return [on_device(bucket, members, SPLIT if split else PLAIN)]
         if bucket.device not in self._lanes:
             self._lanes[bucket.device] = Lane(
                 bucket.device, pinned=self._policy.pin_memory, least_nbytes=self.least_nbytes
@@ -170,7 +170,7 @@ class HostUnits:
         units: list[Unit] = []
         stays = [member for member in members if bucket.slices[member].param in staying]
         if stays:
-            units.append(_on_device(bucket, stays, PLAIN))
+            units.append(on_device(bucket, stays, PLAIN))
         for group in self.sub_groups(bucket, [member for member in members if member not in stays]):
             units.append(InHost(bucket, group, SPLIT if split else PLAIN, self._lanes[bucket.device]))
         return units
@@ -190,7 +190,7 @@ class HostUnits:
             yield group
 
 
-def _on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
+def on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
     """Slices that are stepped on their own device, bf16 and fp16 ones with masters."""
     if bucket.params[0].param.dtype in HALVES and form is PLAIN:
         return Mastered(bucket, members)

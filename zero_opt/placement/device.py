@@ -14,7 +14,7 @@ from ..cpu_adam import CPUAdam, CPUAdamW
 from ..errors import UnsupportedOptimizer
 from ..flat_param import FlatParam, share_counters
 from ..reduction.base import GradShard
-from .base import AtOnce, ParamState
+from .base import AtOnce, ParamState, Stretch
 from .master_shard import HALVES, MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, Found, Unit, UnitMaker, load_split
@@ -215,6 +215,11 @@ class DevicePlacement(AtOnce):
         """See :class:`Placement`."""
         unit, position = self._places[index]
         return unit.stepped[position]
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """See :class:`Placement`."""
+        unit, position = self._places[index]
+        unit.stretches[position] = stretches
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""

@@ -25,11 +25,11 @@ def follow_param(master: Tensor, param: Tensor) -> None:
     torch.where(same, master, param.float(), out=master)
 
 
-class MasterShard(ABC):
-    """Slices of one bucket and their masters. Slices are named by their position among those given.
+class FollowedParams:
+    """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
 
-    A master follows its parameter when others than us have written to that: its version counter was raised. Whoever
-    has parameters with a version counter in common calls :func:`share_counters` for them.
+    That somebody has written to a parameter is seen by its version counter, which was raised. Whoever has parameters
+    with a version counter in common calls :func:`share_counters` for them.
 
     Attributes:
         pieces: the slices. flats: the parameter of each. param_dtype: of all of them.
@@ -40,15 +40,6 @@ class MasterShard(ABC):
         self.param_dtype = flats[0].param.dtype if flats else torch.float32
         self._stale = set(range(len(pieces)))
         self._known = [flat.edits for flat in flats]
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @abstractmethod
-    def master(self, position: int) -> Tensor:
-        """The master of a slice, 1-D in storage order."""
-
-    @abstractmethod
-    def result(self, position: int) -> Tensor:
-        """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
 
     def param_run(self, position: int) -> Tensor:
         """The slice of the parameter itself, or of its mirror, 1-D."""
@@ -64,7 +55,6 @@ class MasterShard(ABC):
 
     def repoint(self, position: int) -> None:
         """The parameter's data moved: whatever lies there is the user's."""
-        self._copies.pop(position, None)
         self._stale.add(position)
 
     def edited(self, position: int) -> bool:
@@ -72,9 +62,30 @@ class MasterShard(ABC):
         return position in self._stale or self.flats[position].edits != self._known[position]
 
     def follow(self, position: int) -> None:
-        """The master is right as it is, whatever was written to the parameter."""
+        """What was made of the parameter is right as it is, whatever was written to that."""
         self._stale.discard(position)
         self._known[position] = self.flats[position].edits
+
+
+class MasterShard(FollowedParams, ABC):
+    """Slices and their masters, which follow the parameters."""
+
+    def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
+        super().__init__(pieces, flats)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def repoint(self, position: int) -> None:
+        """See :class:`FollowedParams`."""
+        super().repoint(position)
+        self._copies.pop(position, None)
+
+    @abstractmethod
+    def master(self, position: int) -> Tensor:
+        """The master of a slice, 1-D in storage order."""
+
+    @abstractmethod
+    def result(self, position: int) -> Tensor:
+        """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
 
     def take_param(self, position: int) -> None:
         """Let the master be the parameter."""

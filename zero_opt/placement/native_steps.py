@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -70,7 +70,12 @@ class NativeSteps:
     def step(self, unit: Unit, group: Mapping[str, Any], states: States, grad_scale: float) -> None:
         """One step of the slices of which there are gradients, in one native call."""
         found = unit.grads()
-        slots = [self._slot(unit, position, grad, group, states) for position, grad in found]
+        slots: list[Slot] = []
+        for position, grad in found:
+            if position in unit.stretches:
+                slots.extend(self._stretches(unit, position, grad, group, states))
+            else:
+                slots.append(self._slot(unit, position, grad, group, states))
         with unit.native_writes():
             step_slots(
                 [(adam_hypers(group).native(grad_scale), slots)],
@@ -95,6 +100,20 @@ class NativeSteps:
             slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
         slot.grad = slot.bound.readable(grad)
         return slot
+
+    def _stretches(
+        self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States
+    ) -> Iterator[Slot]:
+        """One run per stretch of a 1-D slice that has state."""
+        state, target = states[unit.stepped[position]], unit.target(position)
+        for start, stop, count in unit.stretches[position]:
+            where = slice(start, stop)
+            arrays = {key: value[where] for key, value in state.items() if key != "step"}
+            arrays["step"] = torch.tensor(count, dtype=torch.float32)
+            amsgrad, label = group["amsgrad"], unit.flats[position].label
+            slot = Slot(label, arrays, target[where], grad[where], amsgrad=amsgrad)
+            slot.grad = slot.bound.readable(grad[where])
+            yield slot
 
     def _require_apart(self, unit: Unit) -> None:
         """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""

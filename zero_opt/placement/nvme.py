@@ -18,7 +18,7 @@ from ..flat_param import share_counters
 from ..policies import NVMeOffload
 from ..reduction.base import GradShard
 from ..shared_memory import require_memory
-from .base import ParamState
+from .base import ParamState, Stretch
 from .native_rules import say_without_masters
 from .nvme_extent import Extent, FileShard, Segment, extents_of
 from .nvme_file import StateFile
@@ -153,6 +153,11 @@ class NVMePlacement:
         """See :class:`Placement`."""
         shard, position = self._places[index]
         return shard.flats[position].part(shard.pieces[position].in_param)
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """See :class:`Placement`."""
+        shard, position = self._places[index]
+        shard.stretches[position] = stretches
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. A pending step is forgotten."""

@@ -70,7 +70,7 @@ class FileStep:
         """Find out which windows have something to step."""
         used = []
         for window, parts in windows:
-            found = [part for part in parts if part.of in self._grads]
+            found = [stretch for part in parts if part.of in self._grads for stretch in part.stretches()]
             if found:
                 self.segments[window.number] = found
                 used.append(window)
@@ -119,7 +119,7 @@ class FileStep:
         return AdamUpdate(
             name=shard.flats[part.position].label,
             hypers=self._hypers.groups[number],
-            step=float(shard.steps[part.position]) + 1,
+            step=part.steps + 1,
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),
             **{role: arrays[role][part.where] for role in MOMENTS},

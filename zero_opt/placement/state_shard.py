@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from .base import ParamState
+from .base import ParamState, Stretch
 from .master_shard import HALVES, MasterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,6 +25,7 @@ class StateShard(MasterShard):
     Attributes:
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
+        stretches: of slices that are not stepped as a whole.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -34,6 +35,7 @@ class StateShard(MasterShard):
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
+        self.stretches: dict[int, Sequence[Stretch]] = {}
         self._arrays: dict[str, Tensor] = {}
         self._views: dict[int, ParamState] = {}
         self._own: dict[int, ParamState] = {}
@@ -94,6 +96,12 @@ class StateShard(MasterShard):
         if "master" not in saved or self.param_dtype not in HALVES:
             self.take_param(position)
         self.follow(position)
+
+    def stretches_of(self, position: int) -> Sequence[Stretch]:
+        """What of a slice is stepped, and at which step counts."""
+        if position in self.stretches:
+            return self.stretches[position]
+        return [Stretch(0, self.pieces[position].in_shard.numel, float(self.steps[position]))]
 
     def has_maximum(self) -> bool:
         """Whether there is a place for amsgrad's state."""

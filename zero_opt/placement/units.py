@@ -16,7 +16,7 @@ from ..cpu_adam.state import live_state, plain_state, prefer_huge_pages, remaind
 from ..flat_param import FlatParam, own_writes
 from ..layout import ParamSlice
 from ..policies import AdamState
-from .base import ParamState
+from .base import ParamState, Stretch
 from .master_shard import HALVES, MasterShard
 
 PLAIN, SPLIT = AdamState(), AdamState(master="split")
@@ -38,6 +38,7 @@ class Unit:
         members: positions of the slices among this rank's of the bucket.
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
         form: what the native kernel keeps of a slice.
+        stretches: by position, of slices that are not stepped as a whole; by the native kernel alone.
     """
 
     pieces: Sequence[ParamSlice]
@@ -46,6 +47,7 @@ class Unit:
 
     def __init__(self, members: Sequence[int], form: AdamState) -> None:
         self.members, self.form = members, form
+        self.stretches: dict[int, Sequence[Stretch]] = {}
 
     @abstractmethod
     def repoint(self, position: int) -> None:

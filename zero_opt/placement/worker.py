@@ -19,7 +19,7 @@ from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard, section_nbytes
-from .base import ParamState
+from .base import ParamState, Stretch
 from .cores import Confined, agreed_split
 from .native_rules import say_without_masters
 
@@ -164,6 +164,11 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         shard, position = self._places[index]
         return shard.flats[position].part(shard.pieces[position].in_param)
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """See :class:`Placement`."""
+        shard, position = self._places[index]
+        shard.stretches[position] = stretches
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`; what is under way ends, and is forgotten."""

@@ -1,0 +1,240 @@
+"""One bucket's matrices by columns: some with their state on the device, all others where a placement has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..buckets import GradBucket
+from ..flat_param import FlatParam, own_writes
+from ..layout import ParamSlice, plan_flat
+from .base import ParamState, Stretch
+from .columns import Columns
+from .master_shard import HALVES, FollowedParams, follow_param
+from .units import slices_of
+
+
+def is_matrix(param: Tensor) -> bool:
+    """Whether a parameter has columns, slices along its last dimension, that are tensors."""
+    return param.dim() >= 2 and param.numel() > 0
+
+
+class ColumnSlice:
+    """One slice of a matrix: which columns are selected, and what is kept of those and of all.
+
+    Attributes:
+        columns: where they lie. The numbers of columns in ``order`` and ``selected`` count from the first one here.
+        counts: steps done per column of the whole parameter, fp32. chosen: the selected ones of all, ascending.
+        order: the columns as they lie at home: those that are not selected, by step count, then the selected ones,
+            whose place there is a gap. selected: these again, in the same order.
+        compact: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the parameter's
+            device.
+        waiting: the sum of the gradients of a window, (numel,) fp32, in host memory; of selected columns, meaningless.
+        gathered: how many gradients are in it.
+        stepped: whether there is state.
+    """
+
+    def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
+        self.columns = Columns(flat.param.shape, flat.strides, piece.in_param)
+        self.device = flat.param.device
+        self.waiting = torch.empty(0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has been stepped, nothing is selected, and nothing waits."""
+        self.counts = torch.zeros(self.columns.total, dtype=torch.float32)
+        self.gathered, self.stepped = 0, False
+        self.compact: dict[str, Tensor] = {}
+        self.choose(torch.empty(0, dtype=torch.int64))
+
+    def choose(self, chosen: Tensor) -> None:
+        """These columns of the whole parameter are selected from here on, and all are put into order."""
+        self.chosen = chosen
+        there = torch.zeros(self.columns.total, dtype=torch.bool)
+        there[chosen] = True
+        here = there[self.columns.first : self.columns.first + self.columns.width]
+        self.selected = self._by_count(here.nonzero().view(-1))
+        self.order = torch.cat([self._by_count((~here).nonzero().view(-1)), self.selected])
+
+    def _counts_of(self, which: Tensor) -> Tensor:
+        return self.counts[which + self.columns.first]
+
+    def _by_count(self, which: Tensor) -> Tensor:
+        return which[torch.sort(self._counts_of(which), stable=True).indices]
+
+    @property
+    def at_home(self) -> Tensor:
+        """The columns that are not selected, in order."""
+        return self.order[: self.order.numel() - self.selected.numel()]
+
+    def stretches(self, which: Tensor) -> Iterator[Stretch]:
+        """Neighbours among these columns that have one step count, as elements."""
+        counts, lengths = torch.unique_consecutive(self._counts_of(which), return_counts=True)
+        start, height = 0, self.columns.height
+        for count, length in zip(counts.tolist(), lengths.tolist(), strict=True):
+            yield Stretch(start * height, (start + length) * height, count)
+            start += length
+
+    def take(self, run: Tensor, which: Tensor) -> Tensor:
+        """Columns of the slice's elements, flat, where those are."""
+        return self.columns.take(run, which.to(run.device)).view(-1)
+
+    def put(self, run: Tensor, which: Tensor, values: Tensor) -> None:
+        """Write columns to the slice's elements."""
+        if which.numel():
+            self.columns.put(run, which.to(run.device), values.to(run.device))
+
+    def gather(self, grad: Tensor, grad_scale: float) -> None:
+        """Add a gradient, (numel,), to those that wait."""
+        term = grad.to(self.waiting.device, torch.float32, copy=grad_scale != 1)
+        if grad_scale != 1:
+            term.mul_(grad_scale)
+        if not self.waiting.numel():
+            self.waiting = torch.empty_like(term)
+        if self.gathered:
+            self.waiting.add_(term)
+        else:
+            self.waiting.copy_(term)
+        self.gathered += 1
+
+    def mean(self) -> Tensor:
+        """Of the gradients that wait, those of columns at home, in order, flat."""
+        return self.take(self.waiting, self.at_home).div_(self.gathered)
+
+    def count(self, *, selected: bool) -> None:
+        """The selected columns, or all others, have been stepped."""
+        if selected:
+            self.counts[self.chosen] += 1
+        else:
+            others = torch.ones_like(self.counts, dtype=torch.bool)
+            others[self.chosen] = False
+            self.counts[others] += 1
+            self.gathered = 0
+        self.stepped = True
+
+
+class ColumnShard(FollowedParams):
+    """See the module. Slices are this rank's with two or more dimensions in a bucket, named by their position.
+
+    To the placement that is their home they are parameters in host memory, 1-D, with one column after the other.
+
+    Attributes:
+        members: positions of the slices among this rank's of the bucket. slices: one each.
+        home: the bucket that the placement is given.
+    """
+
+    def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
+        super().__init__(*slices_of(bucket, members))
+        self.members, self.device = members, bucket.device
+        self.slices = [ColumnSlice(piece, flat) for piece, flat in zip(self.pieces, self.flats, strict=True)]
+        self._homes = [
+            FlatParam(torch.zeros(found.columns.numel, dtype=self.param_dtype), flat.label)
+            for found, flat in zip(self.slices, self.flats, strict=True)
+        ]
+        by_index = {piece.param: home for piece, home in zip(self.pieces, self._homes, strict=True)}
+        specs = {index: home.spec(bucket.layout.group) for index, home in by_index.items()}
+        (layout,) = plan_flat(specs, 1, math.inf, bucket.layout.index)
+        self.home = GradBucket(layout, [by_index[index] for index in layout.params], 0, torch.float32)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def read_params(self) -> None:
+        """Let masters follow the parameters that the user has written to."""
+        for position in filter(self.edited, range(len(self.slices))):
+            found = self.slices[position]
+            self.flats[position].load()
+            run = self.param_run(position)
+            self._homes[position].param.copy_(found.take(run, found.order))
+            if found.compact:
+                follow_param(found.compact["param"], found.take(run, found.selected))
+            self.follow(position)
+
+    def write_home(self, positions: Sequence[int]) -> None:
+        """Bring the columns at home into those parameters that the user has not written to meanwhile."""
+        for position in positions:
+            if not self.edited(position):
+                found = self.slices[position]
+                home = self._homes[position].param[: found.at_home.numel() * found.columns.height]
+                self._write(position, found.at_home, home)
+
+    def write_selected(self, position: int) -> None:
+        """Bring the selected columns into the parameter."""
+        found = self.slices[position]
+        self._write(position, found.selected, found.compact["param"])
+
+    def _write(self, position: int, which: Tensor, values: Tensor) -> None:
+        with own_writes([self.flats[position]]):
+            self.slices[position].put(self.param_run(position), which, values)
+            self.flats[position].store()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def value(self, position: int, key: str, home: ParamState) -> Tensor:
+        """One of "exp_avg", "exp_avg_sq", "max_exp_avg_sq" and "master" of a slice, (numel,) fp32, a copy.
+
+        Args:
+            home: the state as the placement has it.
+        """
+        found = self.slices[position]
+        at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel)
+        if key == "master":  # the home may not have seen yet what the user has written to the parameter
+            at_home = at_home.clone()
+            follow_param(at_home, self._homes[position].param)
+        found.put(run, found.at_home, at_home[: found.at_home.numel() * found.columns.height])
+        if found.compact:
+            found.put(run, found.selected, found.compact["param" if key == "master" else key])
+        return run
+
+    def select(self, position: int, chosen: Tensor, home: ParamState) -> None:
+        """Select other columns; everything moves to its new place. :meth:`read_params` comes before."""
+        found = self.slices[position]
+        keys = [key for key in home if key != "step"]
+        values = {key: self.value(position, key, home) for key in keys}
+        found.choose(chosen)
+        self.place(position, values, home)
+
+    def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
+        """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are."""
+        found, run = self.slices[position], self.param_run(position)
+        self._homes[position].param.copy_(found.take(run, found.order))
+        values = {key: value.to(torch.float32) for key, value in values.items()}
+        for key, value in values.items():
+            home[key].copy_(found.take(value, found.order))
+        found.compact = {}
+        if found.selected.numel():
+            parts = {
+                "param": values.get("master", run),
+                **{key: value for key, value in values.items() if key != "master"},
+            }
+            for key, value in parts.items():
+                found.compact[key] = found.take(value, found.selected).to(found.device, torch.float32)
+
+    def blank_state(self, position: int, *, amsgrad: bool) -> dict[str, Any]:
+        """A state for a placement to adopt, of zeros, with a master where parameters need one."""
+        numel = self.slices[position].columns.numel
+        keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+        state: dict[str, Any] = {"step": torch.tensor(0.0), **{key: torch.zeros(numel) for key in keys}}
+        if self.param_dtype in HALVES:
+            state["master"] = self._homes[position].param.float()
+        return state
+
+    # -- a window -----------------------------------------------------------------------------------------------------
+
+    def flat_grad(self, position: int, grad: Tensor) -> Tensor:
+        """A gradient of a slice as 1-D in storage order."""
+        return self.flats[position].flatten(grad) if grad.dim() > 1 else grad
+
+    def means(self, positions: Sequence[int]) -> list[Tensor | None]:
+        """The mean gradients of these slices where the home takes them from, one per slice of its bucket."""
+        by_param = {self.pieces[position].param: self.slices[position] for position in positions}
+        grads: list[Tensor | None] = []
+        for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
+            found = by_param.get(piece.param)
+            mean = torch.empty(0) if found is None else found.mean()
+            target[: mean.numel()].copy_(mean)
+            grads.append(target if mean.numel() else None)
+        return grads
