@@ -124,11 +124,15 @@ class InPlace(Unit):
 class Mastered(MasterShard, Unit):
     """fp32 masters of bf16 or fp16 parameters are stepped, on the parameters' device."""
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
-        Unit.__init__(self, members, PLAIN)
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+        Unit.__init__(self, members, form)
         MasterShard.__init__(self, *slices_of(bucket, members))
-        self.stepped = [self._blank(position, torch.float32, bucket.device) for position in range(len(members))]
         self._targets: dict[int, Tensor] = {}
+        self.stepped = self._make_stepped(bucket.device)
+
+    def _make_stepped(self, device: torch.device) -> list[Tensor]:
+        """What is stepped for each slice, not filled yet."""
+        return [self._blank(position, torch.float32, device) for position in range(len(self.pieces))]
 
     def _blank(self, position: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Zeros for a slice, as users see it."""
