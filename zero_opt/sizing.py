@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 def steps_alone(world_size: int, recipe: Recipe) -> bool:
     """Whether the wrapped class works by itself, without anything of ours."""
-    return world_size == 1 and recipe.offload is None and recipe.precision.master_dtype is None
+    return world_size == 1 and not recipe.has_masters
 
 
 Held = Counter[tuple[str, str, str]]
@@ -162,8 +162,7 @@ class Sizing:
         """Count what is kept of a slice, beside the parameter or, if it does not stay, in place of it."""
         recipe, param, numel = self.recipe, self.sketches[piece.param].flat.param, piece.in_param.numel
         dtype, shape = param.dtype, param.shape if numel == param.numel() else (numel,)
-        masters = recipe.offload is not None or recipe.precision.master_dtype is not None
-        if masters and dtype in HALVES:
+        if recipe.has_masters and dtype in HALVES:
             split = splits and recipe.precision.master_dtype == "split" and dtype is torch.bfloat16
             name, itemsize = ("remainder", 2) if split else ("master", 4)
             held["masters", where, name] += numel * itemsize
