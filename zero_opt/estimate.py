@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .collectives import check_rank
 from .construction import adopt_errors, is_elementwise, normalized, template_of, tensors_of
-from .errors import ConfigError, ConfigTypeError
+from .errors import ConfigConflict, ConfigError, ConfigTypeError
 from .layout import ALIGN
 from .placement import Policy as Offload
 from .placement import check_params, hypers_of
@@ -121,9 +121,16 @@ def estimate(
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
-            does, or because of the arguments that are only here.
+            does, or because of the arguments that are only here; ConfigConflict for ``Selective`` too, which is not
+            counted.
     """
     recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
+    if offload is not None and offload.selective is not None:
+        raise ConfigConflict(
+            "estimate() does not count what Selective keeps beside the state: leave "
+            f"{type(offload).__name__}.selective None, and add 4 bytes per element for gradients that wait, and a copy "
+            "of the parameters"
+        )
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
