@@ -125,12 +125,7 @@ def estimate(
             counted.
     """
     recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
-    if offload is not None and offload.selective is not None:
-        raise ConfigConflict(
-            "estimate() does not count what Selective keeps beside the state: leave "
-            f"{type(offload).__name__}.selective None, and add 4 bytes per element for gradients that wait, and a copy "
-            "of the parameters"
-        )
+    _check_counted(offload)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
@@ -176,6 +171,15 @@ def _title(sizing: Sizing) -> str:
         f"{recipe.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
         f"on {', '.join(devices)}; {offload}; {recipe.reduction!r}; {recipe.precision!r}"
     )
+
+
+def _check_counted(offload: Offload) -> None:
+    if offload is not None and offload.selective is not None:
+        raise ConfigConflict(
+            "estimate() does not count what Selective keeps beside the state: leave "
+            f"{type(offload).__name__}.selective None, and add 4 bytes per element for gradients that wait, and a copy "
+            "of the parameters"
+        )
 
 
 def _check_count(name: str, value: object) -> None:
