@@ -88,7 +88,7 @@ class Unit:
         """The state was loaded, replaced or dropped: take its master, or, without one, the parameter."""
 
     def resident(self) -> Sequence[Tensor]:
-        """What is kept on the parameters' device beside them; who re-points it calls this again after that."""
+        """What is kept on the parameters' device beside them, and may be re-pointed: no view of it is kept."""
         return ()
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
