@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt import CPUAdam, CPUAdamW
+from zero_opt import CPUAdam, CPUAdamW, ShardedOptimizer
 from zero_opt.errors import StateDictError
 from zero_opt.flat_param import FlatParam
 from zero_opt.layout import ParamSlice, Span
@@ -170,6 +170,16 @@ def test_a_state_tensor_of_a_wrong_shape(shape: tuple[int, ...]) -> None:
     saved = stepped_adamw().state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(shape)
     refuse(saved, rf"state 'exp_avg' of parameter 0 has shape .*{shape[0]}.*, the parameter \(2, 3\)")
+
+
+@pytest.mark.parametrize("step", [-1, -0.5, float("nan"), float("inf"), torch.tensor(-1.0), torch.tensor([torch.inf])])
+def test_a_step_that_counts_nothing(step: Any) -> None:
+    optimizer = ShardedOptimizer([Parameter(torch.ones(3))], torch.optim.Adam)
+    state = {"step": step, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    saved = {**optimizer.state_dict(), "state": {0: state}}
+    with pytest.raises(StateDictError, match=r"'step' of parameter 0 is .*, not a number of steps"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"] == {}
 
 
 def test_classes_that_are_not_elementwise_have_state_of_any_shape() -> None:

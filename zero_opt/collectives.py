@@ -273,8 +273,8 @@ class Group:
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
             raise ProcessGroupError(
-                "this process was forked from the one that made this ShardedOptimizer, whose connections it must not "
-                "use; construct optimizers after forking"
+                "this process was forked from the one that made this ShardedOptimizer, whose connections and threads "
+                "it does not have; construct optimizers after forking"
             )
 
     def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
@@ -351,14 +351,16 @@ class AloneGroup(Group):
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, _ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
-        self._watch = None
+        self._pid, self._watch = os.getpid(), None
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See :class:`Group`."""
+        self._require_own()
         return [tensor.clone()]
 
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:  # noqa: ARG002
         """See :class:`Group`."""
+        self._require_own()
         return [payload]
 
     def watch(self, hang_timeout_s: float) -> None:

@@ -185,10 +185,12 @@ def template_of(
     if needs_closure(cls):
         raise UnsupportedOptimizer(
             f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
-            "over several ranks; use it at world size 1"
+            "over several ranks, nor with an offload or masters; use it at world size 1 without"
         )
     if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
-        raise UnsupportedOptimizer(f"state={form!r} cannot be sharded over several ranks; leave it AdamState()")
+        raise UnsupportedOptimizer(
+            f"state={form!r} cannot be sharded over several ranks, nor offloaded; leave it AdamState()"
+        )
     template = cls([_stand_in(entry) for entry in groups], **defaults)
     check_options(template.param_groups)
     return template
@@ -209,7 +211,9 @@ def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
     for group, option in itertools.product(groups, ("differentiable", "capturable")):
         if group.get(option):
-            raise UnsupportedOptimizer(f"{option}=True cannot be sharded over several ranks; leave it False")
+            raise UnsupportedOptimizer(
+                f"{option}=True cannot be sharded over several ranks, nor offloaded; leave it False"
+            )
 
 
 def checked_groups(

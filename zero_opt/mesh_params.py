@@ -23,7 +23,7 @@ from .fsdp import Shards
 from .grad_norm import Measured, clip_factor, look
 from .mesh_group import MeshGroup
 from .nonfinite import NonFinite
-from .policies import AlreadyReduced, DDPHook
+from .policies import AlreadyReduced, DDPHook, WorkerOffload
 from .recipe import Recipe
 from .state_dict import copied
 from .trial import is_known, state_after_a_step
@@ -248,6 +248,8 @@ def _check_policies(recipe: Recipe, process_group: object) -> None:
         instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
     elif recipe.precision.reduce_dtype is not None or recipe.precision.accumulate_dtype is not None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
+    elif isinstance(recipe.offload, WorkerOffload) and recipe.offload.speculate:
+        instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
     if instead is not None:
         raise ConfigConflict(f"parameters are DTensors, {instead}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -171,6 +172,8 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
     for key, value in state.items():
+        if key == "step" and not _is_count(value):
+            raise StateDictError(f"state 'step' of parameter {index} is {value!r}, not a number of steps")
         if not isinstance(value, Tensor):
             continue
         if value.layout is not torch.strided or value.is_meta:
@@ -183,6 +186,13 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )
     return state
+
+
+def _is_count(step: Any) -> bool:
+    """Whether a value can be a step count; what it means where it is no single number is the class's affair."""
+    if isinstance(step, Tensor) and (step.is_meta or step.numel() != 1 or step.is_complex()):
+        return True
+    return not isinstance(step, (Tensor, int, float)) or 0 <= float(step) < math.inf
 
 
 def fitted(

@@ -52,6 +52,8 @@ def _construction(rank: int, world_size: int) -> None:
     _refuse(ConfigConflict, "gathers in the forward", make, params, AdamW, reduction=background)
     precision = zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16)
     _refuse(ConfigConflict, "MixedPrecisionPolicy", make, params, AdamW, precision=precision)
+    early = zero_opt.WorkerOffload(speculate=True)
+    _refuse(ConfigConflict, "before step", make, params, AdamW, offload=early)
     for offload in (None, WORKER):
         _refuse(UnsupportedParam, "plain tensor among DTensors", make, [*params, plain], AdamW, offload=offload)
         _refuse(UnsupportedParam, r"position|parameter 1", make, named, AdamW, offload=offload)

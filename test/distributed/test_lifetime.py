@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_opt
 from test.distributed.actors import rank_actor
@@ -161,3 +161,33 @@ def test_a_rank_that_has_ended_or_never_comes_is_a_typed_error(exchange: str, mo
     assert isinstance(message, str)
     assert re.search("rank 1|another rank", message)
     assert re.search("has died|has ended|does not answer|has not come", message)
+
+
+@pytest.mark.parametrize("apart", ["offload", "masters"])
+def test_a_fork_of_a_rank_alone_cannot_step(apart: str) -> None:
+    """Its thread was not forked: what waits for that would wait for ever."""
+    run_processes(1, _fork_alone, apart, timeout=20)
+
+
+def _fork_alone(rank: int, world_size: int, apart: str) -> None:
+    params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16))]
+    options: dict[str, Any] = {"offload": zero_opt.CPUOffload()}
+    if apart == "masters":
+        options = {"precision": zero_opt.MixedPrecision(torch.float32)}
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
+    params[0].sum().backward()
+    optimizer.step()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            params[0].sum().backward()
+            with pytest.raises(zero_opt.ProcessGroupError, match="forked"):
+                optimizer.step()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    params[0].sum().backward()
+    optimizer.step()
+    optimizer.close()

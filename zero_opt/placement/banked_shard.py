@@ -46,7 +46,7 @@ class BankedShard(ArenaShard):
     def spare_nbytes(self) -> int:
         """See :class:`ArenaShard`."""
         doubled = (dtype for role, (_, dtype) in self._sections.items() if _in_bank(role, 1) in self._sections)
-        return sum(self.bucket.shard_numel * dtype.itemsize for dtype in doubled)
+        return super().spare_nbytes + sum(self.bucket.shard_numel * dtype.itemsize for dtype in doubled)
 
     def bind(self, arena: Arena) -> None:
         """See :class:`ArenaShard`."""
