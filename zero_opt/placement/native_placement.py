@@ -31,20 +31,16 @@ StepT = TypeVar("StepT", bound=PendingStep)
 
 
 class NativePlacement(ABC, Generic[ShardT, StepT]):
-    """See the module and :class:`Placement`.
+    """See the module and :class:`Placement`."""
 
-    Attributes:
-        _cause: why a step is pending, where its conflicts are to say so. _remedy: how it is brought in.
-        _amsgrad: per param group. _shards: by bucket. _places: shard and position in it, by parameter.
-    """
-
+    # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
     _cause = ""
     _remedy = "call opt.flush()"
 
     def __init__(self) -> None:
         self._amsgrad: list[bool] = []
-        self._shards: dict[int, ShardT] = {}
-        self._places: dict[int, tuple[ShardT, int]] = {}
+        self._shards: dict[int, ShardT] = {}  # by bucket
+        self._places: dict[int, tuple[ShardT, int]] = {}  # by parameter: shard, position in it
         self._pending: StepT | None = None
 
     # -- what a kind of them has --------------------------------------------------------------------------------------
