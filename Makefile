@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 CLIENTS := .venv-clients
 NATIVE := $(wildcard native/*)
 RANKS ?= 2
+# Tests at once: most of them wait for processes of their own most of the time.
+JOBS ?= 3
 
 .PHONY: demo test test-clients lint types unit crash soak sanitize bench setup clean
 
@@ -30,7 +32,7 @@ types: setup
 
 unit: setup
 	@echo "== pytest"
-	$(BIN)/python -m pytest test
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal test
 
 # Training programs of others, which need packages that nothing else does: in an environment of their own.
 test-clients: $(CLIENTS)/.installed setup

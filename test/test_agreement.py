@@ -77,6 +77,9 @@ class RecordedGroup:
     def __init__(self, other: list[bytes]) -> None:
         self._other = list(other)
 
+    def in_step(self, step: int) -> None:
+        """What a message about a wait would say."""
+
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
         return [payload, self._other.pop(0)]
 

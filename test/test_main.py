@@ -56,6 +56,21 @@ def test_masters_and_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{same}\n"
 
 
+def test_a_second_bank_and_gradients_of_two_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "estimate 1e6 --world 2 --param-dtype bfloat16 --device cpu --offload worker --speculate"
+    assert main([*words.split(), "--reduction", "ddp-hook", "--accumulate-dtype", "float32"]) == 0
+    same = zero_opt.estimate(
+        1_000_000,
+        2,
+        reduction=zero_opt.DDPHook(),
+        offload=zero_opt.WorkerOffload(speculate=True),
+        precision=zero_opt.MixedPrecision(accumulate_dtype=torch.float32),
+        param_dtype=torch.bfloat16,
+        device="cpu",
+    )
+    assert capsys.readouterr().out == f"{same}\n"
+
+
 def test_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "3e6", "--world", "2", "--device", "cuda", "--offload", "nvme", "--window-mb", "2"]) == 0
     same = zero_opt.estimate(3e6, 2, offload=zero_opt.NVMeOffload(".", window_mb=2.0), device="cuda")
@@ -82,6 +97,8 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --world 2 --rank 2", "rank"),
         ("1e6 --offload foo", "invalid choice"),
         ("1e6 --offload worker --delay 7", "delay"),
+        ("1e6 --offload worker --delay 1 --speculate", "speculate"),
+        ("1e6 --accumulate-dtype int8", "accumulate_dtype"),
         ("1e6 --offload cpu --ratio 2", "ratio"),
         ("1e6 --master float16", "master_dtype"),
         ("1e6 --offload worker --optimizer SGD", "steps Adam"),

@@ -16,8 +16,9 @@ from zero_opt import CPUAdam, CPUAdamW
 from zero_opt.errors import StateDictError
 from zero_opt.flat_param import FlatParam
 from zero_opt.layout import ParamSlice, Span
-from zero_opt.state_dict import copied, cut, fitted, match, pack_groups, torch_dtype
+from zero_opt.state_dict import Refused, copied, cut, fitted, match, pack_groups, torch_dtype
 
+STRICT = Refused(strict=True)
 CLASSES = [
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax),
     *(torch.optim.AdamW, torch.optim.ASGD, torch.optim.Muon, torch.optim.NAdam, torch.optim.RAdam),
@@ -38,7 +39,7 @@ def stepped_adamw() -> torch.optim.AdamW:
 def refuse(state_dict: Any, message: str, elementwise: bool = True) -> None:
     groups = stepped_adamw().param_groups
     with pytest.raises(StateDictError, match=message):
-        match(state_dict, groups, elementwise)
+        match(state_dict, groups, elementwise, STRICT)
 
 
 def test_packed_groups_are_torchs() -> None:
@@ -49,7 +50,7 @@ def test_packed_groups_are_torchs() -> None:
 def test_a_state_dict_of_torchs_matches_by_position() -> None:
     optimizer = stepped_adamw()
     saved = optimizer.state_dict()
-    matched = match(saved, optimizer.param_groups, elementwise=True)
+    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT)
     assert list(matched) == [0, 1, 2]
     assert all(matched[i] is saved["state"][i] for i in range(3))
 
@@ -61,20 +62,20 @@ def test_saved_ids_need_not_be_numbers_in_order() -> None:
         "state": {names[i]: state for i, state in reversed(saved["state"].items())},
         "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in saved["param_groups"]],
     }
-    matched = match(renamed, stepped_adamw().param_groups, elementwise=True)
+    matched = match(renamed, stepped_adamw().param_groups, elementwise=True, refused=STRICT)
     assert all(matched[i] is saved["state"][i] for i in range(3))
 
 
 def test_state_may_be_missing_for_some_params() -> None:
     saved = stepped_adamw().state_dict()
     del saved["state"][1]
-    assert sorted(match(saved, stepped_adamw().param_groups, elementwise=True)) == [0, 2]
+    assert sorted(match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT)) == [0, 2]
 
 
 def test_matching_changes_nothing() -> None:
     saved = stepped_adamw().state_dict()
     before = copy.deepcopy(saved)
-    match(saved, stepped_adamw().param_groups, elementwise=True)
+    match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT)
     assert repr(saved) == repr(before)
 
 
@@ -142,7 +143,7 @@ def test_a_param_that_the_optimizer_has_twice_may_be_listed_twice() -> None:
     one.grad, other.grad = torch.ones(2), torch.ones(3)
     optimizer.step()
     saved = optimizer.state_dict()
-    matched = match(saved, optimizer.param_groups, elementwise=True)
+    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT)
     assert matched[2] is saved["state"][2]
 
 
@@ -174,7 +175,7 @@ def test_a_state_tensor_of_a_wrong_shape(shape: tuple[int, ...]) -> None:
 def test_classes_that_are_not_elementwise_have_state_of_any_shape() -> None:
     saved = stepped_adamw().state_dict()
     saved["state"][0] = {"row_var": torch.zeros(2, 1), "step": 3}
-    assert match(saved, stepped_adamw().param_groups, elementwise=False)[0]["step"] == 3
+    assert match(saved, stepped_adamw().param_groups, elementwise=False, refused=STRICT)[0]["step"] == 3
 
 
 # -- what a step of the class needs -----------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_what_a_class_saves_it_takes_back(cls: Any, shape: tuple[int, ...]) -> N
     param.grad = torch.ones(shape)
     optimizer.step()
     saved = optimizer.state_dict()
-    _, (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls)
+    _, (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls, STRICT)
     assert hypers == {k: v for k, v in saved["param_groups"][0].items() if k != "params"}
 
 
@@ -205,7 +206,7 @@ def test_state_of_classes_that_are_not_elementwise_is_checked_too(key: str, valu
     saved = optimizer.state_dict()
     saved["state"][0][key] = value
     with pytest.raises(StateDictError, match=f"state '{key}' of parameter 0"):
-        fitted(saved["state"], optimizer.param_groups, saved["param_groups"], torch.optim.Adafactor)
+        fitted(saved["state"], optimizer.param_groups, saved["param_groups"], torch.optim.Adafactor, STRICT)
 
 
 def test_classes_of_others_are_not_tried_out() -> None:
@@ -217,13 +218,13 @@ def test_classes_of_others_are_not_tried_out() -> None:
     optimizer = Other([Parameter(torch.ones(3))])
     states = {0: {"x": 1}}
     saved_groups = [{"lr": "fast", "params": [0]}]
-    assert fitted(states, optimizer.param_groups, saved_groups, Other) == (states, [{"lr": "fast"}])
+    assert fitted(states, optimizer.param_groups, saved_groups, Other, STRICT) == (states, [{"lr": "fast"}])
 
 
 def test_a_group_of_frozen_params_of_any_dtype() -> None:
     frozen = Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": []}])
-    fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW)
+    fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW, STRICT)
 
 
 # -- cutting ----------------------------------------------------------------------------------------------------------

@@ -14,9 +14,18 @@ from . import cpu_adam, doctor
 from .errors import ZeroOptError
 from .estimate import estimate
 from .placement import Policy as Offload
-from .policies import AlreadyReduced, AtStep, CPUOffload, MixedPrecision, NVMeOffload, Overlapped, WorkerOffload
+from .policies import (
+    AlreadyReduced,
+    AtStep,
+    CPUOffload,
+    DDPHook,
+    MixedPrecision,
+    NVMeOffload,
+    Overlapped,
+    WorkerOffload,
+)
 
-_REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "already-reduced": AlreadyReduced}
+_REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS = ("none", "cpu", "worker", "nvme")
 _NATIVE = ("CPUAdam", "CPUAdamW")
 
@@ -58,16 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
     sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
     sizes.add_argument("--reduce-dtype", type=_dtype, help="of gradients on their way (default: the parameters')")
+    sizes.add_argument("--accumulate-dtype", type=_dtype, help="of the sum over several backwards (default: as sent)")
     sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
     sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
-    sizes.add_argument(
-        "--offload", choices=("none", "cpu", "worker", "nvme"), default="none", help="where the shard lives"
-    )
+    sizes.add_argument("--offload", choices=_OFFLOADS, default="none", help="where the shard lives")
     sizes.add_argument("--ratio", type=float, default=1.0, help="with --offload cpu: how much of the shard")
     sizes.add_argument("--subgroup-mb", type=float, default=64, help="with --offload cpu: see CPUOffload")
     sizes.add_argument("--window-mb", type=float, default=64, help="with --offload nvme: see NVMeOffload")
     sizes.add_argument("--delay", type=int, default=0, help="with --offload worker: steps until an update arrives")
+    sizes.add_argument("--speculate", action="store_true", help="with --offload worker: see WorkerOffload")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     looks = commands.add_parser(
         "doctor", help="what of zero_opt works on this machine, and what to do where it does not"
@@ -81,7 +90,9 @@ def _offload(given: argparse.Namespace) -> Offload:
         return CPUOffload(ratio=given.ratio, subgroup_mb=given.subgroup_mb)
     if given.offload == "nvme":
         return NVMeOffload(".", window_mb=given.window_mb)  # nothing is made there
-    return WorkerOffload(delay=given.delay) if given.offload == "worker" else None
+    if given.offload == "worker":
+        return WorkerOffload(delay=given.delay, speculate=given.speculate)
+    return None
 
 
 def _print_estimate(given: argparse.Namespace) -> None:
@@ -92,7 +103,7 @@ def _print_estimate(given: argparse.Namespace) -> None:
         given.optimizer,
         reduction=_REDUCTIONS[given.reduction](**sized),
         offload=_offload(given),
-        precision=MixedPrecision(given.master, given.reduce_dtype),
+        precision=MixedPrecision(given.master, given.reduce_dtype, given.accumulate_dtype),
         param_dtype=given.param_dtype,
         device=given.device,
         **dict(given.option),

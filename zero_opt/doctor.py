@@ -89,9 +89,8 @@ def _native() -> Iterator[Finding]:
     try:
         chosen, others = native_isas()
     except NativeUnavailable as error:
-        yield Finding(
-            OFF, "native", "no kernels: CPUAdam, WorkerOffload and exchange in shared memory are off", str(error)
-        )
+        off = "CPUAdam, WorkerOffload, NVMeOffload, Selective, split masters and exchange in shared memory are off"
+        yield Finding(OFF, "native", f"no kernels: {off}", str(error))
         return
     forced = " by ZERO_OPT_ISA" if os.environ.get("ZERO_OPT_ISA") else ""
     yield Finding(OK, "native", f"kernels for {chosen}{forced}; built for {', '.join(others)}")

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import check_rank
-from .construction import adopt_errors, check_wrapped_class, is_elementwise, normalized, template_of
-from .cpu_adam import CPUAdam, CPUAdamW
-from .errors import ConfigError, ConfigTypeError
+from .construction import adopt_errors, is_elementwise, normalized, template_of, tensors_of
+from .errors import ConfigConflict, ConfigError, ConfigTypeError
 from .layout import ALIGN
 from .placement import Policy as Offload
 from .placement import check_params, hypers_of
-from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision, Overlapped
 from .recipe import Recipe
 from .reduction import Policy
-from .reduction import check_policy as check_reduction
 from .rehearsal import sketch_of
 from .sizing import Row, Sizing, steps_alone
 
@@ -124,16 +121,13 @@ def estimate(
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
-            does, or because of the arguments that are only here.
+            does, or because of the arguments that are only here; ConfigConflict for ``Selective`` too, which is not
+            counted.
     """
-    check_reduction(reduction)
-    check_offload(offload)
-    if not isinstance(precision, MixedPrecision):
-        raise ConfigTypeError(f"precision must be a MixedPrecision, got {precision!r}")
-    check_wrapped_class(optimizer_class)
+    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
+    _check_counted(offload)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
-    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks())
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
             groups = home.of_number(model_or_numel, recipe)
@@ -179,6 +173,15 @@ def _title(sizing: Sizing) -> str:
     )
 
 
+def _check_counted(offload: Offload) -> None:
+    if offload is not None and offload.selective is not None:
+        raise ConfigConflict(
+            "estimate() does not count what Selective keeps beside the state: leave "
+            f"{type(offload).__name__}.selective None, and add 4 bytes per element for gradients that wait, and a copy "
+            "of the parameters"
+        )
+
+
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
@@ -220,7 +223,7 @@ class _Home(NamedTuple):
             raise ConfigTypeError(f"the model must be a module, its parameters or their number, got {params!r}")
         entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
         listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
-        return [{**group, "params": list(map(self._as, _tensors(group["params"])))} for group in listed]
+        return [{**group, "params": list(map(self._as, tensors_of([group])))} for group in listed]
 
     def _as(self, param: Tensor) -> Tensor:
         if self.dtype in (None, param.dtype) or not param.is_floating_point() or param.layout is not torch.strided:
@@ -231,7 +234,7 @@ class _Home(NamedTuple):
     def of_number(self, numel: float, recipe: Recipe) -> list[dict[str, Any]]:
         """A param group of so many elements, in parameters that fill a bucket each."""
         cls = recipe.optimizer_class
-        if not (is_elementwise(cls) or cls in (CPUAdam, CPUAdamW)):
+        if not is_elementwise(cls):
             raise ConfigError(
                 f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
                 "meta device if it is large, or register_elementwise() the class"
@@ -252,9 +255,3 @@ class _Home(NamedTuple):
             return param.device
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
-
-
-def _tensors(params: Any) -> list[Tensor]:
-    """The parameters of a group, without their names."""
-    listed = [params] if isinstance(params, Tensor) else params
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in listed]

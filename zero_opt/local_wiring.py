@@ -53,10 +53,10 @@ class LocalWiring(Wiring):
         self._mesh.shards.require_sharded()
         self._view.follow()
 
-    def take(self, grads: Sequence[GradShard]) -> None:
+    def take(self, grads: Sequence[GradShard], grad_scale: float = 1.0) -> None:
         """See :class:`Wiring`."""
         try:
-            super().take(grads)
+            super().take(grads, grad_scale)
         finally:
             self._view.written()
 

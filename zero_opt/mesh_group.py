@@ -38,6 +38,3 @@ class MeshGroup(Group):
         mine = tensor.detach().to(mesh.device_type).unsqueeze(0)
         rows = DTensor.from_local(mine, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
         return list(rows.to(tensor.device))
-
-    def close(self) -> None:
-        """See :class:`Group`; the groups are the mesh's."""

@@ -234,7 +234,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
 def steps_apart(recipe: Recipe) -> bool:
     """Whether something else than the DTensors themselves is stepped: this rank's parts of them, or their masters."""
     native = recipe.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
-    return native or recipe.offload is not None or recipe.precision.master_dtype is not None
+    return native or recipe.has_masters
 
 
 def _check_policies(recipe: Recipe, process_group: object) -> None:
@@ -254,7 +254,7 @@ def _check_policies(recipe: Recipe, process_group: object) -> None:
 
 def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
     """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
-    if not (is_elementwise(cls) or cls in (CPUAdam, CPUAdamW)):
+    if not is_elementwise(cls):
         raise UnsupportedOptimizer(
             f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
             "offload=None and no master_dtype it is given the DTensors themselves. If it is elementwise, see "

@@ -31,7 +31,7 @@ from .grad_norm import check_max_norm
 from .join import ShadowSteps, join_notice
 from .loading import Loading
 from .local_wiring import build_wiring, own_groups
-from .loss_scale import LossScaled, overflowed
+from .loss_scale import LossScaled, overflowed, unscaling
 from .mesh_params import MeshParams, admit, mesh_of, steps_apart
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
@@ -247,7 +247,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if not overflowed(self):
-            parts.take(parts.finish())
+            parts.take(parts.finish(), unscaling(self))
         return loss
 
     def _params(self) -> list[Tensor]:

@@ -17,6 +17,7 @@ from .layout import ParamSlice
 from .partition import Geometry
 from .placement import grad_buffers_of
 from .placement.arena_shard import ArenaShard, section_nbytes
+from .placement.banked_shard import BankedShard, is_second
 from .placement.cores import split_cores
 from .placement.cpu import HostUnits
 from .placement.master_shard import HALVES
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
 def steps_alone(world_size: int, recipe: Recipe) -> bool:
     """Whether the wrapped class works by itself, without anything of ours."""
-    return world_size == 1 and recipe.offload is None and recipe.precision.master_dtype is None
+    return world_size == 1 and not recipe.has_masters
 
 
 Held = Counter[tuple[str, str, str]]
@@ -162,8 +163,7 @@ class Sizing:
         """Count what is kept of a slice, beside the parameter or, if it does not stay, in place of it."""
         recipe, param, numel = self.recipe, self.sketches[piece.param].flat.param, piece.in_param.numel
         dtype, shape = param.dtype, param.shape if numel == param.numel() else (numel,)
-        masters = recipe.offload is not None or recipe.precision.master_dtype is not None
-        if masters and dtype in HALVES:
+        if recipe.has_masters and dtype in HALVES:
             split = splits and recipe.precision.master_dtype == "split" and dtype is torch.bfloat16
             name, itemsize = ("remainder", 2) if split else ("master", 4)
             held["masters", where, name] += numel * itemsize
@@ -210,10 +210,11 @@ class Sizing:
         held = Held()
         usable = sorted(os.sched_getaffinity(0))
         lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
+        make = BankedShard if policy.speculate else ArenaShard
         # A run is a stretch of neighbours with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(lanes, len(buckets)))
         for bucket in buckets:
-            shard, amsgrad = ArenaShard(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
+            shard, amsgrad = make(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
             arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))
             owned = sum(piece.in_param.numel for piece in bucket.slices)
             for role, dtype in arrays.items():
@@ -248,6 +249,8 @@ def _nbytes(sketches: Iterable[Sketch]) -> int:
 
 def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
     """What an array of the arena is, as a kind, a place and a name."""
+    if is_second(role):
+        return "buffers", HOST, "second bank"
     if role == "master":
         return "masters", HOST, role
     if role == "out":

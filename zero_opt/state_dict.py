@@ -100,14 +100,11 @@ class Refused:
             )
 
 
-_STRICT = Refused(strict=True)
-
-
 def match(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     elementwise: bool,
-    refused: Refused = _STRICT,
+    refused: Refused,
 ) -> dict[int, Mapping[str, Any]]:
     """The loaded state per global parameter index, after checking that all of it fits.
 
@@ -193,7 +190,7 @@ def fitted(
     param_groups: Sequence[Mapping[str, Any]],
     saved_groups: Sequence[Mapping[str, Any]],
     optimizer_class: type[torch.optim.Optimizer],
-    refused: Refused = _STRICT,
+    refused: Refused,
 ) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]]]:
     """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, as far as torch's classes say.
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .construction import is_elementwise
-from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import UnsupportedOptimizer
 from .placement import bare_step, hypers_of, steps_params_apart
 
@@ -81,7 +80,7 @@ class StateSizes:
 
     def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
         self._class, self._defaults = cls, dict(defaults)
-        self._even = is_elementwise(cls) or cls in (CPUAdam, CPUAdamW)
+        self._even = is_elementwise(cls)
         self._known: dict[tuple[int, tuple[int, ...], torch.dtype], Mapping[str, int]] = {}
         self._slopes: dict[tuple[int, torch.dtype], Mapping[str, tuple[int, Fraction]]] = {}
 

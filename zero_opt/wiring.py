@@ -21,7 +21,6 @@ from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
-from .loss_scale import unscaling
 from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .param_gather import spread
@@ -242,8 +241,11 @@ class Wiring:
         finally:
             self.progress.absent = False
 
-    def take(self, grads: Sequence[GradShard]) -> None:
+    def take(self, grads: Sequence[GradShard], grad_scale: float = 1.0) -> None:
         """Step this rank's slices with reduced gradients, and gather the updated parameters. Collective.
+
+        Args:
+            grad_scale: what gradients are multiplied by first.
 
         Raises:
             NonFiniteGradient: on every rank, before anything is changed.
@@ -252,7 +254,6 @@ class Wiring:
         if self._nonfinite.skips(look):
             self.progress.skipped()
             return
-        grad_scale = unscaling(self._owner)
         if limit is not None:
             grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
         self.gather.run(self.progress.step, self.step(grads, grad_scale))

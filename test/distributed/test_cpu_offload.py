@@ -162,3 +162,22 @@ def test_views_of_one_tensor_are_not_taken_for_edited(where: str, monkeypatch: p
         results.append([optimizer.state[param]["master"].clone() for param in params])
         optimizer.close()
     assert_bitwise(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_whose_data_the_user_re_points(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_if_elsewhere(monkeypatch)
+    found = []
+    for moves in (False, True):
+        params = make_params(torch.optim.AdamW, dtype)
+        optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, fused=True, offload=OFFLOAD)
+        for step in range(3):
+            backward(params, step, 0)
+            if moves and step:
+                for param in params:
+                    param.data = param.data.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(([param.detach().clone() for param in params], optimizer.state_dict()))
+        optimizer.close()
+    assert_bitwise(found[1], found[0])

@@ -101,6 +101,10 @@ WORKER = [
         defaults=FUSED,
     ),
 ]
+SPECULATING = [
+    config._replace(reduction=reduction, offload=zero_opt.WorkerOffload(threads=1, speculate=True))
+    for config, reduction in ((WORKER[0], zero_opt.Overlapped()), (WORKER[1], zero_opt.Overlapped(bucket_mb=SMALL)))
+]
 
 
 FILE = [
@@ -220,7 +224,7 @@ def test_what_ranks_hold(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_worker_holds(world_size: int) -> None:
-    run_processes(world_size, run_all, WORKER)
+    run_processes(world_size, run_all, WORKER + SPECULATING)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -252,6 +252,29 @@ def test_gradients_are_unscaled_as_in_torch() -> None:
     run_processes(2, _scaled, timeout=SECONDS)
 
 
+def _scaled_halves(rank: int, world_size: int) -> None:
+    """GradScaler leaves fp16 gradients scaled for the step: no power of two changes a bit of what comes of them."""
+    found = []
+    for scale in (4.0, 8.0):
+        net = sharded(mesh_of((world_size,)), dtype=torch.float16)
+        optimizer = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.05, offload=zero_opt.CPUOffload())
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=scale)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.full((4, 48), 0.1 + 0.1 * step + rank, dtype=torch.float16)
+            scaler.scale(net(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == scale
+        found.append(locals_of(net.parameters()))
+        optimizer.close()
+    assert_bitwise(found[1], found[0])
+
+
+def test_fp16_gradients_are_unscaled_by_the_step() -> None:
+    run_processes(2, _scaled_halves, timeout=SECONDS)
+
+
 def _not_finite(rank: int, world_size: int) -> None:
     """The only part of the head, which has one row, is on rank 0."""
     found: list[Any] = []

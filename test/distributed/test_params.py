@@ -170,7 +170,7 @@ def test_parameters_that_cannot_be_sharded_are_named(make: Any, what: str) -> No
 
 def _complex_in_fp32(rank: int, world_size: int) -> list[str]:
     """Refused when constructed, and in an added group."""
-    messages, precision = [], zero_opt.MixedPrecision(torch.float32)
+    messages, precision = [], zero_opt.MixedPrecision(reduce_dtype=torch.float32)
     z = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(zero_opt.UnsupportedParam) as caught:
         zero_opt.ShardedOptimizer([z], torch.optim.SGD, precision=precision)

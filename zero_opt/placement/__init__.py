@@ -42,6 +42,7 @@ __all__ = [
     "check_params",
     "check_policy",
     "check_state",
+    "grad_buffers_of",
     "home_of",
     "hypers_of",
     "is_by_columns",

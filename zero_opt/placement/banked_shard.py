@@ -13,9 +13,16 @@ from ..shared_memory import Arena
 from .arena_shard import ArenaShard
 from .base import ParamState
 
+_SECOND = ", bank 1"
+
 
 def _in_bank(role: str, bank: int) -> str:
-    return f"{role}, bank 1" if bank else role
+    return role + _SECOND if bank else role
+
+
+def is_second(role: str) -> bool:
+    """Whether an array is of the second bank, which a shard has beside every array of state."""
+    return role.endswith(_SECOND)
 
 
 class BankedShard(ArenaShard):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from ..policies import CPUOffload
+from ..policies import AdamState, CPUOffload
 from ..reduction.base import GradShard
 from ..streams import build_streams
 from .device import BucketwisePlacement, Work
-from .master_shard import HALVES, MasterShard
-from .units import PLAIN, SPLIT, Found, InPlace, Mastered, Unit, slices_of
+from .master_shard import HALVES
+from .units import PLAIN, SPLIT, Found, InPlace, Mastered, Unit
 
 _MIB = 2**20
 
@@ -57,18 +57,18 @@ class InHost(Mastered):
     ``_results`` is what goes back to the parameters, in their dtype: what is stepped, where that has it.
     """
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int], form: Any, lane: Lane) -> None:
-        Unit.__init__(self, members, form)
-        MasterShard.__init__(self, *slices_of(bucket, members))
-        host, positions = torch.device("cpu"), range(len(members))
-        self._lane, self._buffer, self._arrived = lane, None, None
-        self._results = [self._blank(at, self.param_dtype, host, pinned=lane.pinned) for at in positions]
-        self.stepped = self._results
-        if self.param_dtype in HALVES and form is PLAIN:
-            self.stepped = [self._blank(at, torch.float32, host) for at in positions]
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState, lane: Lane) -> None:
+        self._lane = lane
+        self._buffer: Tensor | None = None
+        self._arrived: Any = None
+        super().__init__(bucket, members, form)
 
-    _buffer: Tensor | None
-    _arrived: Any
+    def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
+        host, positions = torch.device("cpu"), range(len(self.pieces))
+        self._results = [self._blank(at, self.param_dtype, host, pinned=self._lane.pinned) for at in positions]
+        if self.param_dtype in HALVES and self.form is PLAIN:
+            return [self._blank(at, torch.float32, host) for at in positions]
+        return self._results
 
     def fetch(self, found: Found) -> None:
         """See :class:`Unit`: copies are enqueued, after what the current stream is doing."""

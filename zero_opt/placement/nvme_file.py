@@ -9,7 +9,6 @@ pages after a write. So views are live, what the user writes to them is followed
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -91,6 +90,8 @@ class StateFile:
             _log.warning("%s is on %s, which is memory: NVMeOffload saves none there", self.folder, self.kind)
 
     def _set_direct(self, direct: bool) -> None:
+        import fcntl  # not on every system that can import the package
+
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))

@@ -88,7 +88,7 @@ class Unit:
         """The state was loaded, replaced or dropped: take its master, or, without one, the parameter."""
 
     def resident(self) -> Sequence[Tensor]:
-        """What is kept on the parameters' device beside them; who re-points it calls this again after that."""
+        """What is kept on the parameters' device beside them, and may be re-pointed: no view of it is kept."""
         return ()
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
@@ -124,11 +124,15 @@ class InPlace(Unit):
 class Mastered(MasterShard, Unit):
     """fp32 masters of bf16 or fp16 parameters are stepped, on the parameters' device."""
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
-        Unit.__init__(self, members, PLAIN)
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+        Unit.__init__(self, members, form)
         MasterShard.__init__(self, *slices_of(bucket, members))
-        self.stepped = [self._blank(position, torch.float32, bucket.device) for position in range(len(members))]
         self._targets: dict[int, Tensor] = {}
+        self.stepped = self._make_stepped(bucket.device)
+
+    def _make_stepped(self, device: torch.device) -> list[Tensor]:
+        """What is stepped for each slice, not filled yet."""
+        return [self._blank(position, torch.float32, device) for position in range(len(self.pieces))]
 
     def _blank(self, position: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Zeros for a slice, as users see it."""
