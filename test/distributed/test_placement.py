@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,40 @@ def test_what_is_loaded_decides_anew(fused: bool) -> None:
     _train(plain, {0: params}, range(2, STEPS))
     for found in run_processes(2, _train_loaded, saved, timeout=SECONDS):
         assert_bitwise(found, [param.detach() for param in params])
+
+
+def _edit_unused(rank: int, world_size: int, path: Path | None) -> list[list[Tensor]]:
+    """Per placement, or for the plain class alone: parameters with gaps, in one bucket, edited where a step has one."""
+    offloads: list[Any] = [None]
+    if path is not None:
+        workers = (zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1), zero_opt.WorkerOffload(speculate=True))
+        offloads = [None, zero_opt.CPUOffload(), *workers, zero_opt.NVMeOffload(path)]
+    found = []
+    for offload in offloads:
+        params = [nn.Parameter(values(37, 0, 0, index, (20, 30)).clone()[:, ::2]) for index in range(5)]
+        options: dict[str, Any] = {"offload": offload, "reduction": zero_opt.Overlapped(), "fused": True}
+        optimizer: Any = zero_opt.CPUAdamW(params)
+        if path is not None:
+            optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
+        for step, used in enumerate((params, params[1:2], params)):
+            optimizer.zero_grad()
+            torch.autograd.backward(used, [values(step, 1, 0, 0, tuple(param.shape)) for param in used])
+            with torch.no_grad():
+                for number, param in enumerate(params if step == 1 else ()):
+                    if number != 1:
+                        param[number : number + 3] = 7.0 + number
+            optimizer.step()
+            if path is not None:
+                optimizer.flush()
+        if path is not None:
+            optimizer.close()
+        found.append([param.detach().clone() for param in params])
+    return found
+
+
+def test_what_is_edited_and_not_stepped_is_gathered(tmp_path: Path) -> None:
+    """Parameters with gaps are gathered through copies: of the five, one is cut, and the others are whole on a rank."""
+    plain = _edit_unused(0, 1, None)[0]
+    for rank, found in enumerate(run_processes(2, _edit_unused, tmp_path, timeout=SECONDS)):
+        for number, params in enumerate(found):
+            assert_bitwise(params, plain, f"rank {rank}, placement {number}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..buckets import GradBucket
 from ..errors import ZeroOptError
+from ..flat_param import FlatParam
 from ..reduction.base import GradShard
 
 ParamState = MutableMapping[str, Any]
@@ -36,6 +37,20 @@ def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
     if isinstance(state, ReadThrough):
         return state.held()
     return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+class Slices(Protocol):
+    """Slices of parameters, named by their position."""
+
+    @property
+    def flats(self) -> Sequence[FlatParam]:
+        """The parameter of each."""
+
+
+def load_mirrors(places: Iterable[tuple[Slices, int]]) -> None:
+    """Bring mirrors of the parameters of these slices up to date with what the user has written to those."""
+    for slices, position in places:
+        slices.flats[position].load()
 
 
 class Placement(Protocol):

@@ -14,7 +14,7 @@ from ..cpu_adam import CPUAdam, CPUAdamW
 from ..errors import UnsupportedOptimizer
 from ..flat_param import FlatParam, share_counters
 from ..reduction.base import GradShard
-from .base import AtOnce, ParamState, Stretch
+from .base import AtOnce, ParamState, Stretch, load_mirrors
 from .master_shard import HALVES, MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, Found, Unit, UnitMaker, load_split
@@ -132,8 +132,7 @@ class DevicePlacement(AtOnce):
     ) -> Iterator[int]:
         """See :class:`Placement`."""
         inner = self._optimizer
-        for unit, position in self._places.values():
-            unit.flats[position].load()
+        load_mirrors(self._places.values())
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(hypers_of(outer))
         yield from self._step_shards(grads, grad_scale)

@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..buckets import GradBucket
 from ..cpu_adam.update import hypers_of as adam_hypers
-from ..errors import StepPending, StorageFailed, UnsupportedOptimizer, ZeroOptError
+from ..errors import StorageFailed, ZeroOptError
 from ..flat_param import share_counters
 from ..policies import NVMeOffload
 from ..reduction.base import GradShard
 from ..shared_memory import require_memory
-from .base import ParamState, Stretch
-from .native_rules import say_without_masters
+from .native_placement import NativePlacement
 from .nvme_extent import Extent, FileShard, Segment, extents_of
 from .nvme_file import StateFile
 from .nvme_pass import BUFFERS, Buffer, Disk, Window
@@ -28,7 +26,7 @@ from .nvme_step import FileStep, Hypers
 _log = logging.getLogger("zero_opt")
 
 
-class NVMePlacement:
+class NVMePlacement(NativePlacement[FileShard, FileStep]):
     """See the module and :class:`Placement`.
 
     A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`land`
@@ -36,29 +34,19 @@ class NVMePlacement:
     """
 
     spare_nbytes = 0
+    _cause = ", since the disk failed in it"
 
     def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any]) -> None:
+        super().__init__()
         self._threads, self._flush_denormals = policy.threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
         self._pid = os.getpid()
-        self._amsgrad: list[bool] = []
         self._extents: list[Extent] = []
-        self._shards: dict[int, FileShard] = {}
-        self._places: dict[int, tuple[FileShard, int]] = {}
         self._windows: list[tuple[Window, list[Segment]]] = []
         self._buffers: list[Buffer] = []
-        self._pending: FileStep | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
-
-    def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
-        self._amsgrad.append(bool(hypers["amsgrad"]))
-
-    def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
-        del self._amsgrad[kept:]
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`.
@@ -110,70 +98,10 @@ class NVMePlacement:
                 "the optimizer in the process that steps it"
             )
 
-    def repoint(self, params: Sequence[int]) -> None:
-        """See :class:`Placement`."""
-        for index in params:
-            if index in self._places:
-                shard, position = self._places[index]
-                shard.repoint(position)
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def state(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`. Tensors are views of the file, of which nothing is read before they are."""
-        for index, (shard, position) in self._places.items():
-            if position in shard.stepped:
-                yield index, shard.state(position)
-
-    def saved(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`; it is plain."""
-        return self.state()
-
-    def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`; none is."""
-        return iter(())
-
-    def adopt(self, index: int, state: ParamState | None) -> bool:
-        """See :class:`Placement`. Values are copied to the file."""
-        shard, position = self._places[index]
-        if state is not None and not shard.replaced(position, state):
-            return False
-        if self._pending is not None:
-            raise StepPending(
-                f"the state of {shard.flats[position].label} was replaced while a step for it was pending; call "
-                "opt.flush() before that"
-            )
-        saved = {} if state is None else dict(state)
-        shard.forget_views(position)
-        shard.load(position, saved)
-        self._written()
-        return True
-
-    def param_of(self, index: int) -> Tensor:
-        """See :class:`Placement`."""
-        shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
-
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """See :class:`Placement`."""
-        shard, position = self._places[index]
-        shard.stretches[position] = stretches
-
-    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`. A pending step is forgotten."""
-        self._drop_pending()
-        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+    def _make_room(self) -> None:
         self._extend(self._extents)
-        without = 0
-        for index, (shard, position) in self._places.items():
-            saved = states.get(index, {})
-            shard.load(position, saved)
-            without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
-        say_without_masters(without)
-        self._written()
 
     def _written(self) -> None:
-        """State was written to through its views."""
         self._disk.file.sync()
         self._tell_autograd()
 
@@ -195,11 +123,6 @@ class NVMePlacement:
             self._windows, self._buffers = [], []
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> bool:
-        """See :class:`Placement`."""
-        return self._pending is not None
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """See :class:`Placement`."""
@@ -225,22 +148,10 @@ class NVMePlacement:
 
     def land(self) -> Iterator[int]:
         """See :class:`Placement`."""
-        # Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror.
-        for shard in self._shards.values():
-            for flat in shard.bucket.params:
-                flat.load()
+        self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()
             yield from self._run(self._pending)
-
-    def conflict(self) -> StepPending | None:
-        """See :class:`Placement`."""
-        for flat in () if self._pending is None else self._pending.edited():
-            return StepPending(
-                f"{flat.label} was changed while a step for it was pending, since the disk failed in it; call "
-                "opt.flush() before changing parameters. A flush() after it keeps the change and drops the update"
-            )
-        return None
 
     def _begun(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -249,8 +160,7 @@ class NVMePlacement:
         amsgrad = [bool(group["amsgrad"]) for group in groups]
         for found in grads:
             shard = self._shards[found.bucket]
-            if amsgrad[shard.bucket.layout.group] and not shard.has_maximum():
-                raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
+            self._uses_maximum(shard, groups[shard.bucket.layout.group])
         hypers = [adam_hypers(group) for group in groups]
         step = FileStep(grads, self._shards, Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals))
         step.plan(self._windows, self._buffers, self._disk)

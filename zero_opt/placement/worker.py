@@ -12,16 +12,15 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..collectives import Group
 from ..cpu_adam.update import hypers_of as adam_hypers
-from ..errors import StepPending, UnsupportedOptimizer, ZeroOptError
-from ..flat_param import share_counters
+from ..errors import ZeroOptError
+from ..flat_param import FlatParam, share_counters
 from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard, section_nbytes
-from .base import ParamState, Stretch
 from .cores import Confined, agreed_split
-from .native_rules import say_without_masters
+from .native_placement import NativePlacement
 
 _log = logging.getLogger("zero_opt")
 
@@ -45,8 +44,13 @@ class Pending(NamedTuple):
     buckets: Sequence[int]
     used: Sequence[Used]
 
+    def edited(self) -> Iterator[FlatParam]:
+        """See :class:`PendingStep`."""
+        for shard, positions in self.used:
+            yield from (shard.flats[position] for position in positions if shard.edited(position))
 
-class WorkerPlacement:
+
+class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     """See the module and :class:`Placement`.
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
@@ -54,6 +58,7 @@ class WorkerPlacement:
     """
 
     _shard_type: type[ArenaShard] = ArenaShard
+    _remedy = "with delay=1, call opt.flush()"
     staging_nbytes = 0  # state is stepped where it lives
 
     def __init__(
@@ -63,6 +68,7 @@ class WorkerPlacement:
         group: Group,
         grad_buffers: int,
     ) -> None:
+        super().__init__()
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
@@ -70,20 +76,8 @@ class WorkerPlacement:
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
         self._locked: PageLock | None = None
-        self._amsgrad: list[bool] = []
-        self._shards: dict[int, ArenaShard] = {}
-        self._places: dict[int, tuple[ArenaShard, int]] = {}
-        self._pending: Pending | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
-
-    def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
-        self._amsgrad.append(bool(hypers["amsgrad"]))
-
-    def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
-        del self._amsgrad[kept:]
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
@@ -123,69 +117,12 @@ class WorkerPlacement:
         """See :class:`Placement`."""
         self._worker.require_own()
 
-    def repoint(self, params: Sequence[int]) -> None:
-        """See :class:`Placement`."""
-        for index in params:
-            if index in self._places:
-                shard, position = self._places[index]
-                shard.repoint(position)
-
-    def state(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`."""
-        for index, (shard, position) in self._places.items():
-            if position in shard.stepped:
-                yield index, shard.state(position)
-
-    def saved(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`; it is plain."""
-        return self.state()
-
-    def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`; all is in the arena."""
-        return iter(())
-
-    def adopt(self, index: int, state: ParamState | None) -> bool:
-        """See :class:`Placement`. Values are copied to where the worker has them."""
-        shard, position = self._places[index]
-        if state is not None and not shard.replaced(position, state):
-            return False
-        if self._pending is not None:
-            raise StepPending(
-                f"the state of {shard.flats[position].label} was replaced while a step for it was pending; with "
-                "delay=1, call opt.flush() before that"
-            )
-        saved = {} if state is None else dict(state)
-        shard.forget_views(position)
-        shard.load(position, saved)
-        self._tell_autograd()
-        return True
-
-    def param_of(self, index: int) -> Tensor:
-        """See :class:`Placement`."""
-        shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
-
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """See :class:`Placement`."""
-        shard, position = self._places[index]
-        shard.stretches[position] = stretches
-
-    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`; what is under way ends, and is forgotten."""
-        self.wait()
-        if self._pending is not None:
-            for used in self._pending.used:
-                used.shard.bucket.reclaim()
-            self._pending = None
-        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+    def _make_room(self) -> None:
         self._extend(list(self._shards.values()))
-        without = 0
-        for index, (shard, position) in self._places.items():
-            saved = states.get(index, {})
-            shard.load(position, saved)
-            without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
-        say_without_masters(without)
-        self._tell_autograd()
+
+    def _written(self) -> None:
+        # Every array is a view of these bytes, and shares their version counter.
+        torch.autograd.graph.increment_version([self._worker.arena.bytes])
 
     def close(self) -> None:
         """See :class:`Placement`."""
@@ -201,11 +138,6 @@ class WorkerPlacement:
             self._worker.close()
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> bool:
-        """See :class:`Placement`."""
-        return self._pending is not None
 
     @property
     def spare_nbytes(self) -> int:
@@ -231,6 +163,13 @@ class WorkerPlacement:
         if self._pending is not None and self._pending.sequence is not None:
             self._await(self._pending.sequence)
 
+    def _drop_pending(self) -> None:
+        self.wait()
+        if self._pending is not None:
+            for used in self._pending.used:
+                used.shard.bucket.reclaim()
+            self._pending = None
+
     def _await(self, sequence: int) -> None:
         self._worker.wait(sequence)
 
@@ -239,12 +178,6 @@ class WorkerPlacement:
         self._load_mirrors()
         yield from self._land()
 
-    def _load_mirrors(self) -> None:
-        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
-        for shard in self._shards.values():
-            for flat in shard.bucket.params:
-                flat.load()
-
     def _land(self) -> Iterator[int]:
         self.wait()
         pending, self._pending = self._pending, None
@@ -252,23 +185,13 @@ class WorkerPlacement:
             return
         for shard, positions in pending.used:
             shard.count_step(positions)
-        self._tell_autograd()
+        self._written()
         used = {shard.bucket.layout.index: (shard, positions) for shard, positions in pending.used}
         for bucket in pending.buckets:
             if bucket in used:
                 shard, positions = used[bucket]
                 shard.write_params([position for position in positions if not shard.edited(position)])
             yield bucket
-
-    def conflict(self) -> StepPending | None:
-        """See :class:`Placement`."""
-        for shard, positions in () if self._pending is None else self._pending.used:
-            for position in filter(shard.edited, positions):
-                return StepPending(
-                    f"{shard.flats[position].label} was changed while a step for it was pending; with delay=1, call "
-                    "opt.flush() before changing parameters. A flush() after it keeps the change and drops the update"
-                )
-        return None
 
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -304,12 +227,3 @@ class WorkerPlacement:
 
     def _send(self, batches: Batches) -> int:
         return self._worker.submit(batches, flush_denormals=self._flush_denormals)
-
-    def _uses_maximum(self, shard: ArenaShard, group: Mapping[str, Any]) -> bool:
-        if group["amsgrad"] and not shard.has_maximum():
-            raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-        return bool(group["amsgrad"])
-
-    def _tell_autograd(self) -> None:
-        """Every array is a view of these bytes, and shares their version counter."""
-        torch.autograd.graph.increment_version([self._worker.arena.bytes])
