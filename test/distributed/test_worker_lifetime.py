@@ -32,6 +32,7 @@ from test.distributed.test_worker_offload import (
     worker_of,
 )
 from zero_opt import shared_memory, worker_process
+from zero_opt.placement import native_rules
 
 Optimizer = zero_opt.ShardedOptimizer
 EACH = pytest.mark.parametrize("offload", [NOW, LATER])
@@ -464,6 +465,7 @@ def test_params_that_are_refused() -> None:
 
 
 def test_the_formula_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    native_rules._say_fused.cache_clear()
     found = []
     for _ in range(2):
         params = make_params()
