@@ -71,7 +71,8 @@ def _shown(rank: int, world_size: int) -> None:
     assert optimizer.state[net.up.weight] is shown
     assert not torch.equal(shown["exp_avg"].to_local(), before)  # live
     held = sum(t.to_local().numel() * 4 for s in optimizer.state.values() for t in s.values() if isinstance(t, DTensor))
-    assert held < optimizer.memory_report()["state"] < held + 100
+    with_masters = held * 3 // 2
+    assert with_masters < optimizer.memory_report()["state"] < with_masters + 100
     optimizer.close()
 
 

@@ -67,7 +67,8 @@ class ArenaShard(StateShard):
     @property
     def spare_nbytes(self) -> int:
         """Bytes of state that is not shown: the masters of fp32 parameters."""
-        return 0 if self.param_dtype in HALVES else self.bucket.shard_numel * torch.float32.itemsize
+        owned = sum(piece.in_param.numel for piece in self.pieces)
+        return 0 if self.param_dtype in HALVES else owned * torch.float32.itemsize
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
