@@ -13,7 +13,7 @@ from ..cpu_adam import require_native
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
-from .base import ParamState, Placement, ReadThrough, tensors_of
+from .base import Home, ParamState, Placement, ReadThrough, tensors_of
 from .column_shard import is_matrix
 from .column_state import without_extra
 from .cpu import CPUPlacement, HostUnits
@@ -201,7 +201,7 @@ def _build_whole(
     defaults: Mapping[str, Any],
     group: Group,
     reduction: Reduction,
-) -> Placement:
+) -> Home:
     """What steps all of a shard in one place."""
     if isinstance(policy, WorkerOffload):
         if policy.speculate:

@@ -131,17 +131,21 @@ class Placement(Protocol):
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
-
-        Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
-        """
-
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state, given per parameter of this rank, and the groups' hyperparameters."""
 
     def close(self) -> None:
         """Release what is held."""
+
+
+class Home(Placement, Protocol):
+    """A placement that can be told to step parts of slices, so that another can be built around it."""
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+        """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
+
+        Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
+        """
 
 
 class AtOnce:

@@ -216,7 +216,7 @@ class DevicePlacement(AtOnce):
         return unit.stepped[position]
 
     def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """See :class:`Placement`."""
+        """See :class:`Home`."""
         unit, position = self._places[index]
         unit.stretches[position] = stretches
 

@@ -80,7 +80,7 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         return shard.flats[position].part(shard.pieces[position].in_param)
 
     def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """See :class:`Placement`."""
+        """See :class:`Home`."""
         shard, position = self._places[index]
         shard.stretches[position] = stretches
 

@@ -19,7 +19,7 @@ from ..errors import StepPending, ZeroOptError
 from ..flat_param import share_counters
 from ..policies import Selective
 from ..reduction.base import GradShard
-from .base import ParamState, Placement, Stretch
+from .base import Home, ParamState
 from .column_shard import ColumnShard, is_matrix
 from .column_state import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, ColumnState, SavedColumns, is_trusted
 from .column_step import ColumnSteps
@@ -44,7 +44,7 @@ class SelectivePlacement:
     def __init__(
         self,
         policy: Selective,
-        home: Placement,
+        home: Home,
         group: Group,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
@@ -203,10 +203,6 @@ class SelectivePlacement:
             return self._small.param_of(index)
         shard, position = self._places[index]
         return shard.flats[position].part(shard.pieces[position].in_param)
-
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
-        """See :class:`Placement`; slices here have stretches already, which change with every selection."""
-        raise NotImplementedError(f"parameter {index} is stepped by columns")
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. Collective."""
