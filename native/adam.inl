@@ -25,6 +25,9 @@ namespace {
 #define ZERO_OPT_HAS_FMA
 #endif
 
+// Where a caller knows lengths that the function does not.
+#define ZERO_OPT_INLINE inline __attribute__((always_inline))
+
 // a * b + c, rounded once.
 inline float fma32(float a, float b, float c) {
 #if defined(ZERO_OPT_HAS_FMA)
@@ -139,7 +142,7 @@ inline Element step_element(const AdamScalars& s, float g, const Element& old) {
 // Steps all elements. Returns whether a gradient is not finite: zero times it is NaN then. bf16 is converted in this
 // loop because the divider leaves the rest of the processor idle in it.
 template <bool kHalfGrad, bool kSplit, bool kHalf, bool kL2, bool kAmsgrad, bool kTurned>
-bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
+ZERO_OPT_INLINE bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   const AdamScalars s = scalars;
   const std::int64_t numel = lanes.numel;
   const LaneArrays from = lanes.from, to = lanes.to;

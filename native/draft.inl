@@ -32,17 +32,32 @@ void stream_block(const AdamArrays& to, Format moments, const Block& block, cons
   copy_array(fresh.exp_avg_sq_base, first, count, 2, to.exp_avg_sq_base);
 }
 
+// The blocks of a draft from element begin to end.
+template <typename Stepper>
+void draft_blocks(Stepper at, const AdamArrays& to, Format moments, const Block& all, LogBlock& fresh) {
+  for (std::int64_t begin = all.begin; begin < all.end; begin += kLogNumel, at.next()) {
+    at.step(fresh);
+    stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);
+  }
+}
+
 void run_draft(char* base, const DraftRun& draft, const BlockRange& range) {
-  AdamRun run = run_in_place(base, draft.run);
+  const AdamRun run = run_in_place(base, draft.run);
   const AdamArrays to = home_of(base, draft.to);
-  const StepBlock step_block = goes_straight(run, draft.scalars) ? step_straight : step_staged;
   Staging staging;
   LogBlock fresh;
-  for (std::int64_t number = range.first; number < range.last; ++number) {
-    const std::int64_t begin = number * kLogNumel, left = run.numel - begin;
-    const Block block = {&draft.run, begin, left < kLogNumel ? run.numel : begin + kLogNumel};
-    step_block(draft.scalars, run, block, fresh, staging);
-    stream_block(to, run.moment_format, block, fresh);
+  const std::int64_t begin = range.first * kLogNumel;
+  const std::int64_t end = range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;
+  const std::int64_t whole = goes_straight(run, draft.scalars) ? (end - begin) / kLogNumel * kLogNumel : 0;
+  if (whole > 0) {
+    const Block all = {&draft.run, begin, begin + whole};
+    with_straight(draft.scalars, run, begin,
+                  [&](const auto& at) { draft_blocks(at, to, run.moment_format, all, fresh); });
+  }
+  if (begin + whole < end) {
+    const Block first = {&draft.run, begin + whole, end_of_block(run.numel, begin + whole)};
+    const Block all = {&draft.run, begin + whole, end};
+    draft_blocks(Staged{draft.scalars, run, first, staging}, to, run.moment_format, all, fresh);
   }
   end_streams();
 }

@@ -17,9 +17,9 @@
 
 namespace zero_opt {
 
-// Elements of a run that are stepped at a time. So few that both logs and the block's home stay in the nearest cache,
-// and that the processor, while it copies one block home, is already fetching the next.
-constexpr std::int64_t kLogNumel = 256;
+// Elements of a run that are stepped at a time. So few that the processor, while it copies one block home, is already
+// computing the next: what a log costs are its stores, and beside divisions and roots there is room for those.
+constexpr std::int64_t kLogNumel = 64;
 static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
 
 // Of each translation unit's own, like bytes_of.

@@ -1,8 +1,8 @@
 // The lane protocol of redo_log.hpp: included once by each isa_*.cpp, after one_pass.inl.
 #pragma once
 
-#include "one_pass.inl"
 #include "redo_log.hpp"
+#include "straight.inl"
 
 namespace zero_opt {
 namespace {
@@ -25,6 +25,11 @@ inline void commit(Lane& lane, std::uint64_t word) {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
 
+// Where the block that starts at element begin of a run ends.
+inline std::int64_t end_of_block(std::int64_t numel, std::int64_t begin) {
+  return numel - begin < kLogNumel ? numel : begin + kLogNumel;
+}
+
 // A block: elements from begin to end of a run.
 struct Block {
   const StepRun* run;
@@ -35,7 +40,7 @@ struct Block {
 inline Block block_of(const StepRun* from, std::int64_t number) {
   while (number >= from->first_block + log_blocks(from->numel)) ++from;
   const std::int64_t begin = (number - from->first_block) * kLogNumel;
-  return {from, begin, from->numel - begin < kLogNumel ? from->numel : begin + kLogNumel};
+  return {from, begin, end_of_block(from->numel, begin)};
 }
 
 template <typename T>
@@ -103,43 +108,35 @@ AdamRun run_in_place(char* base, const StepRun& run) {
           run.moment_format, run.out_format};
 }
 
-// Steps a block into the log. Returns how many of its gradients are not finite.
-using StepBlock = std::int64_t (*)(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
-                                   Staging& staging);
+// Steps the blocks of any run, from a given one on. As Straight, but that a block may be shorter than the others.
+struct Staged {
+  const AdamScalars& scalars;
+  AdamRun run;
+  Block block;
+  Staging& staging;
 
-std::int64_t step_staged(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
-                         Staging& staging) {
-  run.to = log_of(run, block.begin, log);
-  return adam_staged(scalars, run, block.begin, block.end - block.begin, staging);
-}
-
-// Whether a step of this run needs none of the ways round through other copies: the usual one.
-inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
-  return run.moment_format == Format::kFloat32 && run.from.remainder == nullptr && run.from.max_exp_avg_sq == nullptr &&
-         (run.grad_format == Format::kFloat32 || run.grad_format == Format::kBfloat16) && converts(scalars, false);
-}
-
-// What step_staged does, with nothing to decide on: for so few elements deciding takes as long as the step.
-std::int64_t step_straight(const AdamScalars& scalars, AdamRun& run, const Block& block, LogBlock& log,
-                           Staging& staging) {
-  const std::int64_t begin = block.begin;
-  Lanes lanes = {};
-  lanes.numel = block.end - begin;
-  point_at_param(run.from, begin, lanes.from);
-  point_at_moments(run.from, Format::kFloat32, begin, lanes.from);
-  lanes.to.param = log.param;
-  lanes.to.exp_avg = log.exp_avg;
-  lanes.to.exp_avg_sq = log.exp_avg_sq;
-  bool spoilt;
-  if (run.grad_format == Format::kFloat32) {
-    lanes.grad = static_cast<const float*>(run.grad) + begin;
-    spoilt = adam_loop<false, false, false, false, false, false>(scalars, lanes);
-  } else {
-    lanes.half_grad = static_cast<const std::uint16_t*>(run.grad) + begin;
-    spoilt = adam_loop<true, false, false, false, false, false>(scalars, lanes);
+  // A block into the log. Returns how many of its gradients are not finite.
+  std::int64_t step(LogBlock& log) {
+    run.to = log_of(run, block.begin, log);
+    return adam_staged(scalars, run, block.begin, block.end - block.begin, staging);
   }
-  if (run.out != nullptr) write_out(run, begin, lanes.numel, log.param, staging);
-  return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
+
+  void home(const LogBlock& log) const { copy_home(run, block, log); }
+
+  void next() { block = {block.run, block.end, end_of_block(run.numel, block.end)}; }
+};
+
+// Blocks ``done`` to ``end`` of the lane, which are of one run, through the log.
+template <typename Stepper>
+void log_blocks_of(Stepper at, std::uint64_t sequence, std::int64_t done, std::int64_t end, Lane& lane) {
+  std::int64_t nonfinite = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;
+  for (; done < end; at.next()) {
+    LogBlock& log = lane.logs[done % 2];
+    nonfinite += at.step(log);
+    log.nonfinite = nonfinite;
+    commit(lane, progress_word(sequence, ++done));
+    at.home(log);
+  }
 }
 
 // Does what is left of the lane's part of the step. Returns how many of its gradients were not finite, counted once
@@ -152,22 +149,22 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
     copy_home(run_in_place(step.base, *block.run), block, lane.logs[(done + 1) % 2]);
   }
   Staging staging;
-  Block block = {step.runs, 0, 0};
-  AdamRun run = {};
-  StepBlock step_block = nullptr;
-  for (; done < count; ++done) {
-    const StepRun* last = block.run;
-    block = block_of(last, range.first + done);
-    const AdamScalars& scalars = step.scalars[block.run->scalars];
-    if (step_block == nullptr || block.run != last) {
-      run = run_in_place(step.base, *block.run);
-      step_block = goes_straight(run, scalars) ? step_straight : step_staged;
+  const StepRun* from = step.runs;
+  while (done < count) {
+    const Block block = block_of(from, range.first + done);
+    from = block.run;
+    const AdamScalars& scalars = step.scalars[from->scalars];
+    const AdamRun run = run_in_place(step.base, *from);
+    const std::int64_t whole = goes_straight(run, scalars) ? (run.numel - block.begin) / kLogNumel : 0;
+    const std::int64_t blocks = whole > 0 ? whole : log_blocks(run.numel - block.begin);
+    const std::int64_t end = blocks < count - done ? done + blocks : count;
+    const auto log_all = [&](const auto& at) { log_blocks_of(at, step.sequence, done, end, lane); };
+    if (whole > 0) {
+      with_straight(scalars, run, block.begin, log_all);
+    } else {
+      log_all(Staged{scalars, run, block, staging});
     }
-    LogBlock& log = lane.logs[done % 2];
-    const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;
-    log.nonfinite = before + step_block(scalars, run, block, log, staging);
-    commit(lane, progress_word(step.sequence, done + 1));
-    copy_home(run, block, log);
+    done = end;
   }
   end_streams();
   if (done == count) commit(lane, progress_word(step.sequence, count + 1));

@@ -13,19 +13,22 @@ BEGIN = "  Staging staging;\n"
 BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
 SUCCESSOR_COPIES = "    copy_home(run_in_place(step.base, *block.run), block, lane.logs[(done + 1) % 2]);\n"
+RUN = "    const AdamRun run = run_in_place(step.base, *from);\n"
+LOG_BLOCKS = "template <typename Stepper>\nvoid log_blocks_of("
+BEFORE = "  std::int64_t nonfinite = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
+LOOP = "  for (; done < end; at.next()) {\n"
 LOG = "    LogBlock& log = lane.logs[done % 2];\n"
-BEFORE = "    const std::int64_t before = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
-COUNT = "    log.nonfinite = before + "
-COMPUTE = COUNT + "step_block(scalars, run, block, log, staging);\n"
-COMMIT = "    commit(lane, progress_word(step.sequence, done + 1));\n"
-COPY_HOME = "    copy_home(run, block, log);\n"
-END = "  end_streams();\n"
-LAST = "  if (done == count) commit(lane, progress_word(step.sequence, count + 1));\n"
+COMPUTE = "    nonfinite += at.step(log);\n"
+COUNT = "    log.nonfinite = nonfinite;\n"
+COMMIT = "    commit(lane, progress_word(sequence, ++done));\n"
+HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
 LANES = "  if (head.numel > kAloneNumel) {\n"
 DRAFTS_DONE = "    control.drafts_done.store(done, std::memory_order_release);\n"
 MAKE_DRAFTS = "      batch.make(arena.base(), mapped_bytes, lanes);\n"
+DRAFTED = "    stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);\n"
+DRAFT_ENDS = "range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;\n"
 
 
 @dataclass(frozen=True)
@@ -55,29 +58,22 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("a block is committed before it is computed", ((COMMIT, ""), (COMPUTE, COMMIT + COMPUTE))),
-    Mutant(
-        "a block is committed before its count is in the log",
-        (
-            (COMMIT, ""),
-            (COMPUTE, COMPUTE.replace(COUNT, "    const auto found = ") + COMMIT + COUNT + "found;\n"),
-        ),
-    ),
+    Mutant("a block is committed before it is computed", ((COMPUTE + COUNT + COMMIT, COMMIT + COMPUTE + COUNT),)),
+    Mutant("a block is committed before its count is in the log", ((COUNT + COMMIT, COMMIT + COUNT),)),
     Mutant(
         "a block is committed before the last one is home",
         (
-            (BEGIN, BEGIN + "  AdamRun late_run = {};\n  Block late = {nullptr, 0, 0};\n"),
+            (LOOP, "  Stepper late = at;\n  const std::int64_t first = done;\n" + LOOP),
             (
-                COPY_HOME,
-                "    if (late.run != nullptr) copy_home(late_run, late, lane.logs[(done + 1) % 2]);\n"
-                "    late_run = run;\n    late = block;\n",
+                HOME + "  }\n",
+                "    if (done > first + 1) {\n      late.home(lane.logs[done % 2]);\n      late.next();\n    }\n  }\n"
+                "  if (done > first) late.home(lane.logs[(done + 1) % 2]);\n",
             ),
-            (END, "  if (late.run != nullptr) copy_home(late_run, late, lane.logs[(done + 1) % 2]);\n" + END),
         ),
     ),
     Mutant(
         "the last block is said to be home before it is",
-        ((COPY_HOME, LAST.replace("  if (done", "    if (done + 1") + COPY_HOME),),
+        ((HOME, "    if (done == end) commit(lane, progress_word(sequence, done + 1));\n" + HOME),),
     ),
     Mutant(
         "one log for all blocks",
@@ -88,14 +84,21 @@ MUTANTS = (
             (RETURN, RETURN.replace("(count + 1) % 2", "0")),
         ),
     ),
-    Mutant("a block goes home before it is committed", ((COPY_HOME, ""), (COMMIT, COPY_HOME + COMMIT))),
+    Mutant("a block goes home before it is committed", ((COMMIT + HOME, HOME + COMMIT),)),
     Mutant(
         "a moment is written home at once",
         (
             ("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "home.exp_avg"),
-            ("  lanes.to.exp_avg = log.exp_avg;\n", "  lanes.to.exp_avg = lanes.from.exp_avg;\n"),
             ("  copy_array(log.exp_avg, begin, n, moment, home.exp_avg);\n", ""),
         ),
+    ),
+    Mutant(
+        "a moment of the usual runs is written home at once",
+        (
+            ("    block.to.exp_avg = log.exp_avg;\n", "    block.to.exp_avg = lanes.from.exp_avg;\n"),
+            ("      __builtin_memcpy(lanes.from.exp_avg + at, log.exp_avg + at, kLine);\n", ""),
+        ),
+        file="straight.inl",
     ),
     Mutant(
         "a successor begins a block early", ((SUCCESSOR, "  if (0 < done && done <= count) --done;\n" + SUCCESSOR),)
@@ -103,10 +106,10 @@ MUTANTS = (
     Mutant("a successor begins a block late", ((SUCCESSOR, "  if (0 < done && done < count) ++done;\n" + SUCCESSOR),)),
     Mutant("a successor does not copy the committed block home", ((SUCCESSOR_COPIES, "    (void)block;\n"),)),
     Mutant(
-        "a successor does not write out of its first block",
+        "a successor does not write out of its first run",
         (
             (BEGIN, BEGUN + BEGIN),
-            (LOG, LOG + "    run.out = 0 < done && done == begun ? nullptr : at<void>(step.base, block.run->out);\n"),
+            (RUN, RUN.replace("const ", "") + "    if (0 < done && done == begun) run.out = nullptr;\n"),
         ),
     ),
     Mutant(
@@ -119,17 +122,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradients that a dead worker counted are forgotten",
-        (
-            (BEGIN, BEGIN + "  std::int64_t all = 0;\n"),
-            (COUNT, "    all += "),
-            (RETURN, "  return all;\n"),
-        ),
+        ((SUCCESSOR, SUCCESSOR + "    lane.logs[(done + 1) % 2].nonfinite = 0;\n"),),
     ),
-    Mutant(
-        "a lane's last block never goes home",
-        ((COPY_HOME, COPY_HOME.replace("copy_home", "if (done + 1 < count) copy_home")),),
-        deaths=0,
-    ),
+    Mutant("a run's last block never goes home", ((HOME, "    if (done < end) at.home(log);\n"),), deaths=0),
     Mutant(
         "the commit word is that of any step",
         (("word >> 32 == (sequence & 0xffffffffu)", "sequence != 0"),),
@@ -146,22 +141,10 @@ MUTANTS = (
         file="draft_queue.cpp",
         shape="drafted",
     ),
-    Mutant(
-        "a draft writes a moment where it reads it, too",
-        (
-            (
-                "    stream_block(to, run.moment_format, block, fresh);\n",
-                "    stream_block(to, run.moment_format, block, fresh);\n"
-                "    stream_array(fresh.exp_avg, block.begin, block.end - block.begin, 4, run.from.exp_avg);\n",
-            ),
-        ),
-        deaths=0,
-        file="draft.inl",
-        shape="drafted",
-    ),
+    Mutant("a draft goes home, too", ((DRAFTED, DRAFTED + "    at.home(fresh);\n"),), 0, "draft.inl", "drafted"),
     Mutant(
         "a draft is made a block short",
-        (("number < range.last; ++number", "number + (range.last > 1) < range.last; ++number"),),
+        ((DRAFT_ENDS, DRAFT_ENDS.replace("range.last", "(range.last - (range.last > 1))")),),
         deaths=0,
         file="draft.inl",
         shape="drafted",
@@ -169,17 +152,18 @@ MUTANTS = (
     Mutant(
         "a successor begins with the first log whatever the block",
         (
+            (LOG_BLOCKS, "thread_local std::int64_t begun = 0, carried = 0;\n\n" + LOG_BLOCKS),
             (
                 BEGIN,
-                BEGUN
-                + "  const auto carried = 0 < done && done <= count ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
-                + BEGIN,
+                "  begun = done;\n"
+                "  carried = 0 < done && done <= count ? lane.logs[(done + 1) % 2].nonfinite : 0;\n" + BEGIN,
             ),
-            (LOG, LOG.replace("done % 2", "(done - begun) % 2")),
             (
                 BEFORE,
-                "    const auto before = done == begun ? carried : lane.logs[(done + 1 - begun) % 2].nonfinite;\n",
+                "  std::int64_t nonfinite =\n"
+                "      done == begun ? carried : lane.logs[(done + 1 - begun) % 2].nonfinite;\n",
             ),
+            (LOG, LOG.replace("done % 2", "(done - begun) % 2")),
             (RETURN, RETURN.replace("count + 1", "begun < count ? count + 1 - begun : count + 1")),
         ),
         deaths=2,

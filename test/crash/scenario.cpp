@@ -125,7 +125,7 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
-  found.numels = shape != "short" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{70, 64, 7, 97, 1};
+  found.numels = shape != "short" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{2 * block + 6, block, 7, block + 33, 1};
   return found;
 }
 
