@@ -115,7 +115,7 @@ def test_little_shared_memory_more_threads_than_cores_and_no_huge_pages(
     monkeypatch.setattr(doctor, "_THP", tmp_path)
     (tmp_path / "enabled").write_text("always madvise [never]\n")
     found = findings()
-    assert found["/dev/shm"].found == "64 MiB" and "--shm-size" in found["/dev/shm"].advice
+    assert found["/dev/shm"].found == "64.0 MiB" and "--shm-size" in found["/dev/shm"].advice
     assert "OMP_NUM_THREADS" in found["cores"].advice
     assert found["huge pages"].status == OFF and found["huge pages"].found == "never; shared unknown"
     monkeypatch.setattr(os, "statvfs", refused)

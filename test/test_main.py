@@ -21,7 +21,7 @@ def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_runs_as_a_module() -> None:
     root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "zero_opt", "estimate", "1e6", "--world", "2", "--device", "cpu"]
+    command = [sys.executable, "-m", "zero_opt", "estimate", "1M", "--world", "2", "--device", "cpu"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{zero_opt.estimate(1e6, 2, device='cpu')}\n"
 
@@ -90,7 +90,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("7.5", "whole number"),
         ("nan", "whole number"),
         ("inf", "whole number"),
-        ("much", "invalid float"),
+        ("much", "7B or 350M"),
         ("1e6 --world 0", "world_size"),
         ("1e6 --world -3", "world_size"),
         ("1e6 --world 2.5", "invalid int"),
@@ -98,6 +98,8 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --offload foo", "invalid choice"),
         ("1e6 --offload worker --delay 7", "delay"),
         ("1e6 --offload worker --delay 1 --speculate", "speculate"),
+        ("B", "7B or 350M"),
+        ("7X", "7B or 350M"),
         ("1e6 --accumulate-dtype int8", "accumulate_dtype"),
         ("1e6 --offload cpu --ratio 2", "ratio"),
         ("1e6 --master float16", "master_dtype"),

@@ -117,6 +117,6 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], expected: in
 
 def test_more_memory_than_there_is() -> None:
     require_memory(1 << 20, "this")
-    with pytest.raises(OutOfMemory, match=r"this needs \d+\.0 MiB of host memory, and \d+\.\d MiB may") as caught:
+    with pytest.raises(OutOfMemory, match=r"this needs [\d,]+\.0 MiB of host memory, and [\d,]+\.\d MiB may") as caught:
         require_memory(1 << 50, "this")
     assert isinstance(caught.value, MemoryError)

@@ -28,6 +28,7 @@ from .policies import (
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS = ("none", "cpu", "worker", "nvme")
 _NATIVE = ("CPUAdam", "CPUAdamW")
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -35,6 +36,15 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32 or bfloat16")
     return found
+
+
+def _numel(text: str) -> float:
+    """A number that may end as those of models do: 350M, 7B, 1.5T."""
+    factor = _UNITS.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if factor == 1.0 else text[:-1]) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of elements such as 7e9, 7B or 350M") from None
 
 
 def _master(name: str) -> torch.dtype | str:
@@ -60,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m zero_opt", description="What an optimizer will hold; what works here.")
     commands = parser.add_subparsers(dest="command")
     sizes = commands.add_parser("estimate", help="bytes per rank on device, host and NVMe, by kind")
-    sizes.add_argument("numel", type=float, help="elements of all parameters, such as 7e9")
+    sizes.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B")
     sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
     sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .cpu_adam import native_isas
-from .errors import NativeUnavailable, StorageFailed, ZeroOptError
+from .errors import NativeUnavailable, StorageFailed, ZeroOptError, mib
 from .placement.nvme_file import StateFile
 from .policies import WorkerOffload
 from .shared_memory import PAGE, Arena, memory_left
@@ -68,10 +68,6 @@ def report(path: str | None = None) -> int:
     return int(bad > 0)
 
 
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:,.0f} MiB"
-
-
 def _python() -> Iterator[Finding]:
     yield Finding(OK, "python", f"{platform.python_version()} on {platform.platform()}")
 
@@ -114,13 +110,13 @@ def _memory() -> Iterator[Finding]:
     total, left = os.sysconf("SC_PHYS_PAGES") * PAGE, memory_left()
     if left == sys.maxsize:
         advice = "an offload cannot tell beforehand whether it fits: mount /proc"
-        yield Finding(OFF, "memory", f"{_mib(total)}, of which nobody says how much is left", advice)
+        yield Finding(OFF, "memory", f"{mib(total)}, of which nobody says how much is left", advice)
     else:
-        yield Finding(OK, "memory", f"{_mib(left)} may still be had (MemAvailable and cgroups) of {_mib(total)}")
+        yield Finding(OK, "memory", f"{mib(left)} may still be had (MemAvailable and cgroups) of {mib(total)}")
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         advice = "offloaded state counts: ulimit -v unlimited"
-        yield Finding(OK, "address space", f"at most {_mib(limit)}", advice)
+        yield Finding(OK, "address space", f"at most {mib(limit)}", advice)
 
 
 def _shm() -> Iterator[Finding]:
@@ -133,7 +129,7 @@ def _shm() -> Iterator[Finding]:
         return
     size = there.f_blocks * there.f_frsize
     small = "small for DataLoader workers and NCCL (docker run --shm-size=8g); this package does not use it"
-    yield Finding(OK, "/dev/shm", _mib(size), small if size < _LEAST_SHM_BYTES else "")
+    yield Finding(OK, "/dev/shm", mib(size), small if size < _LEAST_SHM_BYTES else "")
 
 
 def _huge_pages() -> Iterator[Finding]:
@@ -232,7 +228,7 @@ def _accelerators() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(number)
-            yield Finding(OK, f"cuda:{number}", f"{device.name}, {_mib(device.total_memory)}")
+            yield Finding(OK, f"cuda:{number}", f"{device.name}, {mib(device.total_memory)}")
     elif torch.version.cuda is None:
         yield Finding(
             OFF, "cuda", f"torch {torch.__version__} was built without", "for a GPU: install a torch for CUDA"
@@ -250,7 +246,7 @@ def _path(path: str) -> Iterator[Finding]:
         return
     file.close()
     there = os.statvfs(path)
-    free = f"{path}: {_mib(there.f_bavail * there.f_frsize)} free on {file.kind or 'an unknown file system'}"
+    free = f"{path}: {mib(there.f_bavail * there.f_frsize)} free on {file.kind or 'an unknown file system'}"
     if file.in_memory:
         yield Finding(OK, "path", free, "that is memory, and NVMeOffload saves none there: use a directory on a disk")
     elif not file.direct:

@@ -137,3 +137,8 @@ def error_of_rank(rank: int, name: str, message: str) -> ZeroOptError:
     if not (isinstance(kind, type) and issubclass(kind, ZeroOptError)):
         kind = ZeroOptError
     return kind(f"rank {rank}: {message}")
+
+
+def mib(nbytes: float) -> str:
+    """So many bytes in the words of messages, as ``12.3 MiB``; what that would show as nothing, in bytes."""
+    return f"{nbytes / 2**20:,.1f} MiB" if not 0 < nbytes < 2**20 / 10 else f"{nbytes:,.0f} bytes"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .construction import check_options, is_elementwise
-from .errors import StateDictError, UnsupportedOptimizer
+from .cpu_adam import CPUAdam, CPUAdamW
+from .errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
 from .parked import Parked
 from .placement import check_state, taken_states
+from .placement.master_shard import HALVES
 from .recipe import Recipe
 from .state_dict import Refused, StateDict, fitted, match
 from .wiring import Wiring
 
 States = dict[int, Mapping[str, Any]]
+
+_log = logging.getLogger("zero_opt")
 
 
 class Loading:
@@ -26,7 +32,7 @@ class Loading:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, saved: StateDict, *, strict: bool) -> None:
-        self._optimizer, self._recipe, self._saved = optimizer, recipe, saved
+        self._optimizer, self._recipe, self._saved, self._strict = optimizer, recipe, saved, strict
         self.states: States = {}
         self.groups: list[dict[str, Any]] = []
         self.refused = Refused(strict=strict)
@@ -42,6 +48,8 @@ class Loading:
         error: Exception | None = None
         try:
             parked.require_here()
+            if not isinstance(self._strict, bool):
+                raise ConfigTypeError(f"strict must be True or False, got {self._strict!r}")
             self._check(parts)
         except UnsupportedOptimizer as found:
             error = StateDictError(f"in the state dict, {found}")
@@ -62,3 +70,18 @@ class Loading:
             self.states = taken_states(self._recipe.offload, self.states)
             check_state(self._recipe.offload, self._recipe.precision, cls, self.groups, self.states)
             parts.placement.wait()
+
+    def say(self, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+        """Log what starts afresh, and what is loaded with fewer bits than were saved."""
+        self.refused.say(self.states, params, describe)
+        if self._recipe.has_masters or issubclass(self._recipe.optimizer_class, (CPUAdam, CPUAdamW)):
+            return
+        rounded = [index for index, state in self.states.items() if "master" in state and params[index].dtype in HALVES]
+        if rounded:
+            _log.warning(
+                "masters were saved for %d parameters, the first of them %s, and this optimizer keeps none: it goes on "
+                "from the rounded parameters, with state cast to their dtype. "
+                "precision=MixedPrecision(master_dtype=torch.float32) goes on from the masters",
+                len(rounded),
+                describe(rounded[0]),
+            )

@@ -400,7 +400,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         else:
             self._sharded.load(states, loading.groups)
         if self._group.rank == 0:
-            refused.say(states, self._params(), self._describe)
+            loading.say(self._params(), self._describe)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

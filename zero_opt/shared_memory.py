@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .errors import OutOfMemory
+from .errors import OutOfMemory, mib
 
 PAGE = mmap.PAGESIZE
 
@@ -137,7 +137,7 @@ def require_memory(nbytes: int, what: str) -> None:
     left = memory_left()
     if nbytes > left:
         raise OutOfMemory(
-            f"{what} needs {_mib(nbytes)} MiB of host memory, and {_mib(left)} MiB may still be had (MemAvailable, and "
+            f"{what} needs {mib(nbytes)} of host memory, and {mib(left)} may still be had (MemAvailable, and "
             "the limits of this process's memory cgroups); use more ranks, or offload=None"
         )
 
@@ -151,13 +151,9 @@ def memory_errors(nbytes: int, what: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in (errno.ENOMEM, errno.EFBIG, errno.ENOSPC):
             raise
         raise OutOfMemory(
-            f"{what} needs {_mib(nbytes)} MiB of host memory, and the system refuses it ({error}) though "
-            f"{_mib(memory_left())} MiB may still be had; see the limits of this process (ulimit -a)"
+            f"{what} needs {mib(nbytes)} of host memory, and the system refuses it ({error}) though "
+            f"{mib(memory_left())} may still be had; see the limits of this process (ulimit -a)"
         ) from error
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f}"
 
 
 def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:

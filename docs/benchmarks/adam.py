@@ -2,8 +2,9 @@
 
     python docs/benchmarks/adam.py [--write docs/benchmarks/results/]
 
-Rounds alternate between contenders, so that all meet the same machine; medians count, and the fastest round is given
-too. DeepSpeedCPUAdam takes part if deepspeed is installed (it compiles itself on first use; DS_ACCELERATOR=cpu).
+Rounds alternate between contenders, whose arrays lie in the same memory, so that all meet the same machine; medians
+count, and the fastest round is given too. DeepSpeedCPUAdam takes part if deepspeed is installed (it compiles itself on
+first use; DS_ACCELERATOR=cpu).
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from support.contenders import (
     CAST,
     CAST_KEPT,
+    ELEMENT_BYTES,
     FORMS,
     MOVING,
+    PAGES_BYTES,
     READING,
+    Contenders,
+    Place,
     bytes_moved,
     fp32_contenders,
-    moving,
     pipeline_contenders,
-    reading,
+    reduced_bytes,
     reduced_contenders,
 )
 from support.machine import command, load, machine, today, write_result
@@ -38,19 +43,25 @@ SCRIPT = "docs/benchmarks/adam.py"
 Times = dict[str, list[float]]
 # OpenMP's threads go on spinning for a while after a step, on the processors that the next contender needs.
 SETTLE_S = 0.05
+# Blocks of memory, all held at once, each of which a share of the rounds is in.
+PLACES = 3
 TARGETS = {"one pass": 1.8, "split master": 2.0, "bf16 moments": 2.3, "8-bit moments": 1.8}
 
 
-def measure(contenders: dict[str, Callable[[], object]], rounds: int) -> Times:
-    """Milliseconds of every contender in every round; one more round comes first and does not count."""
-    times: Times = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, step in contenders.items():
-            time.sleep(SETTLE_S)
-            begin = time.perf_counter()
-            step()
-            if number:
-                times[name].append(1e3 * (time.perf_counter() - begin))
+def measure(make: Callable[[Place], Contenders], numel: int, rounds: int) -> Times:
+    """Milliseconds of every contender in every round, in several places; in each a round comes first, uncounted."""
+    times: Times = {}
+    places = [Place(ELEMENT_BYTES * numel + PAGES_BYTES) for _ in range(PLACES)]
+    for place in places:
+        contenders = make(place)
+        for number in range(-(-rounds // PLACES) + 1):
+            for name, contender in contenders.items():
+                contender.prepare()
+                time.sleep(SETTLE_S)
+                begin = time.perf_counter()
+                contender.step()
+                if number:
+                    times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
     return times
 
 
@@ -76,10 +87,8 @@ def say(text: str) -> None:
 def fp32_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """fp32 throughout: torch's three implementations, DeepSpeed's, ours, and the read limit."""
     say(f"fp32, {numel:,} elements, {threads} threads")
-    contenders, tensors = fp32_contenders(numel, threads)
-    contenders[READING], contenders[MOVING] = reading(tensors), moving(tensors)
-    times = measure(contenders, rounds)
-    moved = dict.fromkeys(contenders, 28e-9 * numel) | {READING: 16e-9 * numel}
+    times = measure(partial(fp32_contenders, numel, threads), numel, rounds)
+    moved = dict.fromkeys(times, 28e-9 * numel) | {READING: 16e-9 * numel}
     title = f"fp32, {numel / 2**20:g} Mi elements, {threads} threads"
     return table(title, times, "torch fused", moved), times
 
@@ -87,19 +96,17 @@ def fp32_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Time
 def reduced_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """bf16 gradients in, bf16 params out, in each form of state."""
     say(f"bf16, {numel:,} elements, {threads} threads")
-    contenders, moved = reduced_contenders(numel, threads)
-    times = measure(contenders, rounds)
+    times = measure(partial(reduced_contenders, numel, threads), numel, rounds)
     title = f"bf16 gradient and param, {numel / 2**20:g} Mi, {threads} threads"
-    return table(title, times, CAST, {k: v * numel * 1e-9 for k, v in moved.items()}), times
+    return table(title, times, CAST, {k: v * numel * 1e-9 for k, v in reduced_bytes().items()}), times
 
 
 def pipeline_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """A whole step of mixed-precision training: unscale, norm, clip, Adam, cast."""
     say(f"pipeline, {numel:,} elements, {threads} threads")
-    contenders = pipeline_contenders(numel, threads)
-    times = measure(contenders, rounds)
+    times = measure(partial(pipeline_contenders, numel, threads), numel, rounds)
     title = f"unscale + norm + clip + Adam + cast, {numel / 2**20:g} Mi, {threads} threads"
-    return table(title, times, next(iter(contenders)), {}), times
+    return table(title, times, next(iter(times)), {}), times
 
 
 def verdict(fp32: Times, reduced: Times, pipeline: Times) -> list[str]:
@@ -144,7 +151,7 @@ def draw(fp32: Times, reduced: Times, numel: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    _, moved = reduced_contenders(64, 1)
+    moved = reduced_bytes()
     points = {name: (28.0, statistics.median(fp32[name])) for name in ("torch fused", "zero_opt")}
     points |= {name: (moved[name], statistics.median(reduced[name])) for name in (CAST_KEPT, *FORMS)}
     limit = 16 * numel / statistics.median(fp32[READING]) * 1e-6  # GB/s

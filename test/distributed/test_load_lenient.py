@@ -91,3 +91,16 @@ def test_groups_that_are_others_stay_an_error() -> None:
     saved["param_groups"].append(saved["param_groups"][0])
     with pytest.raises(zero_opt.StateDictError, match="2 param groups, the optimizer 1"):
         opt.load_state_dict(saved, strict=False)
+
+
+def _strict_of_one(rank: int, world_size: int) -> str:
+    opt = zero_opt.ShardedOptimizer(_params(), torch.optim.Adam, reduction=zero_opt.AtStep())
+    with pytest.raises(zero_opt.ConfigTypeError) as caught:
+        opt.load_state_dict(_saved(), strict=rank if rank else False)  # type: ignore[arg-type]
+    opt.close()
+    return str(caught.value)
+
+
+def test_strict_is_true_or_false_on_every_rank() -> None:
+    for message in run_threads(2, _strict_of_one):
+        assert "strict must be True or False, got 1" in message

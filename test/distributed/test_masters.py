@@ -199,6 +199,17 @@ def test_without_a_saved_master_the_parameter_is_it(where: str, caplog: pytest.L
     ]
 
 
+def test_masters_that_nothing_here_steps_are_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    """A plain optimizer that is given them goes on as one of ``torch.optim``, and the log says what that loses."""
+    _, saved = train(0, 1, torch.optim.AdamW, torch.bfloat16, 1, **ON_DEVICE, fused=True)
+    params = make_params(torch.optim.AdamW, torch.bfloat16)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.02, reduction=OVERLAPPED)
+    optimizer.load_state_dict(saved)
+    (message,) = [record.message for record in caplog.records if "masters" in record.message]
+    assert message.startswith(f"masters were saved for {len(saved['state'])} parameters, the first of them parameter 1")
+    assert "MixedPrecision(master_dtype=torch.float32) goes on from the masters" in message
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_master_that_is_replaced_or_dropped_is_followed(where: str) -> None:
     params = make_params(torch.optim.AdamW, torch.bfloat16)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import StorageFailed, StorageFull
+from ..errors import StorageFailed, StorageFull, mib
 from ..shared_memory import above_stdio
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
@@ -28,10 +28,6 @@ BLOCK_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _log = logging.getLogger("zero_opt")
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
 
 
 def _open(folder: str) -> int:
@@ -124,8 +120,8 @@ class StateFile:
 
     def _refuse(self, nbytes: int, error: OSError) -> None:
         left = os.fstatvfs(self._fd)
-        free = _mib(left.f_bavail * left.f_frsize)
-        text = f"optimizer state needs {_mib(nbytes)} in {self.folder!r}"
+        free = mib(left.f_bavail * left.f_frsize)
+        text = f"optimizer state needs {mib(nbytes)} in {self.folder!r}"
         if error.errno in _FULL:
             raise StorageFull(
                 f"{text}, where {free} are free ({error.strerror}); make room, use more ranks, or see the limits of "
@@ -170,7 +166,7 @@ class StateFile:
                 done += count
         except OSError as error:
             raise StorageFailed(
-                f"{what} {_mib(len(buffer))} of optimizer state in {self.folder!r} failed ({error.strerror})"
+                f"{what} {mib(len(buffer))} of optimizer state in {self.folder!r} failed ({error.strerror})"
             ) from error
 
     def sync(self) -> None:

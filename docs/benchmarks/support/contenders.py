@@ -1,9 +1,10 @@
-"""What adam.py compares: each contender is a function without arguments that makes one whole step."""
+"""What adam.py compares: each contender makes one whole step, in memory that all have in turns."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +18,73 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weig
 HYPERS = AdamHypers(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 LOSS_SCALE, MAX_NORM = 1024.0, 1.0
 PARAM_NUMEL = 1 << 22
+PAGE_BYTES = 4096
+# What the largest contender has per element, and room for pages between its arrays.
+ELEMENT_BYTES, PAGES_BYTES = 24, 1 << 20
 CAST, CAST_KEPT = "cast + torch fused + cast", "the same, buffers kept"
 READING, MOVING = "reading the inputs once", "reading and writing as much"
-Steps = dict[str, Callable[[], object]]
 
 
-def random(numel: int) -> Tensor:
-    """Numbers of the size that gradients have."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-2)
+class Place:
+    """A block of memory that all contenders have their arrays in, in turns.
+
+    Which memory a process is given decides its speed, on virtual machines by up to a factor of two.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def room(self) -> Room:
+        """All of it, for one contender."""
+        return Room(self._bytes)
+
+
+class Room:
+    """Gives one contender its arrays, a page apart: at distances of a power of two they would compete for one bank.
+
+    Attributes:
+        tensors: what it has given.
+    """
+
+    def __init__(self, free: Tensor) -> None:
+        self._free, self.tensors = free, list[Tensor]()
+
+    def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat array."""
+        nbytes = numel * dtype.itemsize
+        self.tensors.append(self._free[:nbytes].view(dtype))
+        self._free = self._free[-(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES :]
+        return self.tensors[-1]
+
+    def param(self, numel: int, dtype: torch.dtype = torch.float32) -> Parameter:
+        """With a gradient."""
+        param = Parameter(self.take(numel, dtype))
+        param.grad = self.take(numel, dtype)
+        return param
+
+    def move_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer make its state, and have that here."""
+        optimizer.step()
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    state[key] = self.take(value.numel(), value.dtype).view(value.shape)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One whole step, and the arrays that it works on."""
+
+    step: Callable[[], object]
+    room: Room
+
+    def prepare(self) -> None:
+        """Give the arrays values, which others have overwritten: what a step costs depends on none but subnormals."""
+        for tensor in self.room.tensors:
+            tensor.fill_(1e-2 if tensor.is_floating_point() else 1)
+
+
+Contenders = dict[str, Contender]
 
 
 def deepspeed_adam(param: Parameter) -> Any:
@@ -36,47 +96,48 @@ def deepspeed_adam(param: Parameter) -> Any:
     return DeepSpeedCPUAdam([param], adamw_mode=True, **OPTIONS)
 
 
-def with_grad(grad: Tensor) -> Parameter:
-    """A param of its own for one contender."""
-    param = Parameter(random(grad.numel()))
-    param.grad = grad
-    return param
-
-
-def fp32_contenders(numel: int, threads: int) -> tuple[Steps, list[Tensor]]:
-    """The fp32 steps, and the arrays that each of them reads."""
-    grad = random(numel)
-    ours = zero_opt.CPUAdamW([with_grad(grad)], threads=threads, **OPTIONS)
-    steps: Steps = {
-        "torch for-loop": torch.optim.AdamW([with_grad(grad)], foreach=False, **OPTIONS).step,
-        "torch foreach": torch.optim.AdamW([with_grad(grad)], foreach=True, **OPTIONS).step,
-        "torch fused": torch.optim.AdamW([with_grad(grad)], fused=True, **OPTIONS).step,
+def fp32_contenders(numel: int, threads: int, place: Place) -> Contenders:
+    """The fp32 steps, and the time that their arrays take to be read, and to be read and written."""
+    made: dict[str, Callable[[Parameter], Any]] = {
+        "torch for-loop": lambda param: torch.optim.AdamW([param], foreach=False, **OPTIONS),
+        "torch foreach": lambda param: torch.optim.AdamW([param], foreach=True, **OPTIONS),
+        "torch fused": lambda param: torch.optim.AdamW([param], fused=True, **OPTIONS),
+        "DeepSpeedCPUAdam": deepspeed_adam,
+        "zero_opt": lambda param: zero_opt.CPUAdamW([param], threads=threads, **OPTIONS),
     }
-    theirs = deepspeed_adam(with_grad(grad))
-    if theirs is not None:
-        steps["DeepSpeedCPUAdam"] = theirs.step
-    steps["zero_opt"] = ours.step
-    ours.step()
-    param = ours.param_groups[0]["params"][0]
-    return steps, [param.detach(), grad, ours.state[param]["exp_avg"], ours.state[param]["exp_avg_sq"]]
+    steps: Contenders = {}
+    for name, make in made.items():
+        room = place.room()
+        optimizer = make(room.param(numel))
+        if optimizer is not None:
+            room.move_state(optimizer)
+            steps[name] = Contender(optimizer.step, room)
+    return steps | {READING: reading(numel, place), MOVING: moving(numel, place)}
 
 
-def reading(tensors: list[Tensor]) -> Callable[[], object]:
+def reading(numel: int, place: Place) -> Contender:
     """Reads every byte once and does as little with it as can be."""
-    return lambda: [tensor.sum() for tensor in tensors]
+    room = place.room()
+    tensors = [room.take(numel) for _ in range(4)]
+    return Contender(lambda: [tensor.sum() for tensor in tensors], room)
 
 
-def moving(tensors: list[Tensor], out: Tensor | None = None) -> Callable[[], object]:
-    """Moves as many bytes as a step and does as little with them as can be; the gradient comes second."""
-    grad = tensors[1]
+def moving(numel: int, place: Place, dtype: torch.dtype = torch.float32) -> Contender:
+    """Moves as many bytes as a step with fp32 state and does as little with them as can be.
+
+    Args:
+        dtype: of the gradient; if it is not fp32, a parameter is written in it too.
+    """
+    room = place.room()
+    grad, state = room.take(numel, dtype), [room.take(numel) for _ in range(3)]
+    out = None if dtype is torch.float32 else room.take(numel, dtype)
 
     def step() -> None:
-        for tensor in tensors:
-            if tensor is not grad:
-                tensor.neg_()
+        for tensor in state:
+            tensor.neg_()
         grad.sum() if out is None else torch.neg(grad, out=out)
 
-    return step
+    return Contender(step, room)
 
 
 def pieces(tensor: Tensor) -> list[Tensor]:
@@ -84,39 +145,55 @@ def pieces(tensor: Tensor) -> list[Tensor]:
     return list(tensor.split(PARAM_NUMEL))
 
 
-def casting(numel: int) -> Callable[[], object]:
+def narrow_params(numel: int, room: Room) -> list[Parameter]:
+    """bf16 parameters of a usual size, with gradients."""
+    values, grads = room.take(numel, torch.bfloat16), room.take(numel, torch.bfloat16)
+    params = [Parameter(piece) for piece in pieces(values)]
+    for param, grad in zip(params, pieces(grads), strict=True):
+        param.grad = grad
+    return params
+
+
+def casting(numel: int, place: Place) -> Contender:
     """As a training loop has it: each bf16 gradient to fp32, torch's fused step, each fp32 param to bf16."""
-    narrow = [Parameter(piece.clone()) for piece in pieces(random(numel).bfloat16())]
-    masters = [Parameter(param.detach().float()) for param in narrow]
-    for param in narrow:
-        param.grad = param.detach().clone()
+    room = place.room()
+    narrow = narrow_params(numel, room)
+    grads = [param.grad for param in narrow]
+    masters = [Parameter(piece) for piece in pieces(room.take(numel))]
     optimizer = torch.optim.AdamW(masters, fused=True, **OPTIONS)
 
     @torch.no_grad()
     def step() -> None:
-        for param, master in zip(narrow, masters, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
+        for grad, master in zip(grads, masters, strict=True):
+            assert grad is not None
+            master.grad = grad.float()
         optimizer.step()
         for param, master in zip(narrow, masters, strict=True):
             param.copy_(master)
         optimizer.zero_grad()
 
-    return step
+    step()
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    room.move_state(optimizer)
+    return Contender(step, room)
 
 
-def casting_kept(numel: int) -> Callable[[], object]:
+def casting_kept(numel: int, place: Place) -> Contender:
     """The same with a buffer for the fp32 gradients that is kept, one flat tensor of each kind."""
-    grad, wide, out = random(numel).bfloat16(), torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16)
-    param = with_grad(wide)
+    room = place.room()
+    grad, out = room.take(numel, torch.bfloat16), room.take(numel, torch.bfloat16)
+    param = room.param(numel)
     optimizer = torch.optim.AdamW([param], fused=True, **OPTIONS)
+    room.move_state(optimizer)
 
     def step() -> None:
-        wide.copy_(grad)
+        assert param.grad is not None
+        param.grad.copy_(grad)
         optimizer.step()
         out.copy_(param.detach())
 
-    return step
+    return Contender(step, room)
 
 
 FORMS = {
@@ -135,35 +212,35 @@ def bytes_moved(moments: str, master: str) -> float:
     return 2 + (8 if master == "float32" else 4) + 4 * MOMENT_BYTES[moments] + (2 if master == "float32" else 4)
 
 
-def reduced_contenders(numel: int, threads: int) -> tuple[Steps, dict[str, float]]:
-    """The steps with a bf16 gradient and param, and the bytes that each moves per element."""
-    grad = random(numel).bfloat16()
-    grads = pieces(grad)
-    steps: Steps = {CAST: casting(numel), CAST_KEPT: casting_kept(numel)}
-    moved = dict.fromkeys(steps, 6 + 28 + 6.0)
-    for name, (moments, master) in FORMS.items():
-        params = [Parameter(piece.clone()) for piece in grads]
-        for param, piece in zip(params, grads, strict=True):
-            param.grad = piece
-        state = zero_opt.AdamState(moments, master)
-        steps[name] = zero_opt.CPUAdamW(params, threads=threads, state=state, **OPTIONS).step
-        moved[name] = bytes_moved(moments, master)
-    steps[MOVING] = moving([random(numel), grad, random(numel), random(numel)], torch.empty_like(grad))
-    moved[MOVING] = bytes_moved(*FORMS["one pass"])
-    return steps, moved
+def reduced_contenders(numel: int, threads: int, place: Place) -> Contenders:
+    """The steps with a bf16 gradient and param, and the time that arrays of the first form take to be moved."""
+    steps = {CAST: casting(numel, place), CAST_KEPT: casting_kept(numel, place)}
+    for name, form in FORMS.items():
+        room = place.room()
+        params = narrow_params(numel, room)
+        optimizer = zero_opt.CPUAdamW(params, threads=threads, state=zero_opt.AdamState(*form), **OPTIONS)
+        room.move_state(optimizer)
+        steps[name] = Contender(optimizer.step, room)
+    return steps | {MOVING: moving(numel, place, torch.bfloat16)}
 
 
-def deepspeed_passes(numel: int) -> tuple[str, Callable[[], object]]:
+def reduced_bytes() -> dict[str, float]:
+    """Bytes that each of :func:`reduced_contenders` moves per element."""
+    forms = {name: bytes_moved(*form) for name, form in FORMS.items()}
+    return dict.fromkeys((CAST, CAST_KEPT), 6 + 28 + 6.0) | forms | {MOVING: forms["one pass"]}
+
+
+def deepspeed_passes(numel: int, place: Place) -> tuple[str, Contender]:
     """What DeepSpeed 0.19 does in ZeRO-Offload (stage_1_and_2.py), from the reduced gradient of each parameter on.
 
     Per parameter: look for values that are not finite, norm of a copy in fp32, cast, copy to the flat buffer; then
     scale, step, cast to a bf16 buffer, copy to the parameters. torch's fused Adam where deepspeed is not installed.
     """
-    grads = pieces(random(numel).bfloat16())
-    wide, buffer, out = torch.empty(numel), torch.empty(numel).bfloat16(), torch.empty(numel).bfloat16()
-    param = with_grad(wide)
-    theirs = deepspeed_adam(param)
-    optimizer = theirs or torch.optim.AdamW([param], fused=True, **OPTIONS)
+    room = place.room()
+    grads, buffer, out = pieces(room.take(numel, torch.bfloat16)), *(room.take(numel, torch.bfloat16) for _ in range(2))
+    param, theirs, optimizer = separate_adam(numel, room)
+    wide = param.grad
+    assert wide is not None
 
     def step() -> None:
         squares, overflow = 0.0, False
@@ -178,15 +255,27 @@ def deepspeed_passes(numel: int) -> tuple[str, Callable[[], object]]:
         buffer.copy_(param.detach())
         out.copy_(buffer)
 
-    return f"DeepSpeed's passes and {'torch fused' if theirs is None else 'DeepSpeedCPUAdam'}", step
+    return f"DeepSpeed's passes and {theirs}", Contender(step, room)
 
 
-def fewest_passes(numel: int) -> tuple[str, Callable[[], object]]:
+def separate_adam(numel: int, room: Room) -> tuple[Parameter, str, Any]:
+    """An fp32 parameter, and the name and the optimizer of what steps it: DeepSpeedCPUAdam, or torch fused."""
+    param = room.param(numel)
+    optimizer = deepspeed_adam(param)
+    name = "DeepSpeedCPUAdam"
+    if optimizer is None:
+        name, optimizer = "torch fused", torch.optim.AdamW([param], fused=True, **OPTIONS)
+    room.move_state(optimizer)
+    return param, name, optimizer
+
+
+def fewest_passes(numel: int, place: Place) -> tuple[str, Contender]:
     """Cast, norm, scale, DeepSpeedCPUAdam (torch fused where it is missing), cast; all buffers are kept."""
-    grad, wide, out = random(numel).bfloat16(), torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16)
-    param = with_grad(wide)
-    theirs = deepspeed_adam(param)
-    optimizer = theirs or torch.optim.AdamW([param], fused=True, **OPTIONS)
+    room = place.room()
+    grad, out = room.take(numel, torch.bfloat16), room.take(numel, torch.bfloat16)
+    param, theirs, optimizer = separate_adam(numel, room)
+    wide = param.grad
+    assert wide is not None
 
     def step() -> None:
         wide.copy_(grad)
@@ -194,7 +283,7 @@ def fewest_passes(numel: int) -> tuple[str, Callable[[], object]]:
         optimizer.step()
         out.copy_(param.detach())
 
-    return f"fewest separate passes and {'torch fused' if theirs is None else 'DeepSpeedCPUAdam'}", step
+    return f"fewest separate passes and {theirs}", Contender(step, room)
 
 
 def clip_factor(scaled_norm: float) -> float:
@@ -202,31 +291,32 @@ def clip_factor(scaled_norm: float) -> float:
     return min(1.0, MAX_NORM / (scaled_norm / LOSS_SCALE + 1e-6)) / LOSS_SCALE
 
 
-def two_passes(numel: int, threads: int, moments: torch.dtype = torch.float32) -> Callable[[], object]:
+def two_passes(numel: int, threads: int, place: Place, moments: torch.dtype = torch.float32) -> Contender:
     """Ours: one pass over the gradient for the norm, one over everything for the rest."""
-    grad, param = random(numel).bfloat16(), random(numel)
+    room = place.room()
+    grad = room.take(numel, torch.bfloat16)
     update = AdamUpdate(
         name="param",
         hypers=HYPERS,
         step=3.0,
-        param=param,
+        param=room.take(numel),
         grad=grad,
-        exp_avg=torch.zeros(numel, dtype=moments),
-        exp_avg_sq=torch.zeros(numel, dtype=moments),
-        out=torch.empty(numel, dtype=torch.bfloat16),
+        exp_avg=room.take(numel, moments),
+        exp_avg_sq=room.take(numel, moments),
+        out=room.take(numel, torch.bfloat16),
     )
 
     def step() -> None:
         norm = grad_squares([grad], threads=threads).total ** 0.5
         adam_update_([update], grad_scale=clip_factor(norm), threads=threads)
 
-    return step
+    return Contender(step, room)
 
 
-def pipeline_contenders(numel: int, threads: int) -> Steps:
+def pipeline_contenders(numel: int, threads: int, place: Place) -> Contenders:
     """A whole mixed-precision step; the first is what the others are compared with."""
     return {
-        **dict([deepspeed_passes(numel), fewest_passes(numel)]),
-        "zero_opt": two_passes(numel, threads),
-        "zero_opt, bf16 moments": two_passes(numel, threads, torch.bfloat16),
+        **dict([deepspeed_passes(numel, place), fewest_passes(numel, place)]),
+        "zero_opt": two_passes(numel, threads, place),
+        "zero_opt, bf16 moments": two_passes(numel, threads, place, torch.bfloat16),
     }
