@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from . import cpu_adam, doctor
-from .errors import ZeroOptError
+from .errors import ConfigConflict, ZeroOptError
 from .estimate import estimate
 from .placement import Policy as Offload
 from .policies import (
@@ -28,6 +29,8 @@ from .policies import (
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS = ("none", "cpu", "worker", "nvme")
 _NATIVE = ("CPUAdam", "CPUAdamW")
+# Fields of offloads, and whose they are.
+_FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme", "delay": "worker", "speculate": "worker"}
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -60,6 +63,8 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 def _option(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
+    if key in inspect.signature(estimate).parameters:
+        raise argparse.ArgumentTypeError(f"{key!r} is not an option of an optimizer class; see --help")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -82,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
     sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
     sizes.add_argument("--offload", choices=_OFFLOADS, default="none", help="where the shard lives")
-    sizes.add_argument("--ratio", type=float, default=1.0, help="with --offload cpu: how much of the shard")
-    sizes.add_argument("--subgroup-mb", type=float, default=64, help="with --offload cpu: see CPUOffload")
-    sizes.add_argument("--window-mb", type=float, default=64, help="with --offload nvme: see NVMeOffload")
-    sizes.add_argument("--delay", type=int, default=0, help="with --offload worker: steps until an update arrives")
+    sizes.add_argument("--ratio", type=float, help="with --offload cpu: how much of the shard")
+    sizes.add_argument("--subgroup-mb", type=float, help="with --offload cpu: see CPUOffload")
+    sizes.add_argument("--window-mb", type=float, help="with --offload nvme: see NVMeOffload")
+    sizes.add_argument("--delay", type=int, help="with --offload worker: steps until an update arrives")
     sizes.add_argument("--speculate", action="store_true", help="with --offload worker: see WorkerOffload")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     looks = commands.add_parser(
@@ -96,13 +101,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _offload(given: argparse.Namespace) -> Offload:
+    own = {name: _FIELDS[name] for name in _FIELDS if getattr(given, name) not in (None, False)}
+    for name, offload in own.items():
+        if offload != given.offload:
+            raise ConfigConflict(f"--{name.replace('_', '-')} is of --offload {offload}, not of {given.offload}")
+    fields = {name: getattr(given, name) for name in own}
     if given.offload == "cpu":
-        return CPUOffload(ratio=given.ratio, subgroup_mb=given.subgroup_mb)
+        return CPUOffload(**fields)
     if given.offload == "nvme":
-        return NVMeOffload(".", window_mb=given.window_mb)  # nothing is made there
-    if given.offload == "worker":
-        return WorkerOffload(delay=given.delay, speculate=given.speculate)
-    return None
+        return NVMeOffload(".", **fields)  # nothing is made there
+    return WorkerOffload(**fields) if given.offload == "worker" else None
 
 
 def _print_estimate(given: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .agreement import value_digest
 from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
-from .flat_param import check_memory, is_dense
+from .flat_param import check_apart, check_memory, is_dense
 from .placement import hypers_of
 from .policies import AdamState
 
@@ -233,6 +233,7 @@ def checked_groups(
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
+    check_apart([param for group in groups for param in group["params"]], describe)
 
 
 def _comparable(value: Any) -> Any:

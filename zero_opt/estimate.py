@@ -23,6 +23,9 @@ from .reduction import Policy
 from .rehearsal import sketch_of
 from .sizing import Row, Sizing, steps_alone
 
+# A bucket takes a tenth of a millisecond.
+_MOST_BUCKETS = 1 << 18
+
 PLACES = ("device", "host", "nvme")
 KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers")
 
@@ -243,6 +246,11 @@ class _Home(NamedTuple):
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {numel!r}")
         dtype = self.dtype or torch.get_default_dtype()
         each = max(int(recipe.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
+        if numel > each * _MOST_BUCKETS:
+            raise ConfigError(
+                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {recipe.reduction.bucket_mb:g} MB, which "
+                "would take minutes to plan; raise bucket_mb, or pass the model on the meta device"
+            )
         counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]
         params = [torch.empty(count, dtype=dtype, device="meta").requires_grad_() for count in counts]
         return [{"params": params}]

@@ -262,7 +262,7 @@ class NVMeOffload:
         _check_selective("NVMeOffload", self.selective)
         if not isinstance(self.path, (str, os.PathLike)):
             raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
-        if not os.fspath(self.path):
+        if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
             raise ConfigError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
         _check_positive("NVMeOffload", "window_mb", self.window_mb)
         _check_threads("NVMeOffload", self.threads)

@@ -129,6 +129,10 @@ class GrowingArena(Arena):
 # how much memory there is
 
 
+# That there are no descriptors left for what the memory is mapped by, too.
+_REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+
+
 def require_memory(nbytes: int, what: str) -> None:
     """Raise OutOfMemory unless so much may still be had.
 
@@ -148,7 +152,7 @@ def memory_errors(nbytes: int, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOMEM, errno.EFBIG, errno.ENOSPC):
+        if isinstance(error, OSError) and error.errno not in _REFUSED:
             raise
         raise OutOfMemory(
             f"{what} needs {mib(nbytes)} of host memory, and the system refuses it ({error}) though "

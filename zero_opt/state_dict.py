@@ -283,7 +283,7 @@ def first_state(
     small = torch.Size([min(size, 2) for size in param.shape] or [2])
     like = torch.zeros(small, dtype=stepped, device=param.device)
     made = dict(state_after_a_step(optimizer_class, hypers, like))
-    if made and stepped is not param.dtype:
+    if stepped is not param.dtype:
         made["master"] = like
     return {
         key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))

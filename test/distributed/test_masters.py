@@ -199,6 +199,28 @@ def test_without_a_saved_master_the_parameter_is_it(where: str, caplog: pytest.L
     ]
 
 
+@pytest.mark.parametrize("where", [ON_DEVICE, ON_HOST], ids=["device", "host"])
+def test_a_class_without_state_has_its_masters_saved(where: dict[str, Any]) -> None:
+    """Steps of less than half a unit in the last place move nothing but the master."""
+    options: dict[str, Any] = {"lr": 1e-3, "reduction": zero_opt.AtStep(), **where}
+    params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16))]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, **options)
+    for _ in range(3):
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+    resumed = [nn.Parameter(param.detach().clone()) for param in params]
+    other = zero_opt.ShardedOptimizer(resumed, torch.optim.SGD, **options)
+    other.load_state_dict(optimizer.state_dict())
+    for held, stepped in ((params, optimizer), (resumed, other)):
+        for _ in range(3):
+            held[0].grad = torch.ones_like(held[0])
+            stepped.step()
+    assert_bitwise(resumed[0].detach(), params[0].detach())
+    assert_bitwise(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_bitwise(optimizer.state_dict()["state"][0]["master"].bfloat16(), params[0].detach())
+    assert params[0].detach().unique().item() < 1
+
+
 def test_masters_that_nothing_here_steps_are_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     """A plain optimizer that is given them goes on as one of ``torch.optim``, and the log says what that loses."""
     _, saved = train(0, 1, torch.optim.AdamW, torch.bfloat16, 1, **ON_DEVICE, fused=True)

@@ -172,6 +172,7 @@ class DevicePlacement(AtOnce):
         for part in parts:
             part.grad = None
         for work in works:
+            work.unit.show_masters(work.positions, self._optimizer.state)
             work.unit.round(work.positions)
             work.unit.send(work.positions)
 

@@ -14,6 +14,7 @@ from ..buckets import GradBucket
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StorageFailed, ZeroOptError
 from ..flat_param import share_counters
+from ..interrupts import uninterrupted
 from ..policies import NVMeOffload
 from ..reduction.base import GradShard
 from ..shared_memory import require_memory
@@ -134,7 +135,8 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         """See :class:`Placement`."""
         for _ in self.land():
             pass
-        self._pending = self._begun(grads, groups, grad_scale)
+        with uninterrupted():
+            self._pending = self._begun(grads, groups, grad_scale)
         yield from self._run(self._pending)
 
     def wait(self) -> None:
@@ -179,12 +181,14 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
                     yield upcoming
                     upcoming = next(buckets, None)
         except BaseException:
-            step.keep()
+            with uninterrupted():
+                step.keep()
             raise
-        step.count()
-        self._pending = None
+        rest = [] if upcoming is None else [upcoming, *buckets]
+        with uninterrupted():
+            step.count()
+            for bucket in rest:
+                step.store(bucket)
+            self._pending = None
         self._tell_autograd()
-        while upcoming is not None:
-            step.store(upcoming)
-            yield upcoming
-            upcoming = next(buckets, None)
+        yield from rest

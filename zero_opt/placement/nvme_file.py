@@ -130,8 +130,19 @@ class StateFile:
         raise StorageFailed(f"{text}, which cannot be reserved ({error.strerror}); {free} are free there") from error
 
     def view(self, start: int, nbytes: int) -> Tensor:
-        """Bytes ``start`` to ``start + nbytes`` as they are in the file, (nbytes,) uint8; multiples of BLOCK_BYTES."""
-        return torch.frombuffer(mmap.mmap(self._fd, nbytes, offset=start), dtype=torch.uint8)
+        """Bytes ``start`` to ``start + nbytes`` as they are in the file, (nbytes,) uint8; multiples of BLOCK_BYTES.
+
+        Raises:
+            StorageFailed: they cannot be mapped.
+        """
+        try:
+            mapped = mmap.mmap(self._fd, nbytes, offset=start)
+        except OSError as error:
+            raise StorageFailed(
+                f"optimizer state in {self.folder!r} cannot be mapped ({error.strerror}); see the limits of this process "
+                "(ulimit -a)"
+            ) from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ What a pass promises, whatever fails in between. Every window is at any time in 
 
 A window goes from the first to the second when the change has been made, by a call that either does all of it or raises
 before it does anything, and from the second to the third when its write has succeeded. A read that fails leaves it in
-the first, a write that fails in the second; no buffer is given to another window before that. So a second call of
-:meth:`WindowPass.run`, which writes the unsaved windows anew and goes on with those to do, changes every window once,
-and from what it was before the pass; it ends with the bits of a pass in which nothing failed.
+the first, a write that fails in the second; no buffer is given to another window before that, and Ctrl-C waits until a
+window is in one of them. So a second call of :meth:`WindowPass.run`, which writes the unsaved windows anew and goes on
+with those to do, changes every window once, and from what it was before the pass; it ends with the bits of a pass in
+which nothing failed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StorageFailed
+from ..interrupts import uninterrupted
 from ..serial_thread import SerialThread
 from .nvme_file import StateFile
 
@@ -112,6 +114,10 @@ class _Transfer(NamedTuple):
     def failed(self) -> bool:
         return self.future.done() and self.future.exception(0) is not None
 
+    @property
+    def saved(self) -> bool:
+        return self.future.done() and self.future.exception(0) is None
+
 
 class WindowPass:
     """See the module.
@@ -136,24 +142,32 @@ class WindowPass:
         Raises:
             StorageFailed, or what ``change`` raises: see the module.
         """
-        self._resume()
+        for transfer in self._reading:
+            self._wait_out(transfer)
+        with uninterrupted():
+            self._resume()
         while self._todo or self._reading:
-            self._read_ahead()
-            window, buffer = self._arrived()
-            try:
-                change(window, buffer.arrays(window))
-            except BaseException:
-                self._give_up(window, buffer)
-                raise
-            self._unsaved.append(_Transfer(window, buffer, self._disk.write(window, buffer)))
+            self._await_room()
+            with uninterrupted():
+                self._read_ahead()
+            self._await_read()
+            with uninterrupted():
+                window, buffer, _ = self._reading.popleft()
+                try:
+                    change(window, buffer.arrays(window))
+                except BaseException:
+                    self._give_up(window, buffer)
+                    raise
+                self._unsaved.append(_Transfer(window, buffer, self._disk.write(window, buffer)))
             yield window
         while self._unsaved:
-            self._saved()
+            self._disk.wait(self._unsaved[0].future)
+            self._free_saved()
 
     def _resume(self) -> None:
         """After a failure: forget what was read, which may be old, and write anew what could not be."""
         while self._reading:
-            self._end_read()
+            self._give_up(*self._reading.pop()[:2])
         self._todo = deque(sorted(self._todo, key=lambda window: window.number))
         for number, (window, buffer, _) in enumerate(self._unsaved):
             if self._unsaved[number].failed:
@@ -170,16 +184,9 @@ class WindowPass:
         Raises:
             StorageFailed: one does not end in time.
         """
-        while self._reading:
-            self._end_read()
-        for transfer in self._unsaved:
+        for transfer in (*self._reading, *self._unsaved):
             if not transfer.failed:
                 self._wait_out(transfer)
-
-    def _end_read(self) -> None:
-        self._wait_out(self._reading[-1])
-        transfer = self._reading.pop()
-        self._give_up(transfer.window, transfer.buffer)
 
     def _wait_out(self, transfer: _Transfer) -> None:
         try:
@@ -193,29 +200,32 @@ class WindowPass:
         self._todo.appendleft(window)
         self._free.append(buffer)
 
-    def _read_ahead(self) -> None:
-        """Let all free buffers be read into; wait for one if nothing is being read."""
-        while self._unsaved and self._unsaved[0].future.done():
-            self._saved()
+    def _await_room(self) -> None:
+        """Wait for a buffer if there is none to read into, nor one that is being read."""
         if self._todo and not self._free and not self._reading:
-            self._saved()
+            self._disk.wait(self._unsaved[0].future)
+
+    def _read_ahead(self) -> None:
+        """Let all free buffers be read into."""
+        while self._unsaved and self._unsaved[0].saved:
+            self._free_saved()
         while self._todo and self._free:
             window, buffer = self._todo.popleft(), self._free.pop()
             self._reading.append(_Transfer(window, buffer, self._disk.read(window, buffer)))
 
-    def _arrived(self) -> tuple[Window, Buffer]:
+    def _await_read(self) -> None:
+        """Wait for the oldest read; one that has failed leaves its window to do."""
         window, buffer, future = self._reading[0]
         try:
             self._disk.wait(future)
         except Exception:
             if future.done():
-                self._reading.popleft()
-                self._give_up(window, buffer)
+                with uninterrupted():
+                    self._reading.popleft()
+                    self._give_up(window, buffer)
             raise
-        self._reading.popleft()
-        return window, buffer
 
-    def _saved(self) -> None:
-        """Wait for the oldest write."""
-        self._disk.wait(self._unsaved[0].future)
-        self._free.append(self._unsaved.popleft().buffer)
+    def _free_saved(self) -> None:
+        """The oldest write has succeeded."""
+        with uninterrupted():
+            self._free.append(self._unsaved.popleft().buffer)

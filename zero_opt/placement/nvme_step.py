@@ -11,6 +11,7 @@ from torch import Tensor
 from ..cpu_adam import AdamHypers, AdamUpdate, adam_update_
 from ..cpu_adam.checks import GRAD_DTYPES
 from ..flat_param import FlatParam, own_writes
+from ..interrupts import uninterrupted
 from ..reduction.base import GradShard
 from .master_shard import follow_param
 from .nvme_extent import FileShard, Segment
@@ -134,7 +135,7 @@ class FileStep:
         if bucket in self._used:
             shard, positions = self._used[bucket]
             flats = [shard.flats[position] for position in positions]
-            with own_writes(flats):
+            with uninterrupted(), own_writes(flats):
                 for flat in flats:
                     flat.store()
 

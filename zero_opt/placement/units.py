@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,6 +83,9 @@ class Unit:
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""
+
+    def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
+        """Those that were stepped are state, also of a class that keeps none of its own."""
 
     def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
         """The state was loaded, replaced or dropped: take its master, or, without one, the parameter."""
@@ -174,8 +177,14 @@ class Mastered(MasterShard, Unit):
 
     def complete(self, position: int, state: ParamState) -> None:
         """See :class:`Unit`."""
-        if state and self.param_dtype in HALVES and self.form is PLAIN:
+        if self.param_dtype in HALVES and self.form is PLAIN:
             state["master"] = self.stepped[position]
+
+    def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
+        """See :class:`Unit`."""
+        if self.param_dtype in HALVES and self.form is PLAIN:
+            for position in positions:
+                states.setdefault(self.stepped[position], {})["master"] = self.stepped[position]
 
     def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
         """See :class:`Unit`."""
