@@ -160,6 +160,19 @@ MUTANTS = (
         shape="drafted",
     ),
     Mutant(
+        "a sum is added to what a dead worker has left of it",
+        (("    squares[i] = kernels", "    squares[i] += kernels"),),
+        file="draft_queue.cpp",
+        shape="drafted",
+    ),
+    Mutant(
+        "a sum is left out by the lane that has its first block",
+        (("(range.first + kSumBlocks - 1) / kSumBlocks", "(range.first + kSumBlocks) / kSumBlocks"),),
+        deaths=0,
+        file="draft_queue.cpp",
+        shape="drafted",
+    ),
+    Mutant(
         "a draft is made a block short",
         (("number < range.last; ++number", "number + (range.last > 1) < range.last; ++number"),),
         deaths=0,
