@@ -158,18 +158,41 @@ std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flus
   return zero_opt::adam_step(kernels, work, {threads, flush_denormals});
 }
 
-std::pair<double, std::int64_t> grad_sum(
-    const std::vector<std::tuple<std::uintptr_t, std::string, std::int64_t>>& grads, int threads,
-    bool flush_denormals, const std::string& isa) {
-  const Kernels& kernels = table(isa);
+using Grad = std::tuple<std::uintptr_t, std::string, std::int64_t>;
+
+// ``squares`` are addresses, one per array, or none at all.
+std::vector<GradArray> make_grads(const std::vector<Grad>& grads, const std::vector<std::uintptr_t>& squares) {
+  if (!squares.empty() && squares.size() != grads.size()) {
+    throw std::invalid_argument("either all gradients or none have a place for sums");
+  }
   std::vector<GradArray> arrays;
   for (const auto& [address, dtype, numel] : grads) {
     if (numel < 0) throw std::invalid_argument("numel must not be negative, got " + std::to_string(numel));
-    arrays.push_back({memory(address), float_named(dtype), numel});
+    const std::uintptr_t sums = squares.empty() ? 0 : squares[arrays.size()];
+    arrays.push_back({memory(address), float_named(dtype), numel, static_cast<double*>(memory(sums))});
   }
+  return arrays;
+}
+
+std::pair<double, std::int64_t> grad_sum(const std::vector<Grad>& grads, const std::vector<std::uintptr_t>& squares,
+                                         int threads, bool flush_denormals, const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  const std::vector<GradArray> arrays = make_grads(grads, squares);
   const py::gil_scoped_release unlocked;
   const zero_opt::GradSum sum = zero_opt::grad_sum(kernels, arrays, {threads, flush_denormals});
   return {sum.squares, sum.nonfinite};
+}
+
+void copy_runs(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t>>& runs, int threads,
+               const std::string& isa) {
+  const Kernels& kernels = table(isa);
+  std::vector<zero_opt::CopyRun> copies;
+  for (const auto& [to, from, bytes] : runs) {
+    if (bytes < 0) throw std::invalid_argument("bytes must not be negative, got " + std::to_string(bytes));
+    copies.push_back({memory(to), memory(from), bytes});
+  }
+  const py::gil_scoped_release unlocked;
+  zero_opt::copy_runs(kernels, copies, threads);
 }
 
 void convert(std::int64_t numel, const std::pair<std::uintptr_t, std::string>& from,
@@ -287,6 +310,19 @@ std::uint64_t draft(Control& control, const std::vector<Batch>& batches, int wak
   return control.draft(work, wake_fd, flush_denormals, name);
 }
 
+std::uint64_t draft_sums(Control& control, const std::vector<Grad>& grads, const std::vector<std::uintptr_t>& squares,
+                         int wake_fd, bool flush_denormals, const std::string& isa) {
+  const std::string name = table(isa).name;
+  const std::vector<GradArray> arrays = make_grads(grads, squares);
+  for (const GradArray& grad : arrays) {
+    if (grad.numel > 0 && (grad.data == nullptr || grad.squares == nullptr)) {
+      throw std::invalid_argument("a gradient, or its sums, without an address");
+    }
+  }
+  const py::gil_scoped_release unlocked;
+  return control.draft_sums(arrays, wake_fd, flush_denormals, name);
+}
+
 template <zero_opt::Waited (Control::*wait)(std::uint64_t, int, int, double)>
 const char* wait_for(Control& control, std::uint64_t value, int done_fd, int worker_pidfd, double seconds) {
   const py::gil_scoped_release unlocked;
@@ -313,6 +349,8 @@ void bind_worker(py::module_& m) {
       .def("wait", &wait_for<&Control::wait>, py::arg("sequence"), py::arg("done_fd"), py::arg("worker_pidfd"),
            py::arg("seconds"))
       .def("draft", &draft, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
+           py::arg("flush_denormals") = false, py::arg("isa") = "")
+      .def("draft_sums", &draft_sums, py::arg("grads"), py::arg("squares"), py::arg("wake_fd"), py::kw_only(),
            py::arg("flush_denormals") = false, py::arg("isa") = "")
       .def("void_drafts", &Control::void_drafts)
       .def("wait_drafts", &wait_for<&Control::wait_drafts>, py::arg("drafts"), py::arg("done_fd"),
@@ -355,8 +393,9 @@ PYBIND11_MODULE(_native, m) {
            py::arg("step") = 1.0);
   m.def("adam_step", &adam_step, py::arg("batches"), py::kw_only(), py::arg("threads") = 1,
         py::arg("flush_denormals") = false, py::arg("isa") = "");
-  m.def("grad_sum", &grad_sum, py::arg("grads"), py::kw_only(), py::arg("threads") = 1,
-        py::arg("flush_denormals") = false, py::arg("isa") = "");
+  m.def("grad_sum", &grad_sum, py::arg("grads"), py::arg("squares") = std::vector<std::uintptr_t>(), py::kw_only(),
+        py::arg("threads") = 1, py::arg("flush_denormals") = false, py::arg("isa") = "");
+  m.def("copy_runs", &copy_runs, py::arg("runs"), py::kw_only(), py::arg("threads") = 1, py::arg("isa") = "");
   m.def("convert", &convert, py::arg("numel"), py::arg("from_"), py::arg("to"), py::arg("isa") = "");
   m.def("pack_moments", &pack_moments, py::arg("run"), py::arg("isa") = "");
   m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");

@@ -187,28 +187,52 @@ StepHead Control::head(bool flush_denormals, const std::string& isa) const {
 
 std::uint64_t Control::draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals,
                              const std::string& isa) {
+  std::vector<Draft> drafts;
+  AdamScalars scalars = {};
+  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
+    if (fresh != nullptr) scalars = *fresh;
+    Draft draft = {};
+    draft.run = {translated(given), offsets_of(given.to, given), scalars};
+    check_apart(draft.run.run, draft.run.to, sizes_of(given));
+    drafts.push_back(draft);
+  });
+  return put(drafts, wake_fd, head(flush_denormals, isa));
+}
+
+std::uint64_t Control::draft_sums(const std::vector<GradArray>& grads, int wake_fd, bool flush_denormals,
+                                  const std::string& isa) {
+  std::vector<Draft> drafts;
+  for (const GradArray& given : grads) {
+    if (given.numel == 0) continue;
+    const std::int64_t grad = given.numel * bytes_of(given.format);
+    const std::int64_t squares = (given.numel + kSumNumel - 1) / kSumNumel * static_cast<std::int64_t>(sizeof(double));
+    Draft draft = {};
+    draft.sum = {given.numel, offset_of(given.data, grad), offset_of(given.squares, squares), given.format};
+    if (overlap(draft.sum.grad, grad, draft.sum.squares, squares)) {
+      throw std::invalid_argument("sums would overwrite the gradient, which a successor may have to read again");
+    }
+    drafts.push_back(draft);
+  }
+  return put(drafts, wake_fd, head(flush_denormals, isa));
+}
+
+std::uint64_t Control::put(const std::vector<Draft>& drafts, int wake_fd, const StepHead& head) {
   ControlBlock& block = control();
   const std::uint64_t first = drafted();
   if (drafts_done() == first) block.drafts_origin.store(first, std::memory_order_relaxed);
   std::uint64_t next = first;
   const std::uint64_t end = block.drafts_origin.load(std::memory_order_relaxed) + max_runs_;
-  const StepHead head = this->head(flush_denormals, isa);
-  AdamScalars scalars = {};
-  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
-    if (fresh != nullptr) scalars = *fresh;
-    Draft draft = {};
+  for (Draft draft : drafts) {
     draft.arena_bytes = head.arena_bytes;
     draft.flush_denormals = head.flush_denormals;
     std::memcpy(draft.isa, head.isa, kIsaBytes);
-    draft.run = {translated(given), offsets_of(given.to, given), scalars, {}};
-    check_apart(draft.run.run, draft.run.to, sizes_of(given));
-    const std::int64_t blocks = log_blocks(given.numel);
+    const std::int64_t blocks = log_blocks(std::max(draft.run.run.numel, draft.sum.numel));
     for (std::int64_t at = 0; at < blocks; at += kDraftBlocks) {
       if (next == end) throw std::overflow_error("there is no room for more drafts until some are done");
-      draft.run.blocks = {at, std::min(at + kDraftBlocks, blocks)};
+      draft.blocks = {at, std::min(at + kDraftBlocks, blocks)};
       view_.drafts()[next++ - (end - max_runs_)] = draft;
     }
-  });
+  }
   block.drafted.store(next, std::memory_order_release);
   if (next != first) ring(wake_fd);
   return next;

@@ -32,6 +32,9 @@ class Control {
   // submit, the mode of the calling thread does not count.
   std::uint64_t draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
 
+  // Has the worker find ``squares`` of every array, which lie in the arena too, as a draft is made; grad_sum takes them.
+  std::uint64_t draft_sums(const std::vector<GradArray>& grads, int wake_fd, bool flush_denormals, const std::string& isa);
+
   // No draft that was submitted is to be made; what it would have written is undefined.
   void void_drafts();
 
@@ -64,6 +67,7 @@ class Control {
   std::uint64_t offset_of(const void* array, std::int64_t bytes) const;
   StepArrays offsets_of(const AdamArrays& arrays, const AdamRun& run) const;
   StepRun translated(const AdamRun& run) const;
+  std::uint64_t put(const std::vector<Draft>& drafts, int wake_fd, const StepHead& head);
   StepHead head(bool flush_denormals, const std::string& isa) const;
   Waited wait_for(const Word& word, std::uint64_t value, int done_fd, int worker_pidfd, double seconds);
 

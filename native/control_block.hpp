@@ -20,7 +20,7 @@ using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
 
 constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
-constexpr std::uint64_t kControlVersion = 2;
+constexpr std::uint64_t kControlVersion = 3;
 constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
 
 // A step as submitted; the runs and scalars follow in their tables.
@@ -34,9 +34,11 @@ struct StepHead {
 // At most so many blocks of a draft to a thread at a time: what a worker finishes before it sees that drafts are void.
 constexpr std::int64_t kDraftBlocks = (1 << 20) / kLogNumel;
 
-// A draft as submitted.
+// A draft as submitted: some blocks, of kLogNumel elements, of a run or of a sum, one of which has no elements.
 struct Draft {
   DraftRun run;
+  DraftSum sum;
+  BlockRange blocks;
   std::uint64_t arena_bytes;  // as the trainer maps it
   std::uint64_t flush_denormals;
   char isa[kIsaBytes];

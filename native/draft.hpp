@@ -13,12 +13,17 @@
 
 namespace zero_opt {
 
-// Some blocks, of kLogNumel elements, of a run.
 struct DraftRun {
   StepRun run;    // its arrays are read; first_block and scalars are not used
   StepArrays to;  // written; the same ones are 0
   AdamScalars scalars;
-  BlockRange blocks;
+};
+
+// The sums of squares of an array of gradients, one per kSumNumel elements.
+struct DraftSum {
+  std::int64_t numel;
+  std::uint64_t grad, squares;  // read; written, as doubles
+  Format format;
 };
 
 }  // namespace zero_opt

@@ -13,6 +13,18 @@
 namespace zero_opt {
 namespace {
 
+// Makes the sums whose first block is in the range.
+void make_sums(char* base, const Kernels& kernels, const DraftSum& sum, const BlockRange& range) {
+  constexpr std::int64_t kSumBlocks = kSumNumel / kLogNumel;
+  static_assert(kDraftBlocks % kSumBlocks == 0 && kSumNumel % kLogNumel == 0, "no sum may lie in two drafts");
+  double* squares = reinterpret_cast<double*>(base + sum.squares);
+  for (std::int64_t i = (range.first + kSumBlocks - 1) / kSumBlocks; i * kSumBlocks < range.last; ++i) {
+    const std::int64_t begin = i * kSumNumel;
+    const char* grad = base + sum.grad + begin * bytes_of(sum.format);
+    squares[i] = kernels.grad_sum(grad, sum.format, std::min(kSumNumel, sum.numel - begin)).squares;
+  }
+}
+
 // Drafts from first on, before last, that are made together.
 class Batch {
  public:
@@ -39,7 +51,7 @@ class Batch {
   }
 
  private:
-  std::int64_t count(std::uint64_t i) const { return drafts_[i].run.blocks.last - drafts_[i].run.blocks.first; }
+  std::int64_t count(std::uint64_t i) const { return drafts_[i].blocks.last - drafts_[i].blocks.first; }
 
   // Blocks are numbered through all drafts of the batch.
   void make_part(char* base, const BlockRange& part) const {
@@ -50,8 +62,13 @@ class Batch {
       if (first >= last) continue;
       const Draft& draft = drafts_[i];
       const FlushDenormals mode(draft.flush_denormals != 0);
-      const std::int64_t begin = draft.run.blocks.first;
-      kernels_named(draft.isa).run_draft(base, draft.run, {begin + first, begin + last});
+      const Kernels& kernels = kernels_named(draft.isa);
+      const BlockRange range = {draft.blocks.first + first, draft.blocks.first + last};
+      if (draft.sum.numel > 0) {
+        make_sums(base, kernels, draft.sum, range);
+      } else {
+        kernels.run_draft(base, draft.run, range);
+      }
     }
   }
 

@@ -1,4 +1,5 @@
 // The kernels compiled for whatever the platform guarantees: SSE2 on x86-64, NEON on aarch64.
+#include "copy.inl"
 #include "draft.inl"
 #include "mean.inl"
 #include "one_pass.inl"
@@ -8,6 +9,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
 const Kernels kKernelsBaseline = {
-    "baseline", adam, run_lane, run_draft, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "baseline", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -1,4 +1,5 @@
 // The kernels compiled for x86-64-v3 (AVX2, FMA).
+#include "copy.inl"
 #include "draft.inl"
 #include "mean.inl"
 #include "one_pass.inl"
@@ -8,6 +9,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsV3;
 const Kernels kKernelsV3 = {
-    "v3", adam, run_lane, run_draft, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "v3", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -1,4 +1,5 @@
 // The kernels compiled for x86-64-v4 (AVX-512 F, BW, CD, DQ, VL).
+#include "copy.inl"
 #include "draft.inl"
 #include "mean.inl"
 #include "one_pass.inl"
@@ -8,6 +9,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsV4;
 const Kernels kKernelsV4 = {
-    "v4", adam, run_lane, run_draft, grad_sum, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "v4", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

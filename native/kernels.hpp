@@ -59,6 +59,9 @@ struct AdamRun {
   Format out_format;
 };
 
+// Squares of the elements of an array are summed this many at a time, counted from its start.
+constexpr std::int64_t kSumNumel = 4096;
+
 // What a pass over gradients finds.
 struct GradSum {
   double squares;          // infinite or NaN if any element is
@@ -122,6 +125,8 @@ struct Kernels {
   // Some of its blocks, of one bank, to the other: see draft.hpp.
   void (*run_draft)(char* base, const DraftRun& draft, const BlockRange& range);
   GradSum (*grad_sum)(const void* grad, Format format, std::int64_t numel);
+  // As memcpy, for what nobody reads soon.
+  void (*stream_copy)(const void* from, void* to, std::int64_t bytes);
   void (*fma)(const FmaRun& run);
   void (*convert)(const ConvertRun& run);
   void (*mean)(const MeanRun& run);

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <functional>
 #include <memory>
 
@@ -141,22 +143,51 @@ GradSum grad_sum(const Kernels& kernels, const std::vector<GradArray>& grads, co
   std::vector<std::size_t> first_sum;
   std::size_t sums = 0;
   for (const GradArray& grad : grads) {
-    blocks.add(grad.numel);
+    blocks.add(grad.squares == nullptr ? grad.numel : 0);
     first_sum.push_back(sums);
     sums += static_cast<std::size_t>((grad.numel + kSumNumel - 1) / kSumNumel);
   }
   std::vector<double> squares(sums);
   std::atomic<std::int64_t> nonfinite{0};
+  const auto sum = [&](std::size_t i, std::int64_t start) {
+    const void* data = static_cast<const char*>(grads[i].data) + start * bytes_of(grads[i].format);
+    const GradSum found = kernels.grad_sum(data, grads[i].format, std::min(kSumNumel, grads[i].numel - start));
+    squares[first_sum[i] + static_cast<std::size_t>(start / kSumNumel)] = found.squares;
+    if (found.nonfinite != 0) nonfinite.fetch_add(found.nonfinite, std::memory_order_relaxed);
+  };
   for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
-    const std::int64_t width = bytes_of(grads[i].format);
-    for (std::int64_t start = begin; start < end; start += kSumNumel) {
-      const void* data = static_cast<const char*>(grads[i].data) + start * width;
-      const GradSum found = kernels.grad_sum(data, grads[i].format, std::min(kSumNumel, end - start));
-      squares[first_sum[i] + static_cast<std::size_t>(start / kSumNumel)] = found.squares;
-      if (found.nonfinite != 0) nonfinite.fetch_add(found.nonfinite, std::memory_order_relaxed);
+    for (std::int64_t start = begin; start < end; start += kSumNumel) sum(i, start);
+  });
+  for (std::size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].squares == nullptr) continue;
+    for (std::int64_t start = 0; start < grads[i].numel; start += kSumNumel) {
+      const std::int64_t number = start / kSumNumel;
+      if (std::isfinite(grads[i].squares[number])) {
+        squares[first_sum[i] + static_cast<std::size_t>(number)] = grads[i].squares[number];
+      } else {
+        sum(i, start);  // how many are not finite is to be counted
+      }
+    }
+  }
+  return {pairwise_sum(squares.data(), squares.size()), nonfinite.load()};
+}
+
+void copy_runs(const Kernels& kernels, const std::vector<CopyRun>& runs, int threads) {
+  // As the blocks of arrays of floats: a thread's share need not be exact to the byte.
+  constexpr std::int64_t kUnit = sizeof(float), kStreamUnits = 1 << 20;
+  Blocks blocks;
+  for (const CopyRun& run : runs) blocks.add((run.bytes + kUnit - 1) / kUnit);
+  const bool stream = blocks.total_numel() >= kStreamUnits;
+  for_all_blocks(blocks, {threads, false}, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = begin * kUnit, bytes = std::min(end * kUnit, runs[i].bytes) - first;
+    const char* from = static_cast<const char*>(runs[i].from) + first;
+    char* to = static_cast<char*>(runs[i].to) + first;
+    if (stream) {
+      kernels.stream_copy(from, to, bytes);
+    } else {
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
     }
   });
-  return {pairwise_sum(squares.data(), squares.size()), nonfinite.load()};
 }
 
 }  // namespace zero_opt

@@ -53,19 +53,29 @@ void for_runs(const std::vector<AdamBatch>& batches, const Work& work) {
 // on the threads.
 std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel);
 
-constexpr std::int64_t kSumNumel = 4096;
-
 // An array of gradient elements.
 struct GradArray {
   const void* data;
   Format format;
   std::int64_t numel;
+  double* squares;  // null, or a place for one sum per kSumNumel elements, rounded up
 };
 
 // Sum of the squares of all elements, and how many are not finite. Every kSumNumel elements of an array, counted
 // from its start, are summed in lanes, and those sums pairwise in order; so the result does not depend on threads
 // or instruction set, and on cutting arrays elsewhere only by rounding: all terms are non-negative and none goes
 // through more than kSumNumel / 32 + 5 + ceil(log2(number of sums)) additions of relative error 2^-53.
+// Where an array has ``squares``, those are what its sums were found to be.
 GradSum grad_sum(const Kernels& kernels, const std::vector<GradArray>& grads, const Parallel& parallel);
+
+// Bytes to be copied; no two such runs overlap.
+struct CopyRun {
+  void* to;
+  const void* from;
+  std::int64_t bytes;
+};
+
+// Copies every run; past the caches if together they would fill those, for then whoever reads first finds the rest gone.
+void copy_runs(const Kernels& kernels, const std::vector<CopyRun>& runs, int threads);
 
 }  // namespace zero_opt

@@ -89,3 +89,18 @@ def test_threads_are_confined_and_let_go(forgotten: bool) -> None:
     finally:
         os.sched_setaffinity(0, before)
         torch.set_num_threads(threads)
+
+
+def test_a_thread_may_leave_its_cores_for_a_while() -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    confined = Confined({core})
+    try:
+        with confined.lifted():
+            assert os.sched_getaffinity(0) == before
+        assert os.sched_getaffinity(0) == {core}
+    finally:
+        confined.restore()
+    with confined.lifted():
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before

@@ -67,9 +67,20 @@ def adam_step(
     """
 
 def grad_sum(
-    grads: Sequence[tuple[int, str, int]], *, threads: int = 1, flush_denormals: bool = False, isa: str = ""
+    grads: Sequence[tuple[int, str, int]],
+    squares: Sequence[int] = ...,
+    *,
+    threads: int = 1,
+    flush_denormals: bool = False,
+    isa: str = "",
 ) -> tuple[float, int]:
-    """Sum of squares and number of non-finite elements of arrays given as (address, dtype, numel); GIL released."""
+    """Sum of squares and number of non-finite elements of arrays given as (address, dtype, numel); GIL released.
+
+    ``squares``, if given, has an address or 0 for each: what :meth:`Control.draft_sums` found for it.
+    """
+
+def copy_runs(runs: Sequence[tuple[int, int, int]], *, threads: int = 1, isa: str = "") -> None:
+    """Copies of memory given as (to, from, bytes), none of which overlap; GIL released."""
 
 def convert(numel: int, from_: tuple[int, str], to: tuple[int, str], isa: str = "") -> None:
     """Array to array, each an (address, dtype), one of them fp32, rounded to nearest even: for tests."""
@@ -165,6 +176,21 @@ class Control:
 
         Returns how many drafts have been submitted, ever (long runs count several times). Raises as :meth:`submit`,
         ValueError if ``to`` overlaps what is read, and OverflowError if there is no room until more drafts are done.
+        """
+
+    def draft_sums(
+        self,
+        grads: Sequence[tuple[int, str, int]],
+        squares: Sequence[int],
+        wake_fd: int,
+        *,
+        flush_denormals: bool = False,
+        isa: str = "",
+    ) -> int:
+        """Have squares of arrays, as for grad_sum, summed like drafts; GIL released. They need not be all done at once.
+
+        ``squares`` are addresses of fp64 numbers, one per 4096 elements of an array, rounded up. Returns and raises as
+        :meth:`draft`.
         """
 
     def void_drafts(self) -> None:

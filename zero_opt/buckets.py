@@ -66,6 +66,9 @@ class ShardReader(Protocol):
     def scales(self, bucket: GradBucket, factor: float) -> None:
         """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
 
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
+        """Per slice, sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
+
 
 class GradBucket:
     """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
@@ -182,6 +185,10 @@ class GradBucket:
                 return
             self.reader.scales(self, float(factor))
         self._claim(keep=True).mul_(factor.to(self.device))
+
+    def squares(self) -> Sequence[Tensor | None]:
+        """Per slice, its sums of squares as :func:`grad_squares` takes them, or ``None`` where they are not known."""
+        return [None] * len(self.slices) if self.reader is None else self.reader.squares(self)
 
     def slice_grads(self) -> list[Tensor]:
         """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""

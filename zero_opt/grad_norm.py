@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,17 +59,21 @@ def _squares(values: Tensor) -> Iterator[float]:
         yield float(torch.dot(widened, widened))
 
 
-def square_sum(grads: Iterable[Tensor | None]) -> float:
-    """Sum of squares of all elements, accumulated in fp64."""
-    native: list[Tensor] = []
+def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = ()) -> float:
+    """Sum of squares of all elements, accumulated in fp64; ``known`` as for :func:`grad_squares`."""
+    native: list[tuple[Tensor, Tensor | None]] = []
     others: list[Tensor] = []
     kernel = native_available()
-    for grad in grads:
+    for grad, sums in zip(grads, known or [None] * len(grads), strict=True):
         if grad is not None:
             values = _values(grad.detach())
-            (native if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES else others).append(values)
+            if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES:
+                native.append((values, sums))
+            else:
+                others.append(values)
     try:
-        total = grad_squares(native).total if native else 0.0  # in one call: of many small ones, calls are the cost
+        # In one call: of many small ones, calls are the cost.
+        total = grad_squares(*zip(*native, strict=True)).total if native else 0.0
         return math.fsum([total, *(square for values in others for square in _squares(values))])
     except OverflowError:  # finite squares whose sum is not
         return math.inf
@@ -94,7 +98,12 @@ class Measured(NamedTuple):
         return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
 
 
-def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> Measured:
+def measure(
+    grads: Sequence[Tensor | None],
+    params: Sequence[int],
+    group: Group | None,
+    known: Sequence[Tensor | None] = (),
+) -> Measured:
     """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
 
     The norm is accumulated in fp64 in rank order and rounded once, so it differs from
@@ -103,14 +112,20 @@ def measure(grads: Sequence[Tensor | None], params: Sequence[int], group: Group 
     Args:
         grads: this rank's part of the gradient; no element is on two ranks.
         params: what the gradients belong to, by global index.
+        known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
     """
-    rows = look(grads, params, group)
+    rows = look(grads, params, group, known)
     return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
 
 
-def look(grads: Sequence[Tensor | None], params: Sequence[int], group: Group | None) -> list[tuple[float, float]]:
+def look(
+    grads: Sequence[Tensor | None],
+    params: Sequence[int],
+    group: Group | None,
+    known: Sequence[Tensor | None] = (),
+) -> list[tuple[float, float]]:
     """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
-    square = square_sum(grads)
+    square = square_sum(grads, known)
     mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64)
     return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
 

@@ -16,8 +16,8 @@ from .construction import is_elementwise
 from .layout import ParamSlice
 from .partition import Geometry
 from .placement import grad_buffers_of
-from .placement.arena_shard import ArenaShard, section_nbytes
-from .placement.banked_shard import BankedShard, is_second
+from .placement.arena_shard import ArenaShard
+from .placement.banked_shard import BankedShard, is_second, is_sums
 from .placement.cores import split_cores
 from .placement.cpu import HostUnits
 from .placement.master_shard import HALVES
@@ -219,8 +219,9 @@ class Sizing:
             owned = sum(piece.in_param.numel for piece in bucket.slices)
             for role, dtype in arrays.items():
                 place = _place_of(role, lodged=shard.lodged)
-                held[place] += (bucket.shard_numel if place[0] == "grad_shards" else owned) * dtype.itemsize
-            taken += section_nbytes(bucket.shard_numel, list(arrays.values()))
+                whole = place[0] == "grad_shards" or is_sums(role)
+                held[place] += (shard.numel_of(role) if whole else owned) * dtype.itemsize
+            taken += shard.nbytes_of(arrays)
             held["state", HOST, "step"] += shard.steps.numel() * shard.steps.element_size()
             if not shard.lodged:
                 held["grad_shards", DEVICE, "reduced gradients"] += bucket.shard_nbytes
@@ -251,6 +252,8 @@ def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
     """What an array of the arena is, as a kind, a place and a name."""
     if is_second(role):
         return "buffers", HOST, "second bank"
+    if is_sums(role):
+        return "buffers", HOST, "sums of squares"
     if role == "master":
         return "masters", HOST, role
     if role == "out":

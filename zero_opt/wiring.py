@@ -299,7 +299,8 @@ class Wiring:
     def measure(self, grads: Sequence[GradShard]) -> Measured:
         """Global L2 norm of the reduced gradients, and whether they are finite. Collective."""
         params = [piece.param for shard in grads for piece in shard.slices]
-        return measure([grad for shard in grads for grad in shard.grads], params, self._groups.control)
+        known = [sums for shard in grads for sums in self.partition.buckets[shard.bucket].squares()]
+        return measure([grad for shard in grads for grad in shard.grads], params, self._groups.control, known)
 
     def step(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
         """Step this rank's shards; yields every bucket that is updated once it is up to date here.

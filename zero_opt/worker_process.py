@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .cpu_adam.checks import DTYPE_NAMES
 from .errors import WorkerDied, WorkerFailed
 from .policies import WorkerOffload
 from .serial_thread import SerialThread
 from .shared_memory import GrowingArena, above_stdio, memory_errors, require_memory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from . import _native
 
 _T = TypeVar("_T")
@@ -348,10 +351,28 @@ class WorkerProcess:
         """
         return self._control.draft(batches, self._held.wake, flush_denormals=flush_denormals)
 
+    def draft_sums(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, flush_denormals: bool = False) -> int:
+        """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns :attr:`drafted`.
+
+        Args:
+            grads: fp32, bf16 or fp16, 1-D, in the arena. sums: where their sums go, likewise.
+
+        Raises:
+            OverflowError: no room until it has done more.
+        """
+        arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
+        squares = [found.data_ptr() for found in sums]
+        return self._control.draft_sums(arrays, squares, self._held.wake, flush_denormals=flush_denormals)
+
     @property
     def drafted(self) -> int:
         """How many drafts have been submitted, ever."""
         return self._control.drafted
+
+    @property
+    def drafts_done(self) -> int:
+        """How many of them have been made, or were void."""
+        return self._control.drafts_done
 
     def void_drafts(self) -> None:
         """No draft submitted so far counts; the worker goes on to what is submitted after."""

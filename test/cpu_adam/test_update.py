@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, grad_squares
+from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, copy_, grad_squares, sums_of
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -162,3 +162,29 @@ def test_grad_squares_of_a_lazily_negated_or_strided_gradient() -> None:
         assert grad_squares([grad]).total == float(grad.square().sum())
     with pytest.raises(TypeError, match="gradient 1 must be dense"):
         grad_squares([values, values.to_sparse()])
+
+
+def test_grad_squares_of_known_sums() -> None:
+    """They are believed, and only added up."""
+    grads = [torch.ones(5000), torch.ones(3)]
+    sums = torch.tensor([4096.0, 904.0], dtype=torch.float64)
+    assert sums_of(5000) == 2 and sums_of(0) == 0
+    assert grad_squares(grads, [sums, None]).total == 5003.0
+    assert grad_squares(grads, [sums + 1.0, None]).total == 5005.0
+    with pytest.raises(ValueError, match="the sums of gradient 0"):
+        grad_squares(grads, [sums[:1], None])
+    with pytest.raises(TypeError, match="the sums of gradient 0"):
+        grad_squares(grads, [sums.float(), None])
+
+
+def test_copies_and_what_cannot_be_copied() -> None:
+    sources = [torch.randn(300), torch.randn(7).bfloat16(), torch.zeros(0)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_(targets, sources, threads=2)
+    assert all(map(torch.equal, targets, sources))
+    assert [target._version for target in targets] == [1, 1, 1]
+    for target, source in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2).double())):
+        with pytest.raises(ValueError, match="in pairs of one dtype"):
+            copy_([target], [source])
+    with pytest.raises(ValueError, match="contiguous CPU tensors"):
+        copy_([torch.zeros(4)[::2]], [torch.zeros(2)])

@@ -143,6 +143,19 @@ MUTANTS = (
     ),
     Mutant("a draft goes home, too", ((DRAFTED, DRAFTED + "    at.home(fresh);\n"),), 0, "draft.inl", "drafted"),
     Mutant(
+        "a sum is added to what a dead worker has left of it",
+        (("    squares[i] = kernels", "    squares[i] += kernels"),),
+        file="draft_queue.cpp",
+        shape="drafted",
+    ),
+    Mutant(
+        "a sum is left out by the lane that has its first block",
+        (("(range.first + kSumBlocks - 1) / kSumBlocks", "(range.first + kSumBlocks) / kSumBlocks"),),
+        deaths=0,
+        file="draft_queue.cpp",
+        shape="drafted",
+    ),
+    Mutant(
         "a draft is made a block short",
         ((DRAFT_ENDS, DRAFT_ENDS.replace("range.last", "(range.last - (range.last > 1))")),),
         deaths=0,

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -89,9 +90,18 @@ AdamRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
   return run;
 }
 
+// Sums of squares, which are drafted too.
+double* placed_sums(const Scenario& scenario, std::int64_t n, Places& places) {
+  const std::int64_t sums = (n + zero_opt::kSumNumel - 1) / zero_opt::kSumNumel;
+  return places.take<double>(sums * static_cast<std::int64_t>(sizeof(double)), scenario.drafted);
+}
+
 std::size_t data_bytes(const Scenario& scenario) {
   Places places(nullptr);
-  for (const std::int64_t numel : scenario.numels) placed(scenario, numel, places);
+  for (const std::int64_t numel : scenario.numels) {
+    placed(scenario, numel, places);
+    placed_sums(scenario, numel, places);
+  }
   return reinterpret_cast<std::uintptr_t>(places.next());
 }
 
@@ -166,6 +176,7 @@ Case::Case(const Scenario& scenario, const std::string& isa)
   control.finish();
   fill_gradients(arena.base(), 2);
   if (scenario_.drafted) {
+    control.draft_sums(sums(arena.base()), wake.fd(), false, isa_);
     control.draft(batches(arena.base(), 2.0), wake.fd(), false, isa_);
   } else {
     control.submit(batches(arena.base(), 2.0), wake.fd(), false, isa_);
@@ -180,6 +191,13 @@ void Case::make_reference() {
   zero_opt::adam_step(kernels, batches(arena.base(), 1.0), {1, false});
   fill_gradients(arena.base(), 2);
   nonfinite_ = zero_opt::adam_step(kernels, batches(arena.base(), 2.0), {1, false});
+  for (const zero_opt::GradArray& grad : sums(arena.base())) {
+    for (std::int64_t at = 0; at < grad.numel; at += zero_opt::kSumNumel) {
+      const char* from = static_cast<const char*>(grad.data) + at * zero_opt::bytes_of(grad.format);
+      const std::int64_t n = std::min(zero_opt::kSumNumel, grad.numel - at);
+      grad.squares[at / zero_opt::kSumNumel] = kernels.grad_sum(from, grad.format, n).squares;
+    }
+  }
   reference_ = arena.image();
 }
 
@@ -191,7 +209,20 @@ std::vector<zero_opt::AdamBatch> Case::batches(char* base, double step) const {
     hypers.lr *= static_cast<double>(found.size() + 1);
     AdamRun run = placed(scenario_, numel, places);
     if (step == 1.0) run.to = run.from;
+    placed_sums(scenario_, numel, places);
     found.push_back({hypers, {{run, step, nullptr}}});
+  }
+  return found;
+}
+
+std::vector<zero_opt::GradArray> Case::sums(char* base) const {
+  if (!scenario_.drafted) return {};
+  Places places(data(base));
+  std::vector<zero_opt::GradArray> found;
+  for (const std::int64_t numel : scenario_.numels) {
+    const AdamRun run = placed(scenario_, numel, places);
+    const Format format = scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32;
+    found.push_back({run.from.param, format, numel, placed_sums(scenario_, numel, places)});
   }
   return found;
 }
@@ -247,7 +278,7 @@ bool Case::words_finished(const char* base, std::string& what) const {
   const ArenaView view(const_cast<char*>(base), scenario_.lanes, kMaxRuns);
   const zero_opt::ControlBlock& control = view.control();
   if (scenario_.drafted) {
-    if (control.drafts_done.load() != scenario_.numels.size()) what += " number of drafts";
+    if (control.drafts_done.load() != 2 * scenario_.numels.size()) what += " number of drafts";
     return what.empty();
   }
   if (control.submitted.load() != 2 || control.completed.load() != 2) what += " sequence numbers";

@@ -21,7 +21,7 @@ struct Scenario {
   bool has_out, has_remainder, amsgrad;
   std::vector<std::int64_t> numels;
   std::size_t lanes;
-  bool drafted;  // the second step is a draft, to another bank
+  bool drafted;  // the second step is a draft, to another bank, and so are sums
 };
 
 // The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.
@@ -68,6 +68,8 @@ class Case {
  private:
   // Of the first step, in place, or of the second.
   std::vector<zero_opt::AdamBatch> batches(char* base, double step) const;
+  // What sums are drafted of, which is the parameters: not all gradients are finite.
+  std::vector<zero_opt::GradArray> sums(char* base) const;
   bool words_finished(const char* base, std::string& what) const;
   void fill(char* base) const;
   void fill_gradients(char* base, std::uint64_t seed) const;

@@ -26,6 +26,7 @@ from test.distributed.test_worker_offload import (
     train_ranks,
     worker_of,
 )
+from zero_opt.grad_norm import square_sum
 
 SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)
@@ -292,6 +293,63 @@ def test_steps_are_not_begun_while_most_are_clipped() -> None:
         assert begun == [True] * 5 + [False] * 6 + [True] * 4
 
     _alone(act, max_grad_norm=1.0)
+
+
+def _sums(placement: Any) -> list[Tensor | None]:
+    """What is known of the norm, once the worker has nothing to do."""
+    placement._worker.wait_drafts(placement._worker.drafted)
+    return [sums for shard in placement._shards.values() for sums in shard.bucket.squares()]
+
+
+def test_a_norm_that_is_asked_for_is_summed_before_step() -> None:
+    """With the bits that a sum in step() has; also of steps that are not begun, and never of another gradient."""
+
+    def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
+        wiring: Any = optimizer._sharded
+        begun = []
+        for step, backwards in enumerate([1] * 6 + [2, 1]):
+            for part in range(backwards):
+                _backward(params, step + part, size=100.0)
+            placement = _after_backward(optimizer)
+            begun.append(bool(placement._drafts))
+            known = _sums(placement)
+            if step == 7:
+                assert known == [None] * len(known), "this may be the first backward of two"
+                return
+            grads = [grad for shard in wiring.finish() for grad in shard.grads]
+            assert square_sum(grads, known) == square_sum(grads) > 0
+            assert all(sums is not None for sums in known)
+            assert float(optimizer.clip_grad_norm_(1.0)) > 1.0
+            assert _sums(placement) == [None] * len(known), "gradients were multiplied"
+            optimizer.step()
+            optimizer.zero_grad()
+            assert begun == [number < 5 for number in range(step + 1)]
+
+    _alone(act, max_grad_norm=1e9)
+
+
+def test_nobody_waits_for_sums() -> None:
+    def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
+        child = placement_of(optimizer)._worker._held.child
+        os.kill(child.pid, signal.SIGSTOP)
+        _backward(params, 1)
+        placement = _after_backward(optimizer)
+        assert len(placement._summed) == len(placement._shards)
+        assert all(sums is None for shard in placement._shards.values() for sums in shard.bucket.squares())
+        assert float(optimizer.clip_grad_norm_(1e9)) > 0
+        os.kill(child.pid, signal.SIGCONT)
+        optimizer.step()
+        assert placement.kept > 0
+
+    _alone(act, max_grad_norm=1e9)
+
+
+def test_no_sums_where_no_norm_is_asked_for() -> None:
+    def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
+        _backward(params, 1)
+        assert not _after_backward(optimizer)._summed
+
+    _alone(act)
 
 
 def test_a_loss_scale_is_expected_once_it_has_been_seen_twice() -> None:

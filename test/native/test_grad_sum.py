@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test.native.kernels import GRAD_DTYPES, arrays, name_of
+from test.native.workers import ALIGN, Arena
 from zero_opt import _native
 
 ISAS = _native.isas()
@@ -58,3 +59,47 @@ def test_squares_of_huge_and_tiny_numbers_neither_overflow_nor_vanish() -> None:
 
 def test_nothing_sums_to_zero() -> None:
     assert total([]) == (0.0, 0) == total([torch.empty(0)])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_sums_that_a_worker_has_found_make_the_same_bits(isa: str, dtype: torch.dtype) -> None:
+    """Of some arrays, cut over lanes and drafts; the others are summed here."""
+    numels = [3 * SUM_NUMEL + 5, 0, 70_001, 1 << 20, 31]
+    grads = [arrays(n)[1].nan_to_num().to(dtype) for n in numels]
+    grads[2][4097] = math.inf
+    tensors = [*grads, *(torch.zeros(-(-n // SUM_NUMEL), dtype=torch.float64) for n in numels)]
+    arena = Arena(3, sum(tensor.numel() * tensor.element_size() + ALIGN for tensor in tensors))
+    try:
+        placed = [arena.place(tensor) for tensor in tensors]
+        found, sums = placed[: len(grads)], placed[len(grads) :]
+        listed = [(g.data_ptr(), name_of(dtype), g.numel()) for g in found]
+        places = [tensor.data_ptr() for tensor in sums]
+        assert arena.control.draft_sums(listed, places, arena.wake, isa=isa) == 4
+        arena.control.finish()
+        known = [address * (number != 3) for number, address in enumerate(places)]
+        for part in (slice(None), slice(2), slice(3, None)):
+            expected = total(grads[part])
+            assert _native.grad_sum(listed[part], known[part], isa=isa, threads=2) == expected
+        sums[0].fill_(1.0)
+        assert _native.grad_sum(listed[:1], known[:1])[0] == 4.0, "they are not found again"
+    finally:
+        arena.close()
+
+
+def test_sums_that_cannot_be_drafted_are_refused_and_nothing_is() -> None:
+    arena = Arena(1, 4096)
+    try:
+        grad, sums = arena.place(torch.ones(100)), arena.place(torch.zeros(1, dtype=torch.float64))
+        listed = [(grad.data_ptr(), "float32", 100)]
+        with pytest.raises(ValueError, match="would overwrite the gradient"):
+            arena.control.draft_sums(listed, [grad.data_ptr()], arena.wake)
+        with pytest.raises(ValueError, match="does not lie in the arena"):
+            arena.control.draft_sums(listed, [torch.zeros(1, dtype=torch.float64).data_ptr()], arena.wake)
+        with pytest.raises(ValueError, match="without an address"):
+            arena.control.draft_sums(listed, [0], arena.wake)
+        with pytest.raises(ValueError, match="all gradients or none"):
+            arena.control.draft_sums(listed, [sums.data_ptr()] * 2, arena.wake)
+        assert arena.control.drafted == 0
+    finally:
+        arena.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .checks import native_available, native_isas, require_native
 from .optimizers import CPUAdam, CPUAdamW
-from .update import AdamHypers, AdamUpdate, GradSquares, adam_update_, grad_squares
+from .update import AdamHypers, AdamUpdate, GradSquares, adam_update_, copy_, grad_squares, sums_of
 
 __all__ = [
     "AdamHypers",
@@ -18,8 +18,10 @@ __all__ = [
     "CPUAdamW",
     "GradSquares",
     "adam_update_",
+    "copy_",
     "grad_squares",
     "native_available",
     "native_isas",
     "require_native",
+    "sums_of",
 ]

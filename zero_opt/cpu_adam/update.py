@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class AdamUpdate:
 
 
 _MOST_THREADS = 1 << 20
+_SUM_NUMEL = 4096
 _WRITTEN = (
     "param",
     "exp_avg",
@@ -182,6 +183,11 @@ def _check_update(update: AdamUpdate) -> None:
     check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
 
 
+def sums_of(numel: int) -> int:
+    """How many sums :func:`grad_squares` makes of so many elements, to add them up."""
+    return -(-numel // _SUM_NUMEL)
+
+
 def checked_threads(threads: int | None) -> int:
     """How many threads to ask for.
 
@@ -195,6 +201,30 @@ def checked_threads(threads: int | None) -> int:
     if threads < 1:
         raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
     return min(threads, _MOST_THREADS)
+
+
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
+    """Copies of tensors, in one native call; large ones go past the caches. Raises the targets' version counters.
+
+    Args:
+        targets, sources: contiguous CPU tensors, in pairs of one dtype and as many elements; no two targets overlap.
+        threads: as for :func:`adam_update_`.
+
+    Raises:
+        ValueError: tensors that are not such. NativeUnavailable: no native extension here.
+    """
+    runs = []
+    for target, source in zip(targets, sources, strict=True):
+        plain = target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()
+        if not plain or target.dtype is not source.dtype or target.numel() != source.numel():
+            raise ValueError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
+        runs.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))
+    count = checked_threads(threads)
+    require_native()
+    from .. import _native
+
+    _native.copy_runs(runs, threads=count)
+    torch.autograd.graph.increment_version([target for target in targets if not target.is_inference()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +241,13 @@ class GradSquares:
 
 
 @torch.no_grad()
-def grad_squares(grads: Iterable[Tensor], *, threads: int | None = None, isa: str = "") -> GradSquares:
+def grad_squares(
+    grads: Iterable[Tensor],
+    known: Sequence[Tensor | None] = (),
+    *,
+    threads: int | None = None,
+    isa: str = "",
+) -> GradSquares:
     """Sum of squares over all gradients, and the non-finite elements among them, in one pass over memory.
 
     Accumulated in fp64, every 4096 elements of a tensor in 32 lanes and those sums pairwise: the bits depend on
@@ -219,6 +255,8 @@ def grad_squares(grads: Iterable[Tensor], *, threads: int | None = None, isa: st
 
     Args:
         grads: dense fp32, bf16 or fp16 CPU tensors.
+        known: nothing, or per gradient ``None`` or its sums, fp64, one per 4096 elements in storage order, which need
+            not be found again then.
         threads: as for :func:`adam_update_`.
         isa: as for :func:`adam_update_`.
 
@@ -228,10 +266,15 @@ def grad_squares(grads: Iterable[Tensor], *, threads: int | None = None, isa: st
     grads = list(grads)
     for number, grad in enumerate(grads):
         check_tensor(f"gradient {number}", grad, None, GRAD_DTYPES)
+    for number, sums in enumerate(known):
+        if sums is not None:
+            shape = torch.Size([sums_of(grads[number].numel())])
+            check_tensor(f"the sums of gradient {number}", sums, shape, (torch.float64,))
     require_native()
     from .. import _native
 
     readable = [grad if has_order(grad, storage_order(grad)) else grad.clone() for grad in grads]
     arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in readable]
     count = checked_threads(threads)
-    return GradSquares(*_native.grad_sum(arrays, threads=count, isa=isa))
+    squares = [0 if sums is None else sums.data_ptr() for sums in known]
+    return GradSquares(*_native.grad_sum(arrays, squares, threads=count, isa=isa))

@@ -23,16 +23,10 @@ _GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ALIGN, 1 << 18
 
 
 class Section(NamedTuple):
-    """Where an array of the shard's size lies in the arena."""
+    """Where an array lies in the arena."""
 
     start: int
     dtype: torch.dtype
-
-
-def section_nbytes(numel: int, dtypes: Sequence[torch.dtype]) -> int:
-    """Bytes of arrays of ``numel`` elements each, one after the other, and of gaps between large ones."""
-    sizes = [-(-numel * dtype.itemsize // _ALIGN) * _ALIGN for dtype in dtypes]
-    return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
 
 
 class ArenaShard(StateShard):
@@ -70,17 +64,27 @@ class ArenaShard(StateShard):
         owned = sum(piece.in_param.numel for piece in self.pieces)
         return 0 if self.param_dtype in HALVES else owned * torch.float32.itemsize
 
+    def numel_of(self, role: str) -> int:  # noqa: ARG002  (all are alike)
+        """How many elements an array has."""
+        return self.bucket.shard_numel
+
+    def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
+        """Bytes of these arrays, one after the other, and of gaps between large ones."""
+        sizes = [-(-self.numel_of(role) * dtype.itemsize // _ALIGN) * _ALIGN for role, dtype in arrays.items()]
+        return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
+
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
         for role, dtype in arrays.items():
             self._sections[role] = Section(start, dtype)
-            start += section_nbytes(self.bucket.shard_numel, [dtype])
+            start += self.nbytes_of({role: dtype})
         return start
 
     def bind(self, arena: Arena) -> None:
         """Make the views of the arena as it is mapped now."""
-        numel = self.bucket.shard_numel
-        self._arrays = {role: arena.view(at, numel, dtype) for role, (at, dtype) in self._sections.items()}
+        self._arrays = {
+            role: arena.view(at, self.numel_of(role), dtype) for role, (at, dtype) in self._sections.items()
+        }
         for role in self._arrays:
             if role.startswith("grad"):
                 self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state

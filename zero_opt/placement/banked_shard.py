@@ -1,4 +1,4 @@
-"""An :class:`ArenaShard` with two banks of state: a step reads one and writes the other."""
+"""An :class:`ArenaShard` with two banks of state, of which a step reads one and writes the other, and room for sums."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
+from ..cpu_adam import sums_of
 from ..cpu_adam.runs import BoundRun
 from ..shared_memory import Arena
 from .arena_shard import ArenaShard
 from .base import ParamState
 
 _SECOND = ", bank 1"
+_SQUARES = "squares"
 
 
 def _in_bank(role: str, bank: int) -> str:
     return role + _SECOND if bank else role
+
+
+def is_sums(role: str) -> bool:
+    """Whether an array is not state, but the sums of squares of a shard."""
+    return role == _SQUARES
 
 
 def is_second(role: str) -> bool:
@@ -30,17 +37,29 @@ class BankedShard(ArenaShard):
 
     Each slice has a bank of its own that counts: slices that a step does not use stay where they are, and nothing is
     ever copied from bank to bank. ``out`` and gradients are not state, and there once.
+
+    Attributes:
+        squares: per slice, a place for the sums that :func:`grad_squares` adds up; none if the shard lies elsewhere.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
+        self.squares: list[Tensor] = []
+        self._sums = [sums_of(piece.in_shard.numel) for piece in self.pieces]
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
 
     def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
         """See :class:`ArenaShard`."""
         arrays = super().missing(amsgrad=amsgrad, grads=grads)
         state = [role for role in arrays if role != "out" and not role.startswith("grad")]
-        return arrays | {_in_bank(role, 1): arrays[role] for role in state}
+        arrays |= {_in_bank(role, 1): arrays[role] for role in state}
+        if self.lodged and _SQUARES not in self._sections:
+            arrays[_SQUARES] = torch.float64
+        return arrays
+
+    def numel_of(self, role: str) -> int:
+        """See :class:`ArenaShard`."""
+        return sum(self._sums) if role == _SQUARES else super().numel_of(role)
 
     @property
     def spare_nbytes(self) -> int:
@@ -52,6 +71,7 @@ class BankedShard(ArenaShard):
         """See :class:`ArenaShard`."""
         self._other.clear()
         super().bind(arena)
+        self.squares = list(torch.split(self._arrays[_SQUARES], self._sums)) if self.lodged else []
 
     def _slice(self, role: str, position: int) -> Tensor:
         two = _in_bank(role, 1) in self._arrays

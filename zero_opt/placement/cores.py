@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,6 +104,20 @@ class Confined:
             torch.set_num_threads(len(cores))
         self._restore = weakref.finalize(self, _restore, os.getpid(), set(cores), own, before, threads)
         self._restore.atexit = False
+        self._cores, self._all = set(cores), own
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within it the calling thread may run where it did before; for when the worker has nothing to do."""
+        confined = os.sched_getaffinity(0)
+        if confined != self._cores:  # by others too
+            yield
+            return
+        os.sched_setaffinity(0, self._all)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, confined)
 
     def restore(self) -> None:
         """Let every thread run where it did; those that have begun since, where the first one did."""

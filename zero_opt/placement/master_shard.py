@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from ..cpu_adam import copy_, native_available
 from ..flat_param import FlatParam, own_writes
 from ..layout import ParamSlice
 
@@ -104,16 +105,39 @@ class MasterShard(FollowedParams, ABC):
             follow_param(master, self.param_run(position))
             self.follow(position)
 
-    def write_params(self, positions: Sequence[int]) -> None:
-        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
+    def copies(self, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Of some slices, the parameter and what was stepped, 1-D; the same tensors until either moves."""
         for position in positions:
             if position not in self._copies:
                 self._copies[position] = (self.param_run(position), self.result(position))
-        pairs = [self._copies[position] for position in positions]
-        flats = [self.flats[position] for position in positions]
-        with own_writes(flats):
-            if pairs:
-                targets, sources = zip(*pairs, strict=True)
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-            for flat in flats:
-                flat.store()
+        return [self._copies[position] for position in positions]
+
+    def write_params(self, positions: Sequence[int]) -> None:
+        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
+        write_all([(self, positions)])
+
+
+def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: int | None = None) -> None:
+    """As :meth:`MasterShard.write_params` of each, in one call.
+
+    Args:
+        threads: at most so many copy what lies in host memory; ``None`` is ``torch.get_num_threads()``.
+    """
+    native: list[tuple[Tensor, Tensor]] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    flats: list[FlatParam] = []
+    kernel = native_available()
+    for shard, positions in shards:
+        flats += (shard.flats[position] for position in positions)
+        for target, source in shard.copies(positions):
+            plain = kernel and target.is_cpu and source.is_cpu and target.dtype is source.dtype
+            (native if plain else others).append((target, source))
+    with own_writes(flats):
+        if native:
+            targets, sources = zip(*native, strict=True)
+            copy_(targets, sources, threads=threads)
+        if others:
+            targets, sources = zip(*others, strict=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for flat in flats:
+            flat.store()

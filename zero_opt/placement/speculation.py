@@ -14,6 +14,9 @@ to undo. What would make a draft another step, each of which is looked for:
 A GradScaler multiplies by one over the loss scale, which seldom changes: fp32 gradients are drafted as if multiplied
 by that of the last two steps, and the product is rounded once either way. Speculation is each rank's own: what it
 decides by is either local or the same on all ranks.
+
+Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
+the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..buckets import GradBucket
 from ..collectives import Group
@@ -113,6 +118,9 @@ class SpeculativePlacement(WorkerPlacement):
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []
         self._drafts: dict[int, _Draft] = {}
+        self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
+        self._asked = self._sums = False  # for sums: since the last step, in the one before
+        self._as_zero = flushes_denormals()
         self._scaled: dict[int, list[float]] = {}
         self._rounds: dict[int, int] = {}
         self._rounds_before: dict[int, int] = {}
@@ -158,21 +166,51 @@ class SpeculativePlacement(WorkerPlacement):
         with self._lock:
             self._scaled[index] = []
             self._rounds[index] = self._rounds.get(index, 0) + 1
-            shard = self._shards.get(index)
-            if shard is not None and self._rounds[index] >= self._rounds_before.get(index, 1) and self._may(shard):
+            shard = self._banked(index)
+            if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or not self._at_home(shard):
+                return
+            if self._sums:
+                self._sum(shard)
+            if self._may(shard):
                 self._draft(shard)
+
+    def _banked(self, index: int) -> BankedShard | None:
+        shard = self._shards.get(index)
+        assert shard is None or isinstance(shard, BankedShard)
+        return shard
+
+    def _at_home(self, shard: ArenaShard) -> bool:
+        """Whether the worker can read the gradient, and has no step of it to make."""
+        bucket = shard.bucket
+        return self._pending is None and shard.lodged and bucket.shard.data_ptr() == bucket.lodging.data_ptr()
 
     def _may(self, shard: ArenaShard) -> bool:
         """Whether a draft can be the step, as far as can be seen."""
         unscale = self._factors.expected
         return (
-            self._pending is None
-            and not self._factors.mostly_clipped
+            not self._factors.mostly_clipped
             and (unscale == 1.0 or (unscale < 1.0 and shard.grad_dtype is torch.float32))
-            and shard.lodged
-            and shard.bucket.shard.data_ptr() == shard.bucket.lodging.data_ptr()
             and not any(map(shard.edited, range(len(shard.pieces))))
         )
+
+    def _sum(self, shard: BankedShard) -> None:
+        home = shard.bucket.lodging
+        grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
+        with suppress(OverflowError):  # then they are summed when they are asked for
+            self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
+                grads, shard.squares, flush_denormals=self._as_zero
+            )
+
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
+        """See :class:`ShardReader`. Nobody waits for those that are not there yet."""
+        index = bucket.layout.index
+        with self._lock:
+            self._asked = True
+            shard, summed = self._banked(index), self._summed.get(index)
+            if shard is None or summed is None or self._worker.drafts_done < summed:
+                return [None] * len(bucket.slices)
+            changed = self._scaled.get(index) or flushes_denormals() != self._as_zero
+            return [None] * len(bucket.slices) if changed else shard.squares
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
@@ -197,7 +235,7 @@ class SpeculativePlacement(WorkerPlacement):
     def rewrites(self, bucket: GradBucket) -> None:
         """See :class:`ShardReader`."""
         with self._lock:
-            if bucket.layout.index in self._drafts:
+            if bucket.layout.index in self._drafts or bucket.layout.index in self._summed:
                 self._void()
 
     def scales(self, bucket: GradBucket, factor: float) -> None:
@@ -218,10 +256,11 @@ class SpeculativePlacement(WorkerPlacement):
                     self._void()
 
     def _void(self) -> None:
-        """No draft counts; what the worker still writes is in banks that do not."""
-        if self._drafts:
+        """No draft counts, nor do sums; what the worker still writes is where nobody reads."""
+        if self._drafts or self._summed:
             self._worker.void_drafts()
             self._drafts.clear()
+            self._summed.clear()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -229,7 +268,9 @@ class SpeculativePlacement(WorkerPlacement):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
         with self._lock:
-            self._flushes = self._flush_denormals or flushes_denormals()
+            self._as_zero = flushes_denormals()
+            self._flushes = self._flush_denormals or self._as_zero
+            self._sums, self._asked = self._asked, False
             used = {
                 found.bucket: Used(
                     self._shards[found.bucket], [at for at, g in enumerate(found.grads) if g is not None]
@@ -252,6 +293,7 @@ class SpeculativePlacement(WorkerPlacement):
             for found in drafted.values():
                 found.shard.lend_grads()
             self._drafts.clear()
+            self._summed.clear()
             # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
             sequence = self._worker.drafted if drafted or made.sequence is not None else None
             order = [found.bucket for found in grads if found.used]

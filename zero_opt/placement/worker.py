@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import Batches, WorkerProcess
-from .arena_shard import ArenaShard, section_nbytes
+from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
+from .master_shard import write_all
 from .native_placement import NativePlacement
 
 _log = logging.getLogger("zero_opt")
@@ -75,6 +77,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
+        self._threads = split.threads + len(split.trainer)
         self._locked: PageLock | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=self._grad_buffers))
             for shard in shards
         ]
-        nbytes = sum(section_nbytes(shard.bucket.shard_numel, list(arrays.values())) for shard, arrays in missing)
+        nbytes = sum(shard.nbytes_of(arrays) for shard, arrays in missing)
         if any(arrays for _, arrays in missing):
             self.wait()
             start = self._worker.extend(nbytes)
@@ -186,12 +189,14 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         for shard, positions in pending.used:
             shard.count_step(positions)
         self._written()
-        used = {shard.bucket.layout.index: (shard, positions) for shard, positions in pending.used}
-        for bucket in pending.buckets:
-            if bucket in used:
-                shard, positions = used[bucket]
-                shard.write_params([position for position in positions if not shard.edited(position)])
-            yield bucket
+        self._write_params(pending)
+        yield from pending.buckets
+
+    def _write_params(self, landed: Pending) -> None:
+        """Bring a step into the parameters, on the worker's cores too: it has nothing to do."""
+        written = [(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in landed.used]
+        with nullcontext() if self._confined is None else self._confined.lifted():
+            write_all(written, threads=max(self._threads, torch.get_num_threads()))
 
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
