@@ -43,8 +43,10 @@ def local_grad(number: int, rank: int, index: int, mask: int, bad: bool) -> Tens
 class Player:
     """Plays a script: as one rank of a sharded optimizer, or as the plain one that stands for all ``world_size``."""
 
-    def __init__(self, cls: Any, reduction: Any, rank: int | None) -> None:
+    def __init__(self, cls: Any, reduction: Any, rank: int | None, board: dict[int, Any] | None = None) -> None:
+        """``board`` is the same on all ranks."""
         self.cls, self.reduction, self.rank, self.skipped = cls, reduction, rank, 0
+        self._board, self._saves = {} if board is None else board, 0
         self.params = [make_param(index) for index in range(len(SHAPES))]
         self.opt = self._made([{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.02}])
         self._sums: dict[int, dict[int, Tensor]] = {}
@@ -138,12 +140,13 @@ class Player:
         """The full state, on every rank."""
         if self.rank is None:
             return copy.deepcopy(self.opt.state_dict())
-        group, found = self.opt._group, None
-        for to in range(group.world_size):
-            self.opt.consolidate_state_dict(to=to)
-            if to == self.rank:
-                found = self.opt.state_dict()
-        return found
+        group, to = self.opt._group, self._saves % self.opt._group.world_size
+        self._saves += 1
+        self.opt.consolidate_state_dict(to=to)
+        if to == self.rank:
+            self._board[self._saves] = self.opt.state_dict()
+        group.all_gather(torch.zeros(1))  # it is there on all
+        return self._board[self._saves]
 
     def resume(self, saved: Any) -> None:
         """Become what another player was, as far as a checkpoint says."""
@@ -162,8 +165,10 @@ class Player:
         return frozen, [param.detach().clone() for param in self.params], self.state()
 
 
-def _play_rank(rank: int, world_size: int, cls: Any, reduction: Any, segment: Any, before: Any) -> tuple[Any, int]:
-    player = Player(cls, reduction, rank)
+def _play_rank(
+    rank: int, world_size: int, played: tuple[Any, Any], segment: Any, before: Any, board: dict[int, Any]
+) -> tuple[Any, int]:
+    player = Player(*played, rank, board)
     if before is not None:
         player.resume(before)
     player.play(segment, world_size)
@@ -184,7 +189,7 @@ def check_script(cls: Any, bucketed: Any, script: Sequence[tuple[int, Sequence[O
         plain.do_zero_grad(world_size)
         plain.play(segment, world_size)
         expected = plain.saved()
-        outcomes = run_threads(world_size, _play_rank, cls, bucketed, segment, before)
+        outcomes = run_threads(world_size, _play_rank, (cls, bucketed), segment, before, {})
         for rank, (found, skipped) in enumerate(outcomes):
             assert_bitwise(found, expected, f"rank {rank} of {world_size}")
             assert skipped == plain.skipped
