@@ -140,6 +140,7 @@ def common_name(parent: dist.ProcessGroup, exchange: Exchanging) -> str:
         wait.over()
     refusals = [_Board().refusal(rank, key) for rank, name in zip(key[1], names, strict=True) if name == _NO_NAME]
     if refusals:
+        wait.leave_others()
         raise refusals[0]
     return names[0].hex()
 
@@ -262,14 +263,19 @@ class _Wait:
         around = [*members[here + 1 :], *members[:here]]
         refused = board.any_refusals() > 0
         gone = board.unheard(around) if refused else []
-        for rank, key in list(board.waiting_for_me(around if refused else around[:_NEIGHBOURS])):
-            if key == self._key:
-                continue
+        waiting = {key: rank for rank, key in board.waiting_for_me(around if refused else around[:_NEIGHBOURS])}
+        waiting.pop(self._key, None)
+        for key, rank in waiting.items():  # several ranks wait in one call
             if not self._refused:
                 board.refuse(RankMismatch(_difference((board.rank, self._key), (rank, key))))
                 self._refused = True
             board.take_leave(key, self._exchange)
         return gone[0] if gone else None
+
+    def leave_others(self) -> None:
+        """This rank has been left, and will not come to where others still wait for it."""
+        board = _Board()
+        _answered(lambda: self._look_around(board))
 
     def over(self) -> None:
         """This rank does not wait any more."""

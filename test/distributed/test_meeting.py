@@ -71,7 +71,7 @@ def test_a_wrong_group_of_one_rank_is_its_error_on_all_and_all_can_go_on() -> No
 
 def _apart(rank: int, world_size: int) -> tuple[list[tuple[str, str]], Tensor]:
     """One rank in another group of the same ranks; then in one of fewer, of which a third rank is no member."""
-    twin, pair = dist.new_group(), dist.new_group([0, 1])
+    twin, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
     found = [_refused(twin if rank == 2 else None), _refused(pair if rank == 1 else None)]
     return found, _afterwards_without(pair, rank, world_size)
 
