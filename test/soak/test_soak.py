@@ -3,7 +3,8 @@
 ``ZERO_OPT_SOAK_S`` is for how many seconds, ``ZERO_OPT_SOAK_KILL_S`` how far apart kills are; ``make soak`` sets both.
 
 What grows is told by what is allocated: after warm-up that is the same at every sample to a few KB. Resident memory is
-what the allocator has got from the system, in places that it goes on finding better ones for.
+what the allocator has got from the system, in places that it goes on finding better ones for. torch's flight recorder,
+which fills a ring with the stacks of the first 2,000 collectives, is off: that looks like a leak as long as it lasts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -113,7 +115,8 @@ def _most(samples: list[Sample]) -> Sample:
     return Sample(*(max(column) for column in zip(*samples, strict=True)))
 
 
-def test_training_under_kills_keeps_its_bits_and_grows_nothing() -> None:
+def test_training_under_kills_keeps_its_bits_and_grows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     found: list[Any] = run_processes(2, _train, timeout=SECONDS + 60)
     for samples, deaths, steps in found:
         assert deaths >= SECONDS / KILL_S / 4
