@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
-from zero_opt.collectives import Group, broadcast_params, resolve_group, tensor_bytes
+from zero_opt.collectives import Group, broadcast_params, tensor_bytes
 from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
+from zero_opt.meeting import resolve_group
 
 
 @pytest.fixture(autouse=True)

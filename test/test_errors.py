@@ -19,6 +19,7 @@ SECOND_BASE = {
     "ProcessGroupError": RuntimeError,
     "GradientConsumed": RuntimeError,
     "GradientConflict": RuntimeError,
+    "GradientsLocal": RuntimeError,
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
     "StepFailed": RuntimeError,

@@ -11,7 +11,7 @@ import ctypes
 import os
 import struct
 import threading
-import uuid
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,15 +22,17 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import meeting
 from .alone_exchange import AloneExchange
 from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
+from .meeting import resolve_group
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 from .serial_thread import SerialThread
 from .transfers import Gathered, Message, Transfer, peer_lost, start
-from .waiting import Watch, home_payload, homes_from
+from .waiting import Watch, done_within, home_payload, homes_from
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -51,39 +53,6 @@ _NEVER_SENT = 0
 
 # ---------------------------------------------------------------------------------------------------------------------
 # process groups
-
-
-def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
-    """The process group a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
-
-    Returns ``None`` when torch.distributed is not initialised, which is world size 1.
-
-    Raises:
-        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
-    """
-    if process_group is not None:
-        if isinstance(process_group, dist.ProcessGroup):
-            return process_group
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ProcessGroupError("this rank is not a member of the process_group it passed")
-        if isinstance(process_group, DeviceMesh):
-            if process_group.ndim != 1:
-                raise ConfigTypeError(
-                    f"process_group is a {process_group.ndim}-D DeviceMesh; pass one dimension, e.g. mesh['dp']"
-                )
-            return process_group.get_group()
-        raise ConfigTypeError(
-            f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}"
-        )
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1:
-        raise ProcessGroupError(
-            f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group() before constructing ShardedOptimizer"
-        )
-    return None
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
@@ -127,7 +96,7 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
     if backend == "threaded":  # all ranks are in every group
         return _c10d.new_group(ranks, timeout=timeout, backend=backend)
     rank, size = dist.get_rank(parent), len(ranks)
-    name = _common_name(parent, size)
+    name = f"zero_opt/{meeting.common_name(parent, _NameExchange)}"
     store = _c10d.PrefixStore(name, _c10d._get_default_store())
     pg = _c10d.ProcessGroup(store, rank, size)
     kinds = _c10d.ProcessGroup.BackendType
@@ -146,13 +115,34 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
     return pg
 
 
-def _common_name(parent: dist.ProcessGroup, size: int) -> str:
-    """A name for a group that no other has had, the same on every rank of the parent. Collective."""
-    device = "cpu" if "cpu" in str(dist.get_backend_config(parent)) else f"cuda:{torch.cuda.current_device()}"
-    drawn = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
-    names = [torch.empty_like(drawn) for _ in range(size)]
-    _gathered(_ALL, start(_ALL, parent.allgather, [names], [drawn]), drawn).wait()
-    return f"zero_opt/{tensor_bytes(names[0].cpu()).hex()}"
+class _NameExchange:
+    """Names of so many bytes from every rank of a user's group, over whatever it has. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup, name: bytes) -> None:
+        device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else f"cuda:{torch.cuda.current_device()}"
+        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+        self._all = [torch.empty_like(mine) for _ in range(group.size())]
+        self._work = start(_ALL, group.allgather, [self._all], [mine])
+
+    def done_within(self, seconds: float) -> bool:
+        """See :class:`Names`."""
+        with peer_lost(_ALL):
+            if self._all[0].is_cpu:
+                return done_within(self._work, seconds)
+            if not self._work.is_completed():  # a wait would be the stream's
+                time.sleep(seconds)
+                return False
+            self._work.wait()
+            return True
+
+    def names(self) -> list[bytes]:
+        """See :class:`Names`."""
+        return [tensor_bytes(name.cpu()) for name in self._all]
+
+
+def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
+    """:func:`meeting.resolve_group` where all ranks of the group are about to make groups. They must all call it."""
+    return meeting.agreed_group(process_group, _NameExchange)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

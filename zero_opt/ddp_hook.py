@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from .collectives import resolve_group
 from .errors import ConfigConflict, ConfigTypeError
+from .meeting import resolve_group
 from .optimizer import ShardedOptimizer
 from .reduction import DDPHookReduction
 

@@ -47,6 +47,10 @@ class GradientConflict(ZeroOptError, RuntimeError):
     """A gradient appeared that a second reducer or a hand edit produced; using it would count it twice or lose it."""
 
 
+class GradientsLocal(ZeroOptError, RuntimeError):
+    """Every backward since the last step was inside ``no_sync()``; nothing was reduced, gradients stay as they are."""
+
+
 class RankMismatch(ZeroOptError, RuntimeError):
     """The ranks do not hold the same thing; names the first difference and both values."""
 

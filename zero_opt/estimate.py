@@ -248,7 +248,7 @@ class _Home(NamedTuple):
         each = max(int(recipe.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
         if numel > each * _MOST_BUCKETS:
             raise ConfigError(
-                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {recipe.reduction.bucket_mb:g} MB, which "
+                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {recipe.reduction.bucket_mb:g} MB and "
                 "would take minutes to plan; raise bucket_mb, or pass the model on the meta device"
             )
         counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]

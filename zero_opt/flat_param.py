@@ -75,8 +75,8 @@ def check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> Non
                 raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
             if _share(params[other[3]], params[span[3]]):
                 raise UnsupportedParam(
-                    f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights "
-                    "are one Parameter)"
+                    f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied "
+                    "weights are one Parameter)"
                 )
         open_spans.append(span)
 

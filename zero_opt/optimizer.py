@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from .agreement import Agreement
 from .alone_step import AloneStep, check_skippable
-from .collectives import AloneGroup, Group, check_rank, resolve_group
+from .collectives import AloneGroup, Group, agreed_group, check_rank
 from .construction import (
     adopt_errors,
     normalized,
@@ -108,7 +108,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
-        parent = None if over_dtensors else resolve_group(process_group)
+        parent = None if over_dtensors else agreed_group(process_group)
         alone = parent is None or parent.size() == 1
         if alone and wrong is not None:
             raise wrong
@@ -227,7 +227,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
-            StepDesync, RankMismatch, GradientConflict: on every rank; parameters and state are untouched.
+            StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise.
@@ -260,7 +260,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             self._sharded.reduction.reset()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward keeps gradients local and full-size; they are reduced with the next backward outside."""
+        """Within it, gradients stay local and full-size; the next backward outside reduces them; a step needs one."""
         self._require_open()
         return nullcontext() if self._sharded is None else self._sharded.reduction.no_sync()
 
@@ -423,7 +423,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """See ``torch.distributed.algorithms.Joinable``."""
-        return self._group.parent or resolve_group(None)
+        return self._group.parent or agreed_group(None)
 
     # -- for dcp.py and ddp_hook.py -----------------------------------------------------------------------------------
 

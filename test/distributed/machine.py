@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,11 +40,21 @@ def local_grad(number: int, rank: int, index: int, mask: int, bad: bool) -> Tens
     return grad
 
 
+class How(NamedTuple):
+    """What a script is played with."""
+
+    cls: Any
+    reduction: Any
+    offload: Any = None
+
+
 class Player:
     """Plays a script: as one rank of a sharded optimizer, or as the plain one that stands for all ``world_size``."""
 
-    def __init__(self, cls: Any, reduction: Any, rank: int | None) -> None:
-        self.cls, self.reduction, self.rank, self.skipped = cls, reduction, rank, 0
+    def __init__(self, how: How, rank: int | None, board: dict[int, Any] | None = None) -> None:
+        """``board`` is the same on all ranks."""
+        self.how, self.rank, self.skipped = how, rank, 0
+        self._board, self._saves = {} if board is None else board, 0
         self.params = [make_param(index) for index in range(len(SHAPES))]
         self.opt = self._made([{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.02}])
         self._sums: dict[int, dict[int, Tensor]] = {}
@@ -52,9 +62,10 @@ class Player:
 
     def _made(self, groups: Any) -> Any:
         if self.rank is None:
-            return self.cls(groups, lr=0.01)
+            return self.how.cls(groups, lr=0.01, **OPTIONS.get(self.how.cls, {}))
+        options = {"reduction": self.how.reduction, "offload": self.how.offload, **OPTIONS.get(self.how.cls, {})}
         checks = zero_opt.Checks(nonfinite="skip")
-        return zero_opt.ShardedOptimizer(groups, self.cls, lr=0.01, reduction=self.reduction, checks=checks)
+        return zero_opt.ShardedOptimizer(groups, self.how.cls, lr=0.01, checks=checks, **options)
 
     def play(self, segment: Sequence[Operation], world_size: int) -> None:
         """Do one operation after the other."""
@@ -65,17 +76,26 @@ class Player:
         """Every rank's own gradients, or their mean."""
         ranks = range(world_size) if self.rank is None else [self.rank]
         used, grads = [], []
-        for index, param in enumerate(self.params):
-            if not param.requires_grad:
-                continue
-            parts = [local_grad(number, rank, index, mask, bad) for rank in ranks]
-            if self.rank is None and isinstance(self.reduction, zero_opt.AtStep):
+        local = [self._local(number, rank, mask, bad) for rank in ranks]
+        for index in local[0]:
+            param, parts = self.params[index], [found[index] for found in local]
+            if self.rank is None and isinstance(self.how.reduction, zero_opt.AtStep):
                 self._add_locally(index, parts, world_size)
             elif (grad := mean(parts) if self.rank is None else parts[0]) is not None:
                 used.append(param)
                 grads.append(grad)
         if used:
             torch.autograd.backward(used, grads)
+
+    def _local(self, number: int, rank: int, mask: int, bad: bool) -> dict[int, Tensor | None]:
+        """A rank's gradients by parameter. A rank that uses none uses all: each has a part in every backward, or its
+        next one would be added to another of the other ranks', which is the same sum, but not the same bits.
+        """
+        trainable = [index for index, param in enumerate(self.params) if param.requires_grad]
+        found = {index: local_grad(number, rank, index, mask, bad) for index in trainable}
+        if all(grad is None for grad in found.values()):
+            found = {index: local_grad(number, rank, index, 0, bad) for index in trainable}
+        return found
 
     def _add_locally(self, index: int, parts: Sequence[Tensor | None], world_size: int) -> None:
         """AtStep: each rank adds up its own gradients, and the mean is taken of the sums."""
@@ -138,12 +158,13 @@ class Player:
         """The full state, on every rank."""
         if self.rank is None:
             return copy.deepcopy(self.opt.state_dict())
-        group, found = self.opt._group, None
-        for to in range(group.world_size):
-            self.opt.consolidate_state_dict(to=to)
-            if to == self.rank:
-                found = self.opt.state_dict()
-        return found
+        group, to = self.opt._group, self._saves % self.opt._group.world_size
+        self._saves += 1
+        self.opt.consolidate_state_dict(to=to)
+        if to == self.rank:
+            self._board[self._saves] = self.opt.state_dict()
+        group.all_gather(torch.zeros(1))  # it is there on all
+        return self._board[self._saves]
 
     def resume(self, saved: Any) -> None:
         """Become what another player was, as far as a checkpoint says."""
@@ -162,8 +183,10 @@ class Player:
         return frozen, [param.detach().clone() for param in self.params], self.state()
 
 
-def _play_rank(rank: int, world_size: int, cls: Any, reduction: Any, segment: Any, before: Any) -> tuple[Any, int]:
-    player = Player(cls, reduction, rank)
+def _play_rank(
+    rank: int, world_size: int, how: How, segment: Any, before: Any, board: dict[int, Any]
+) -> tuple[Any, int]:
+    player = Player(how, rank, board)
     if before is not None:
         player.resume(before)
     player.play(segment, world_size)
@@ -172,19 +195,23 @@ def _play_rank(rank: int, world_size: int, cls: Any, reduction: Any, segment: An
     return found, skipped
 
 
-def check_script(cls: Any, bucketed: Any, script: Sequence[tuple[int, Sequence[Operation]]]) -> None:
+def check_script(how: How, script: Sequence[tuple[int, Sequence[Operation]]]) -> None:
     """Fail unless ranks end every segment with the bits of the plain optimizer.
 
     Args:
         script: (world size, operations) of segments, with a save and a load at that world size between them.
     """
-    plain, before = Player(cls, bucketed, None), None
+    plain, before = Player(how, None), None
     for world_size, segment in script:
         plain.skipped = 0
         plain.do_zero_grad(world_size)
         plain.play(segment, world_size)
         expected = plain.saved()
-        outcomes = run_threads(world_size, _play_rank, cls, bucketed, segment, before)
+        board: dict[int, Any] = {}
+        if world_size == 1:  # needs no process group
+            outcomes = [_play_rank(0, 1, how, segment, before, board)]
+        else:
+            outcomes = run_threads(world_size, _play_rank, how, segment, before, board)
         for rank, (found, skipped) in enumerate(outcomes):
             assert_bitwise(found, expected, f"rank {rank} of {world_size}")
             assert skipped == plain.skipped
@@ -193,3 +220,7 @@ def check_script(cls: Any, bucketed: Any, script: Sequence[tuple[int, Sequence[O
 
 REDUCTIONS = (zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB))
 CLASSES = (torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop)
+# An offload would take the fused formula.
+OPTIONS: dict[Any, dict[str, Any]] = {torch.optim.Adam: {"fused": False}}
+# With these a rank alone does all that ranks do.
+ALONE = (zero_opt.CPUOffload(pin_memory=False), zero_opt.CPUOffload(pin_memory=False, ratio=0.5))

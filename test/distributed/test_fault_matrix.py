@@ -1,6 +1,7 @@
-"""Every mistake of ``faults.py``, made by one of two real ranks: the same typed error on both, soon, nothing touched.
+"""Every mistake of ``constructor_faults.py`` and ``faults.py``, made by one of two real ranks.
 
-One pair of processes goes through all of them, so none may leave the next with ranks that are apart.
+The same typed error on both, soon, nothing touched. One pair of processes goes through all of them, so none may
+leave the next with ranks that are apart.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_opt
-from test.distributed.faults import CONSTRUCTOR, STATE, STEP, Bench, ConstructorFault, Fault, make_params
+from test.distributed.constructor_faults import CONSTRUCTOR, ConstructorFault
+from test.distributed.faults import STATE, STEP, Bench, Fault, make_params
 from test.distributed.harness import bitwise_difference, run_processes
 
 MOST_SECONDS = 5
@@ -66,6 +69,7 @@ def _act(bench: Bench, fault: Fault) -> Outcome:
 
 
 def _meet_all(rank: int, world_size: int) -> dict[str, Outcome]:
+    dist.new_group([0, 1])  # that a rank can mistake for the default one
     outcomes, bench = dict[str, Outcome](), Bench(rank)
     for name, fault in FAULTS.items():
         if isinstance(fault, ConstructorFault):

@@ -190,6 +190,44 @@ def test_no_sync_exchanges_nothing_and_the_next_backward_exchanges_each_bucket_o
         assert after > 3
 
 
+def _step_without_sync(rank: int, world_size: int) -> list[Tensor]:
+    """Before a step and a clip, twice over; one more backward outside, and what is there is reduced."""
+    actor = rank_actor(rank)
+    optimizer: Any = actor.optimizer
+    for number in (0, 2):
+        with optimizer.no_sync():
+            actor.backward(number, everyone=True)
+        before = [param.detach().clone() for param in actor.params]
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(zero_opt.GradientsLocal, match="outside no_sync"):
+                call()
+        assert_bitwise([param.detach() for param in actor.params], before)
+        assert_bitwise(actor.params[1].grad, values(number, 0, rank, 1, (65,)))
+        actor.backward(number + 1, everyone=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    with optimizer.no_sync():
+        actor.backward(4, everyone=True)
+    optimizer.zero_grad()
+    optimizer.step()  # of nothing, which no_sync has no part in any more
+    optimizer.close()
+    return [param.detach() for param in actor.params]
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_a_step_after_no_sync_alone_is_refused_and_can_be_made_good(run: Ranks) -> None:
+    params = make_params()
+    optimizer = torch.optim.Adam(two_groups(params))
+    for number in (0, 2):
+        for index, param in enumerate(params):
+            shape = tuple(param.shape)
+            sums = [values(number, 0, r, index, shape) + values(number + 1, 0, r, index, shape) for r in range(2)]
+            param.grad = (sums[0] + sums[1]) / 2
+        optimizer.step()
+    for found in run(2, _step_without_sync):
+        assert_bitwise(found, [param.detach() for param in params])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # two owners of one gradient
 

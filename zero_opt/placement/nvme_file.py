@@ -139,8 +139,8 @@ class StateFile:
             mapped = mmap.mmap(self._fd, nbytes, offset=start)
         except OSError as error:
             raise StorageFailed(
-                f"optimizer state in {self.folder!r} cannot be mapped ({error.strerror}); see the limits of this process "
-                "(ulimit -a)"
+                f"optimizer state in {self.folder!r} cannot be mapped ({error.strerror}); see the limits of this "
+                "process (ulimit -a)"
             ) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
 

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ..buckets import BucketState, Fill, GradBucket
 from ..consumed_grad import ConsumedGrad
-from ..errors import ConfigConflict, GradientConflict, StepDesync, UnsupportedParam, ZeroOptError
+from ..errors import (
+    ConfigConflict,
+    GradientConflict,
+    GradientsLocal,
+    StepDesync,
+    UnsupportedParam,
+    ZeroOptError,
+)
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
 from .base import GradShard, Parts, shard_list
@@ -48,6 +55,7 @@ class OverlappedReduction:
         self._order: list[int] = []
         self._seen: list[int] | None = []
         self._delivered: set[int] = set()
+        self._synced: set[bool] = set()  # of the backwards since the last step
         self._begin_window()
         self._sequence = 0
 
@@ -93,6 +101,7 @@ class OverlappedReduction:
     def _arrived(self, index: int) -> None:
         """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank."""
         begins = self._passes.begins()
+        self._synced.add(self._sync)
         if not self._sync:
             return
         if begins or not self._fills or index in self._in_round:
@@ -205,6 +214,7 @@ class OverlappedReduction:
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"
             )
         try:
+            self._require_synced()
             self._take_plain()
         except ZeroOptError as found:
             error = error or found
@@ -265,8 +275,17 @@ class OverlappedReduction:
                     self._take(index)
         self._launch_all()
 
+    def _require_synced(self) -> None:
+        """Refuse gradients that no backward was meant to reduce; they stay in ``p.grad``."""
+        if self._synced == {False}:
+            raise GradientsLocal(
+                "every backward since the last step was inside no_sync(), so each rank has its own gradients alone; "
+                "run the last backward of a step outside no_sync(), or drop them with zero_grad() on every rank; with "
+                "reduction=zero_opt.AtStep() every step reduces what there is"
+            )
+
     def _take_plain(self) -> None:
-        """Take gradients that no synchronised backward delivered: set by hand, or left by ``no_sync``."""
+        """Take gradients that no synchronised backward delivered: set by hand, or left by ``no_sync`` beside one."""
         for index, flat in self._parts.partition.flats.items():
             grad = flat.param.grad
             bucket = self._parts.partition.places[index][0]
@@ -310,6 +329,7 @@ class OverlappedReduction:
     def stepped(self) -> None:
         """See :class:`GradReduction`."""
         self._delivered.clear()
+        self._synced.clear()
         self._sequence, self._unscaled = 0, None
 
     def reset(self) -> None:
@@ -319,6 +339,7 @@ class OverlappedReduction:
         self._forget_dropped(self._parts.partition.flats)
         self._begin_window()
         self._delivered.clear()
+        self._synced.clear()
         self._sequence, self._unscaled = 0, None
         self._parts.progress.epoch += 1
 
