@@ -15,6 +15,7 @@ from ..collectives import Group
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import ZeroOptError
 from ..flat_param import FlatParam, share_counters
+from ..interrupts import uninterrupted
 from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
@@ -158,7 +159,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     ) -> Iterator[int]:
         """See :class:`Placement`."""
         before = list(self.land())
-        self._pending = self._submit(grads, groups, grad_scale)
+        with uninterrupted():
+            self._pending = self._submit(grads, groups, grad_scale)
         yield from self._land() if not self._delay else before
 
     def wait(self) -> None:
@@ -183,13 +185,15 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def _land(self) -> Iterator[int]:
         self.wait()
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
-        for shard, positions in pending.used:
-            shard.count_step(positions)
-        self._written()
-        self._write_params(pending)
+        with uninterrupted():
+            for shard, positions in pending.used:
+                shard.count_step(positions)
+            self._written()
+            self._write_params(pending)
+            self._pending = None
         yield from pending.buckets
 
     def _write_params(self, landed: Pending) -> None:
