@@ -94,15 +94,20 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
             if found.compact:
                 master = values.get("master", shard.param_run(position))
                 assert_bitwise(found.compact["param"], found.take(master, found.selected))
-            for selected in (True, False):
-                stretches = list(found.stretches(found.selected if selected else found.at_home))
+            window = data.draw(st.integers(1, 5))
+            for _ in range(window):
+                found.gather(torch.ones(numel), 1.0)
+            for selected, gradients in ((True, 1), (False, window)):
                 order = found.selected if selected else found.at_home
-                expected = [counts[column + found.columns.first] for column in order.tolist() for _ in range(1)]
-                covered = [s.steps for s in stretches for _ in range((s.stop - s.start) // found.columns.height)]
-                assert covered == expected == sorted(expected)
+                stretches = list(found.stretches(order, gradients))
+                before = [counts[column + found.columns.first] for column in order.tolist()]
+                assert before == sorted(before)
+                steps = [s.steps + 1 for s in stretches for _ in range((s.stop - s.start) // found.columns.height)]
+                expected = torch.tensor([(count + gradients) / gradients for count in before], dtype=torch.float32)
+                assert steps == expected.tolist()
                 found.count(selected=selected)
                 for column in range(total):
-                    counts[column] += (column in chosen) == selected
+                    counts[column] += gradients * ((column in chosen) == selected)
             found.count(selected=True)
             counts = [count + (column in chosen) for column, count in enumerate(counts)]
         assert found.counts.tolist() == counts

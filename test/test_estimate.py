@@ -164,7 +164,12 @@ def test_classes_of_others() -> None:
             UnsupportedParam,
             "float64",
         ),
-        ((100, 2), {"offload": zero_opt.CPUOffload(selective=zero_opt.Selective())}, ConfigConflict, "Selective"),
+        (
+            (100, 2),
+            {"offload": zero_opt.WorkerOffload(speculate=True), "reduction": zero_opt.AtStep()},
+            ConfigConflict,
+            "does at step",
+        ),
         (([torch.zeros(3).expand(2, 3)], 2), {}, UnsupportedParam, "share memory"),
         ((nn.LazyLinear(3), 2), {}, UnsupportedParam, "initialized"),
     ],

@@ -12,7 +12,7 @@ from .errors import ConfigTypeError, StateDictError
 from .flat_param import is_dtensor
 from .mesh_params import state_like
 from .optimizer import ShardedOptimizer
-from .placement import home_of
+from .placement import extra_places, home_of, is_by_columns
 from .state_dict import StateDict, first_state, pack_groups
 
 # Of a sharded state dict: for which parameters there is state, and which; a JSON text.
@@ -27,7 +27,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
     rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing
     aliases live state. State dict hooks are called as for ``state_dict``.
 
-    Trainable parameters that have no state yet are given a place each, so that there is something to load into; the
+    Trainable parameters that have no state yet are given a place each, so that there is something to load into, and
+    with ``Selective`` matrices one for gradients that wait, though none do; the
     entry ``"with_state"`` says which state is real. Nothing is stepped for that: a class from elsewhere than
     ``torch.optim`` is asked on a stand-in of two elements if it is registered as elementwise, else its places are left
     out, and :func:`load_sharded_state_dict` says so if a checkpoint needs them.
@@ -44,8 +45,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
     groups = pack_groups(optimizer.param_groups)
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
-            if param.requires_grad and index not in state:
-                state[index] = _places(optimizer, packed, param)
+            if param.requires_grad and (index not in state or is_by_columns(optimizer._recipe.offload, param)):
+                state[index] = {**_places(optimizer, packed, param), **state.get(index, {})}
     state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, state_dict)
@@ -86,6 +87,8 @@ def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tenso
     if is_dtensor(param):
         return state_like(recipe, hypers, param, home[0])
     made = first_state(recipe.optimizer_class, hypers, param, home[0])
+    if is_by_columns(recipe.offload, param):
+        made |= extra_places(param)
     group = optimizer._group
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value

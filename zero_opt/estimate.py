@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from .collectives import check_rank
 from .construction import adopt_errors, is_elementwise, normalized, template_of, tensors_of
-from .errors import ConfigConflict, ConfigError, ConfigTypeError
+from .errors import ConfigError, ConfigTypeError
 from .layout import ALIGN
 from .placement import Policy as Offload
-from .placement import check_params, hypers_of
+from .placement import check_params, check_reduction, hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .recipe import Recipe
 from .reduction import Policy
@@ -124,11 +124,10 @@ def estimate(
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
-            does, or because of the arguments that are only here; ConfigConflict for ``Selective`` too, which is not
-            counted.
+            does, or because of the arguments that are only here.
     """
     recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
-    _check_counted(offload)
+    check_reduction(offload, reduction)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
@@ -174,15 +173,6 @@ def _title(sizing: Sizing) -> str:
         f"{recipe.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
         f"on {', '.join(devices)}; {offload}; {recipe.reduction!r}; {recipe.precision!r}"
     )
-
-
-def _check_counted(offload: Offload) -> None:
-    if offload is not None and offload.selective is not None:
-        raise ConfigConflict(
-            "estimate() does not count what Selective keeps beside the state: leave "
-            f"{type(offload).__name__}.selective None, and add 4 bytes per element for gradients that wait, and a copy "
-            "of the parameters"
-        )
 
 
 def _check_count(name: str, value: object) -> None:

@@ -133,8 +133,10 @@ class Selective:
 
     Of parameters of two or more dimensions: a column is a slice along the last dimension. The gradients of the columns
     that are not selected are added up in fp32, and stepped where the offload policy steps, once per window, with their
-    mean and the hyperparameters of that step. Parameters of fewer dimensions are small, and stepped at every step on
-    their device. Every element has one master, one exp_avg, one exp_avg_sq and one step count.
+    mean: by the hyperparameters of that step, scaled as for a batch that is larger by the number k of those gradients,
+    lr √k, betas to the power k, eps / √k, decoupled weight decay times √k. Such a step counts k times. Parameters of
+    fewer dimensions are small, and stepped at every step on their device. Every element has one master, one exp_avg,
+    one exp_avg_sq and one step count.
 
     Attributes:
         topk_ratio: of the columns of each parameter that are selected, rounded, at least one; 0 selects none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,12 +18,16 @@ from .partition import Geometry
 from .placement import grad_buffers_of
 from .placement.arena_shard import ArenaShard
 from .placement.banked_shard import BankedShard, is_second, is_sums
+from .placement.column_shard import columns_of, home_bucket
 from .placement.cores import split_cores
 from .placement.cpu import HostUnits
 from .placement.master_shard import HALVES
 from .placement.nvme_extent import Extent, extents_of
 from .placement.nvme_pass import BUFFERS
-from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, WorkerOffload
+from .placement.selection import selected_count
+from .placement.selective import matrix_members
+from .placement.state_shard import MAXIMUM, MOMENTS
+from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, Selective, WorkerOffload
 from .recipe import Recipe
 from .rehearsal import Rehearsal, Sketch
 from .shared_memory import page_aligned
@@ -116,14 +120,67 @@ class Sizing:
         yield Row("staging", DEVICE, "staging", rehearsal.staging_nbytes(rank, buckets))
         mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
         yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
+        policy = self.recipe.offload
+        lodges = isinstance(policy, WorkerOffload) and policy.selective is None
+        if not lodges:
+            yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
+        if policy is not None and policy.selective is not None:
+            yield from self._of_columns(policy, policy.selective, buckets)
+        else:
+            yield from self._of_home(buckets)
+
+    def _of_home(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        """What is kept where the offload policy has it."""
         if isinstance(self.recipe.offload, WorkerOffload):
             yield from self._of_worker(self.recipe.offload, self._at_home(buckets))
-            return
-        yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
-        if isinstance(self.recipe.offload, NVMeOffload):
+        elif isinstance(self.recipe.offload, NVMeOffload):
             yield from self._of_file(self.recipe.offload, self._at_home(buckets))
         else:
             yield from self._of_units(buckets)
+
+    def _of_columns(
+        self, policy: CPUOffload | WorkerOffload | NVMeOffload, selective: Selective, buckets: Sequence[GradBucket]
+    ) -> Iterator[Row]:
+        """What is stepped by columns, at home and on the device, and beside it what is no matrix."""
+        held = Held()
+        homes = []
+        for bucket in buckets:
+            matrices = matrix_members(bucket)
+            for at, piece in enumerate(bucket.slices):
+                if at in matrices:
+                    self._add_columns(held, piece, selective)
+                else:
+                    self._add_slice(held, piece, DEVICE, stays=True)
+            if matrices:
+                homes.append(home_bucket(bucket, matrices, "meta"))
+        yield from (Row(*place, nbytes) for place, nbytes in held.items())
+        sketches = {
+            index: Sketch(flat, home.layout.group, torch.device("cpu"))
+            for home in homes
+            for index, flat in zip(home.layout.params, home.params, strict=True)
+        }
+        recipe = replace(self.recipe, reduction=AlreadyReduced(), offload=replace(policy, selective=None))
+        yield Row("buffers", HOST, "copies of columns", _nbytes(sketches.values()))
+        if not isinstance(policy, WorkerOffload):
+            yield Row("buffers", HOST, "means of gradients", sum(home.shard_nbytes for home in homes))
+        for row in Sizing(sketches, sorted(sketches), self.hypers, 1, recipe)._of_home(homes):
+            is_mean = row.kind == "grad_shards"
+            yield row._replace(kind="buffers", name="means of gradients") if is_mean else row
+
+    def _add_columns(self, held: Held, piece: ParamSlice, selective: Selective) -> None:
+        """Count what is kept of a matrix's slice beside its home."""
+        columns = columns_of(piece, self.sketches[piece.param].flat)
+        count, fp32 = selected_count(selective.topk_ratio, columns.total), torch.float32.itemsize
+        # A slice within one row has a part of some columns, and so of some of the selected ones: their share of it.
+        here = count if columns.width == columns.total else round(count * columns.width / columns.total)
+        if count < columns.total or selective.warmup_steps:
+            held["staging", HOST, "gradients that wait"] += piece.in_param.numel * fp32
+        held["masters", DEVICE, "selected columns"] += here * columns.height * fp32
+        keys = [*MOMENTS, *([MAXIMUM] if self.hypers[piece.group]["amsgrad"] else [])]
+        for key in keys:
+            held["state", DEVICE, key] += here * columns.height * fp32
+        # Counts of all columns, and numbers of those selected at all and here, and of those here.
+        held["buffers", HOST, "columns"] += columns.total * fp32 + (count + here + columns.width) * 8
 
     def _at_home(self, buckets: Sequence[GradBucket]) -> Sequence[GradBucket]:
         """Buckets that say where their parameters will be, to whoever asks for no tensors there."""

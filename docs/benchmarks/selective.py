@@ -72,9 +72,9 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     whole = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     step, set_stretches = home.step, getattr(home, "set_stretches", None)
 
-    def counted(index: int, stretches: Sequence[Any]) -> None:
+    def counted(index: int, stretches: Sequence[Any], gradients: int) -> None:
         outcome.work += sum(stretch.stop - stretch.start for stretch in stretches)
-        set_stretches(index, stretches)
+        set_stretches(index, stretches, gradients)
 
     def counted_step(*args: Any) -> Any:
         outcome.work += whole

@@ -4,7 +4,8 @@
 
 A backward multiplies matrices on one core for half as long again as a step takes on the other, and hands over a
 parameter's gradient after each share of them; gradients are clipped to a norm that they do not reach. All run in turns,
-so that they meet the same machine; medians count.
+so that they meet the same machine; medians count, of means over a window of four steps: selective policies do most of
+their work in one of them.
 
 - *step()*: the call itself, the norm and the copy into the parameters included.
 - *waiting*: the part of it in which this process waits for the worker.
@@ -31,12 +32,13 @@ from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor
 
 import zero_opt
-from zero_opt.policies import WorkerOffload
+from zero_opt.policies import CPUOffload, Selective, WorkerOffload
 from zero_opt.worker_process import WorkerProcess
 
 SCRIPT = "docs/benchmarks/stall.py"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARAMS = 16
+WIDTH = 1024  # columns of each
 # What is reduced last is stepped when backward is over, whatever the offload: small buckets leave little of that.
 BUCKET_MB = 4
 # Never reached, so nothing is clipped; but it has to be known.
@@ -47,11 +49,15 @@ OFFLOADS = {
     "worker, delay=0": WorkerOffload(),
     "worker, delay=1": WorkerOffload(delay=1),
     "worker, speculating": WorkerOffload(speculate=True),
+    "in process, selective": CPUOffload(selective=Selective()),
+    "worker, selective": WorkerOffload(selective=Selective()),
+    "worker, delay=1, selective": WorkerOffload(delay=1, selective=Selective()),
 }
 # Alone, to see how long a step takes on one core; a backward computes for so many times that long.
 ONE_THREAD = {"worker, one thread": WorkerOffload(threads=1)}
 SHARE = 1.5
-WARM, STEPS = 3, 5
+WINDOW = 4  # steps, as Selective has it
+WARM, STEPS = 4, 8  # of both, whole windows
 COPIERS = (1, 2)
 
 
@@ -87,7 +93,7 @@ class Trainer:
 
     def __init__(self, numel: int, dtype: torch.dtype, name: str | None) -> None:
         generator = torch.Generator().manual_seed(0)
-        shape = (PARAMS, numel // PARAMS)
+        shape = (PARAMS, numel // PARAMS // WIDTH, WIDTH)
         made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
         self.params = [torch.nn.Parameter(row.clone()) for row in made[0]]
         self.grads = list(made[1])
@@ -115,8 +121,9 @@ class Trainer:
 
     def step(self) -> None:
         """As a training loop calls it."""
-        if self.name == IN_PROCESS:
+        if self.name is not None and self.name.startswith(IN_PROCESS):
             torch.set_num_threads(len(os.sched_getaffinity(0)))
+        if self.name == IN_PROCESS:
             torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -151,6 +158,15 @@ class Times:
         self.backward: list[float] = []
         self.step: list[float] = []
         self.waiting: list[float] = []
+        self._window: list[tuple[float, float, float]] = []
+
+    def add(self, *step: float) -> None:
+        """Backward, step and waiting of one step; those of a window are kept as one."""
+        self._window.append((step[0], step[1], step[2]))
+        if len(self._window) == WINDOW:
+            for values, column in zip((self.backward, self.step, self.waiting), zip(*self._window)):
+                values.append(statistics.fmean(column))
+            self._window = []
 
     def iteration(self) -> list[float]:
         """Backward and step."""
@@ -167,9 +183,7 @@ def measure(numel: int, dtype: torch.dtype, name: str | None, found: Times) -> N
             backward = timed(trainer.backward)
             step = timed(trainer.step)
             if number >= WARM:
-                found.backward.append(backward)
-                found.step.append(step)
-                found.waiting.append(sum(waits))
+                found.add(backward, step, sum(waits))
     trainer.close()
 
 
@@ -245,8 +259,9 @@ def report(arguments: argparse.Namespace) -> str:
         "",
         f"{machine()}; {load()}.",
         "",
-        f"{arguments.mi} Mi elements in {PARAMS} parameters, buckets of {BUCKET_MB} MiB. *Hidden* is of delay=0, which",
-        "steps with both cores while backward does not run; the others leave one to this process.",
+        f"{arguments.mi} Mi elements in {PARAMS} matrices, buckets of {BUCKET_MB} MiB. *Hidden* is of delay=0, which",
+        "steps with both cores while backward does not run; the others leave one to this process. Selective policies add",
+        "up gradients and move columns in step() itself, here with one core but in process.",
         "",
     ]
     for name, dtype in DTYPES.items():

@@ -26,8 +26,8 @@ class Matrix:
         self.waiting: list[Tensor] = []
         self.stepped = False
 
-    def step(self, which: Tensor, grad: Tensor, hypers: AdamHypers, scale: float = 1.0) -> None:
-        """Step these columns, those of one count at a time."""
+    def step(self, which: Tensor, grad: Tensor, hypers: AdamHypers, scale: float = 1.0, gradients: int = 1) -> None:
+        """Step these columns, those of one count at a time; ``grad`` is the mean of so many."""
         self.stepped |= bool(which.any())
         for count in self.counts[which].unique().tolist():
             now = which & (self.counts == count)
@@ -38,7 +38,7 @@ class Matrix:
                     AdamUpdate(
                         name="a column",
                         hypers=hypers,
-                        step=count + 1,
+                        step=torch.tensor((count + gradients) / gradients, dtype=torch.float32).item(),
                         param=parts["master"],
                         grad=grad[at].contiguous(),
                         exp_avg=parts["exp_avg"],
@@ -49,7 +49,7 @@ class Matrix:
             )
             for key, value in parts.items():
                 self.arrays[key][at] = value
-        self.counts[which] += 1
+        self.counts[which] += gradients
 
     def show(self, which: Tensor) -> None:
         """Let the parameter have these columns of its master."""
@@ -89,7 +89,8 @@ class Reference:
                 total = found.waiting[0].clone()
                 for grad in found.waiting[1:]:
                     total += grad
-                found.step(~found.chosen, total / len(found.waiting), hypers)
+                count = len(found.waiting)
+                found.step(~found.chosen, total / count, hypers_of(group, count), gradients=count)
                 self.late.append((found, ~found.chosen))
             if closes:
                 found.waiting = []
@@ -137,8 +138,14 @@ class Reference:
         return states
 
 
-def hypers_of(group: dict[str, Any]) -> AdamHypers:
-    """AdamW's, with torch's defaults."""
+def hypers_of(group: dict[str, Any], gradients: int = 1) -> AdamHypers:
+    """AdamW's, with torch's defaults, for a step by the mean of so many gradients."""
+    root = gradients**0.5
     return AdamHypers(
-        lr=group["lr"], beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=group.get("weight_decay", 1e-2), decoupled=True
+        lr=group["lr"] * root,
+        beta1=0.9**gradients,
+        beta2=0.999**gradients,
+        eps=1e-8 / root,
+        weight_decay=group.get("weight_decay", 1e-2) * root,
+        decoupled=True,
     )

@@ -114,6 +114,37 @@ FILE = [
 ]
 
 
+# What there is in host memory that is not in a worker's arena.
+OUTSIDE = ("step", "gradients that wait", "copies of columns", "columns")
+SELECTIVE = zero_opt.Selective(0.25)
+WIDE: Shapes = ((64, 512), (40, 30), (65,), (), (3, 5, 7, 2))
+COLUMNS = [
+    Config(torch.optim.AdamW, shapes=EVEN, offload=zero_opt.CPUOffload(selective=SELECTIVE), defaults=FUSED),
+    Config(
+        torch.optim.Adam,
+        zero_opt.Overlapped(bucket_mb=SMALL),
+        EVEN,
+        torch.bfloat16,
+        offload=zero_opt.CPUOffload(selective=SELECTIVE),
+        defaults=(*FUSED, ("amsgrad", True)),
+    ),
+    Config(
+        torch.optim.AdamW,
+        zero_opt.AlreadyReduced(),
+        WIDE,
+        torch.bfloat16,
+        offload=zero_opt.WorkerOffload(delay=1, threads=1, selective=SELECTIVE),
+        defaults=FUSED,
+    ),
+    Config(
+        torch.optim.AdamW,
+        shapes=EVEN,
+        offload=zero_opt.WorkerOffload(threads=2, selective=zero_opt.Selective(0.5, update_interval=1)),
+        defaults=FUSED,
+    ),
+]
+
+
 def nbytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
@@ -126,12 +157,33 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
     if wiring is None:
         found["state"] = nbytes(value for state in opt.state.values() for value in state.values())
         return found
-    found["state"] = nbytes(value for _, state in wiring.placement.state() for value in state.values())
+    home: Any = wiring.placement
+    if config.offload is not None and config.offload.selective is not None:
+        found |= held_by_columns(home)
+        home = home._home
+    else:
+        found["state"] = nbytes(value for _, state in home.state() for value in state.values())
     if isinstance(config.offload, zero_opt.WorkerOffload):
-        found["arena"] = in_file(wiring.placement._worker.arena.fd)  # type: ignore[attr-defined]
+        found["arena"] = in_file(home._worker.arena.fd)
     if isinstance(config.offload, zero_opt.NVMeOffload):
-        found["file"] = wiring.placement._disk.file.nbytes  # type: ignore[attr-defined]
+        found["file"] = home._disk.file.nbytes
     return found
+
+
+def held_by_columns(placement: Any) -> dict[str, int]:
+    """What is shown as state is put together when it is read; here is what it is put together from."""
+    states = [state for part in (placement._home, placement._small) for _, state in part.state()]
+    slices = [found for shard in placement._shards.values() for found in shard.slices]
+    compact = [found.compact for found in slices]
+    return {
+        "state": nbytes(value for state in states for value in state.values())
+        + nbytes(value for state in compact for key, value in state.items() if key != "param"),
+        "selected masters": nbytes(state["param"] for state in compact if state),
+        "copies": nbytes(home.param for shard in placement._shards.values() for home in shard.home.params),
+        "columns": nbytes(
+            tensor for found in slices for tensor in (found.counts, found.chosen, found.order, found.selected)
+        ),
+    }
 
 
 def in_file(fd: int) -> int:
@@ -155,14 +207,18 @@ def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
     """Every kind, to the byte."""
     told = {kind: estimated.nbytes(kind) for kind in ("params", "grad_shards", "staging", "state")}
     if isinstance(config.offload, zero_opt.WorkerOffload):
-        arena = sum(row.nbytes for row in estimated.rows if row.where == "host" and row.name != "step")
+        arena = sum(row.nbytes for row in estimated.rows if row.where == "host" and row.name not in OUTSIDE)
         # Memory is taken by pages: one may be shared, or begun, where an array or a part of the control area ends.
         parts = 8 * len(config.shapes)
         assert abs(found.pop("arena") - arena) <= 4096 * parts
     if isinstance(config.offload, zero_opt.NVMeOffload):
         told["file"] = estimated.nvme_bytes
+    rows = {row.name: row.nbytes for row in estimated.rows}
+    if "selected masters" in found:
+        told["selected masters"] = rows.get("selected columns", 0)
+        told["copies"], told["columns"] = rows.get("copies of columns", 0), rows.get("columns", 0)
     if config.dtype is not torch.float32:
-        told["state"] += estimated.nbytes("masters")  # shown there too
+        told["state"] += estimated.nbytes("masters") - told.get("selected masters", 0)  # shown there too
     assert told == {**dict.fromkeys(told, 0), **found}, config
 
 
@@ -225,6 +281,13 @@ def test_what_ranks_hold(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_worker_holds(world_size: int) -> None:
     run_processes(world_size, run_all, WORKER + SPECULATING)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_columns_take(world_size: int, tmp_path: Path) -> None:
+    """Cuts between ranks fall between rows, so that every slice has all columns."""
+    file = COLUMNS[0]._replace(offload=zero_opt.NVMeOffload(tmp_path, 0.25, threads=1, selective=SELECTIVE))
+    run_processes(world_size, run_all, [*COLUMNS, file])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zero_opt
@@ -210,26 +211,82 @@ def test_resumed_at_another_world_size(policy: Selective) -> None:
 
 
 def train_alike(rank: int, world_size: int, policy: Selective, steps: range, saved: Any) -> Any:
-    """Every rank has the same gradients, small integers, so their mean is exact; parameters and state at the end."""
-    params = make_params()
-    optimizer = zero_opt.ShardedOptimizer(
-        groups_of(params), torch.optim.AdamW, reduction=REDUCTION, offload=CPUOffload(selective=policy), fused=True
-    )
+    """Parameters and state at the end."""
+    params, optimizer = made_alike(policy)
     if saved is not None:
         with torch.no_grad():
             for param, value in zip(params, saved[0], strict=True):
                 param.copy_(value)
         optimizer.load_state_dict(saved[1])
+    step_alike(params, optimizer, steps)
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if rank == 0 else None
+    optimizer.close()
+    return [param.detach().clone() for param in params], state
+
+
+def made_alike(policy: Selective) -> tuple[list[nn.Parameter], zero_opt.ShardedOptimizer]:
+    params = make_params()
+    optimizer = zero_opt.ShardedOptimizer(
+        groups_of(params), torch.optim.AdamW, reduction=REDUCTION, offload=CPUOffload(selective=policy), fused=True
+    )
+    return params, optimizer
+
+
+def step_alike(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer, steps: range) -> None:
+    """Every rank has the same gradients, small integers, so their mean is exact."""
     for step in steps:
         optimizer.zero_grad()
         used = [index for index in range(len(SHAPES)) if step > 14 or index != UNUSED_AT_FIRST]
         grads = [(values(step, 3, 0, index, SHAPES[index]) * 8).round() for index in used]
         torch.autograd.backward([params[index] for index in used], grads)
         optimizer.step()
-    optimizer.consolidate_state_dict()
-    state = optimizer.state_dict() if rank == 0 else None
+
+
+def save_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int, ...], folder: str) -> Any:
+    """Train, and save by parts after so many steps."""
+    params, optimizer = made_alike(policy)
+    done = 0
+    for half in halves:
+        step_alike(params, optimizer, range(done, half))
+        done = half
+        dcp.save({"opt": zero_opt.sharded_state_dict(optimizer)}, checkpoint_id=f"{folder}/{half}")
+        if rank == 0:
+            torch.save([param.detach().clone() for param in params], f"{folder}/{half}.pt")
     optimizer.close()
-    return [param.detach().clone() for param in params], state
+
+
+def load_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int, ...], folder: str) -> Any:
+    """Load them one after the other, the first into a new optimizer, and train to the end."""
+    found = []
+    params, optimizer = made_alike(policy)
+    for half in halves:
+        loaded = {"opt": zero_opt.sharded_state_dict(optimizer)}
+        dcp.load(loaded, checkpoint_id=f"{folder}/{half}")
+        with torch.no_grad():
+            for param, value in zip(params, torch.load(f"{folder}/{half}.pt", weights_only=True), strict=True):
+                param.copy_(value)
+        zero_opt.load_sharded_state_dict(optimizer, loaded["opt"])
+        step_alike(params, optimizer, range(half, STEPS))
+        optimizer.consolidate_state_dict()
+        state = optimizer.state_dict() if rank == 0 else None
+        found.append(([param.detach().clone() for param in params], state))
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("policy", ["some", "auto"])
+def test_saved_by_parts_at_another_world_size(policy: str, tmp_path: Any) -> None:
+    """Between windows and within one, with gradients that wait or without; before and after all have state."""
+    halves = (12, 13, 17)
+    through = run_threads(1, train_alike, POLICIES[policy], range(STEPS), None, timeout=SECONDS)[0]
+    run_processes(2, save_parts, POLICIES[policy], halves, str(tmp_path), timeout=SECONDS)
+    for world_size in (1, 3):
+        for runs in run_processes(world_size, load_parts, POLICIES[policy], halves, str(tmp_path), timeout=SECONDS):
+            for found in runs:
+                assert_bitwise(found[0], through[0])
+                if found[1] is not None:
+                    assert_bitwise(found[1], through[1])
 
 
 def test_a_plain_optimizer_loads_it_and_what_it_saves_counts_steps_per_param() -> None:

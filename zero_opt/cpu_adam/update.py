@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,22 @@ class AdamHypers:
     weight_decay: float
     decoupled: bool
     maximize: bool = False
+
+    def over(self, gradients: int) -> AdamHypers:
+        """Those of one step by the mean of so many steps' gradients, k: a step with a batch k times as large.
+
+        lr √k, beta1^k, beta2^k and eps / √k, by the square root scaling rule (Malladi et al. 2022); decoupled weight
+        decay times √k, so that it takes k lr weight_decay. With k = 1 all is as it was.
+        """
+        root = math.sqrt(gradients)
+        return replace(
+            self,
+            lr=self.lr * root,
+            beta1=self.beta1**gradients,
+            beta2=self.beta2**gradients,
+            eps=self.eps / root,
+            weight_decay=self.weight_decay * root if self.decoupled else self.weight_decay,
+        )
 
     def native(self, grad_scale: float = 1.0) -> _native.AdamHypers:
         """As the kernel takes them."""

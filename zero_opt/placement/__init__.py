@@ -15,7 +15,7 @@ from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, 
 from ..reduction import Policy as Reduction
 from .base import Home, ParamState, Placement, ReadThrough, tensors_of
 from .column_shard import is_matrix
-from .column_state import without_extra
+from .column_state import extra_places, without_extra
 from .cpu import CPUPlacement, HostUnits
 from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
 from .master_shard import HALVES
@@ -25,7 +25,7 @@ from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
 from .nvme import NVMePlacement
 from .selective import SelectivePlacement
-from .speculation import SpeculativePlacement
+from .speculation import SpeculativePlacement, check_reduces_early
 from .units import DeviceUnits
 from .worker import WorkerPlacement
 
@@ -41,7 +41,9 @@ __all__ = [
     "build_placement",
     "check_params",
     "check_policy",
+    "check_reduction",
     "check_state",
+    "extra_places",
     "grad_buffers_of",
     "home_of",
     "hypers_of",
@@ -59,6 +61,12 @@ def check_policy(policy: object) -> None:
         raise ConfigTypeError(
             f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r}{called}"
         )
+
+
+def check_reduction(policy: Policy, reduction: Reduction) -> None:
+    """Raise ConfigConflict unless a placement can work with that reduction."""
+    if isinstance(policy, WorkerOffload) and policy.speculate:
+        check_reduces_early(reduction)
 
 
 def check_params(

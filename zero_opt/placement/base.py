@@ -141,10 +141,13 @@ class Placement(Protocol):
 class Home(Placement, Protocol):
     """A placement that can be told to step parts of slices, so that another can be built around it."""
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
         """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
 
         Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
+
+        Args:
+            gradients: what the slice's gradient is the mean of, see :meth:`AdamHypers.over`.
         """
 
 

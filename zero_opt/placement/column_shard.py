@@ -23,12 +23,36 @@ def is_matrix(param: Tensor) -> bool:
     return param.dim() >= 2 and param.numel() > 0
 
 
+def columns_of(piece: ParamSlice, flat: FlatParam) -> Columns:
+    """The columns that a slice of a matrix has a part of."""
+    return Columns(flat.param.shape, flat.strides, piece.in_param)
+
+
+def home_bucket(bucket: GradBucket, members: Sequence[int], device: str) -> GradBucket:
+    """The parameters that a placement is given for these slices of a bucket, zeros, as a bucket of one rank.
+
+    Args:
+        device: "cpu"; or "meta", to see what it would take, of a bucket that is called one in host memory all the same.
+    """
+    pieces, flats = slices_of(bucket, members)
+    by_index = {
+        piece.param: FlatParam(
+            torch.zeros(columns_of(piece, flat).numel, dtype=flat.param.dtype, device=device), flat.label
+        )
+        for piece, flat in zip(pieces, flats, strict=True)
+    }
+    specs = {index: home.spec(bucket.layout.group)._replace(device="cpu") for index, home in by_index.items()}
+    (layout,) = plan_flat(specs, 1, math.inf, bucket.layout.index)
+    return GradBucket(layout, [by_index[index] for index in layout.params], 0, torch.float32)
+
+
 class ColumnSlice:
     """One slice of a matrix: which columns are selected, and what is kept of those and of all.
 
     Attributes:
         columns: where they lie. The numbers of columns in ``order`` and ``selected`` count from the first one here.
-        counts: steps done per column of the whole parameter, fp32. chosen: the selected ones of all, ascending.
+        counts: gradients stepped by, per column of the whole parameter, fp32. chosen: the selected ones of all,
+            ascending.
         order: the columns as they lie at home: those that are not selected, by step count, then the selected ones,
             whose place there is a gap. selected: these again, in the same order.
         compact: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the parameter's
@@ -39,7 +63,7 @@ class ColumnSlice:
     """
 
     def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
-        self.columns = Columns(flat.param.shape, flat.strides, piece.in_param)
+        self.columns = columns_of(piece, flat)
         self.device = flat.param.device
         self.waiting = torch.empty(0)
         self.forget()
@@ -71,11 +95,18 @@ class ColumnSlice:
         """The columns that are not selected, in order."""
         return self.order[: self.order.numel() - self.selected.numel()]
 
-    def stretches(self, which: Tensor) -> Iterator[Stretch]:
-        """Neighbours among these columns that have one step count, as elements."""
+    def stretches(self, which: Tensor, gradients: int = 1) -> Iterator[Stretch]:
+        """Neighbours among these columns that have one step count, as elements.
+
+        Args:
+            gradients: steps that the next one stands for; ``steps`` of what is yielded are in units of so many.
+        """
         counts, lengths = torch.unique_consecutive(self._counts_of(which), return_counts=True)
         start, height = 0, self.columns.height
-        for count, length in zip(counts.tolist(), lengths.tolist(), strict=True):
+        # The number of the next step is rounded to fp32, from which 1 can be taken exactly: so counting in fp32, as
+        # some do, gives what counting in fp64 does.
+        done = ((counts.double() + gradients) / gradients).float() - 1
+        for count, length in zip(done.tolist(), lengths.tolist(), strict=True):
             yield Stretch(start * height, (start + length) * height, count)
             start += length
 
@@ -112,7 +143,7 @@ class ColumnSlice:
         else:
             others = torch.ones_like(self.counts, dtype=torch.bool)
             others[self.chosen] = False
-            self.counts[others] += 1
+            self.counts[others] += self.gathered
             self.gathered = 0
         self.stepped = True
 
@@ -131,14 +162,9 @@ class ColumnShard(FollowedParams):
         super().__init__(*slices_of(bucket, members))
         self.members, self.device = members, bucket.device
         self.slices = [ColumnSlice(piece, flat) for piece, flat in zip(self.pieces, self.flats, strict=True)]
-        self._homes = [
-            FlatParam(torch.zeros(found.columns.numel, dtype=self.param_dtype), flat.label)
-            for found, flat in zip(self.slices, self.flats, strict=True)
-        ]
-        by_index = {piece.param: home for piece, home in zip(self.pieces, self._homes, strict=True)}
-        specs = {index: home.spec(bucket.layout.group) for index, home in by_index.items()}
-        (layout,) = plan_flat(specs, 1, math.inf, bucket.layout.index)
-        self.home = GradBucket(layout, [by_index[index] for index in layout.params], 0, torch.float32)
+        self.home = home_bucket(bucket, members, "cpu")
+        homes = dict(zip(self.home.layout.params, self.home.params, strict=True))
+        self._homes = [homes[piece.param] for piece in self.pieces]
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

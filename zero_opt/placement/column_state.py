@@ -18,10 +18,23 @@ EXTRA_KEYS = (COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW)
 # Of these, what has one number per column: the parameter's shape, with every dimension but the last of size one.
 PER_COLUMN_KEYS = (COLUMN_STEPS, COLUMN_SELECTED)
 
+_WINDOW_NUMBERS = 5  # the position of the schedule, and how many gradients wait
+
 
 def column_shape(shape: torch.Size) -> torch.Size:
     """The shape of what there is one of per column."""
     return torch.Size([1] * (len(shape) - 1) + [shape[-1]])
+
+
+def extra_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
+    """Of the extra keys of a parameter, a value and the shape that it grows to."""
+    per_column = column_shape(param.shape)
+    return {
+        COLUMN_STEPS: (torch.zeros(1), per_column),
+        COLUMN_SELECTED: (torch.zeros(1, dtype=torch.bool), per_column),
+        WAITING: (torch.zeros(1), param.shape),
+        WINDOW: (torch.zeros(1, dtype=torch.float64), torch.Size([_WINDOW_NUMBERS])),
+    }
 
 
 class SavedColumns(Mapping[str, Any]):

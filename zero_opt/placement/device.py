@@ -216,10 +216,10 @@ class DevicePlacement(AtOnce):
         unit, position = self._places[index]
         return unit.stepped[position]
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
         """See :class:`Home`."""
         unit, position = self._places[index]
-        unit.stretches[position] = stretches
+        unit.stretches[position], unit.gradients[position] = stretches, gradients
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""

@@ -79,10 +79,11 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         shard, position = self._places[index]
         return shard.flats[position].part(shard.pieces[position].in_param)
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch]) -> None:
+    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
         """See :class:`Home`."""
         shard, position = self._places[index]
         shard.stretches[position] = stretches
+        shard.gradients[position] = gradients
 
     # -- state --------------------------------------------------------------------------------------------------------
 

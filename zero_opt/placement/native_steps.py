@@ -70,15 +70,17 @@ class NativeSteps:
     def step(self, unit: Unit, group: Mapping[str, Any], states: States, grad_scale: float) -> None:
         """One step of the slices of which there are gradients, in one native call."""
         found = unit.grads()
-        slots: list[Slot] = []
+        hypers = adam_hypers(group)
+        batches: dict[int, list[Slot]] = {}
         for position, grad in found:
+            slots = batches.setdefault(unit.gradients.get(position, 1), [])
             if position in unit.stretches:
                 slots.extend(self._stretches(unit, position, grad, group, states))
             else:
                 slots.append(self._slot(unit, position, grad, group, states))
         with unit.native_writes():
             step_slots(
-                [(adam_hypers(group).native(grad_scale), slots)],
+                [(hypers.over(gradients).native(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),
                 flush_denormals=self._flush,
             )

@@ -119,7 +119,7 @@ class FileStep:
         grad = self._grads[part.of][part.at].to("cpu")
         return AdamUpdate(
             name=shard.flats[part.position].label,
-            hypers=self._hypers.groups[number],
+            hypers=self._hypers.groups[number].over(shard.gradients[part.position]),
             step=part.steps + 1,
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),

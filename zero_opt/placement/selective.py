@@ -87,7 +87,7 @@ class SelectivePlacement:
         share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         added = {}
         for bucket in buckets:
-            members = [at for at, piece in enumerate(bucket.slices) if piece.param in matrices_of(bucket)]
+            members = matrix_members(bucket)
             if members:
                 added[bucket.layout.index] = ColumnShard(bucket, members)
         self._home.add([shard.home for shard in added.values()])
@@ -370,7 +370,8 @@ class SelectivePlacement:
             positions = [at for at, found in enumerate(shard.slices) if found.gathered]
             for position in positions:
                 found = shard.slices[position]
-                self._home.set_stretches(shard.pieces[position].param, list(found.stretches(found.at_home)))
+                stretches = list(found.stretches(found.at_home, found.gathered))
+                self._home.set_stretches(shard.pieces[position].param, stretches, found.gathered)
             means = shard.means(positions) if positions else [None] * len(shard.pieces)
             waiting.append(GradShard(bucket, shard.home.slices, means, bool(positions)))
             self._submitted[bucket] = positions
@@ -425,12 +426,18 @@ def matrices_of(bucket: GradBucket) -> dict[int, int]:
     }
 
 
+def matrix_members(bucket: GradBucket) -> list[int]:
+    """Positions of this rank's slices that are stepped by columns."""
+    matrices = matrices_of(bucket)
+    return [at for at, piece in enumerate(bucket.slices) if piece.param in matrices]
+
+
 def small_units(buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
     """One unit of each bucket, on its device, of what is stepped there whole."""
     made: list[Sequence[Unit]] = []
     for bucket in buckets:
-        matrices = matrices_of(bucket)
-        members = [at for at, piece in enumerate(bucket.slices) if piece.param not in matrices]
+        matrices = matrix_members(bucket)
+        members = [at for at in range(len(bucket.slices)) if at not in matrices]
         made.append([on_device(bucket, members, PLAIN)] if members else [])
     return made
 

@@ -94,6 +94,16 @@ class _Factors:
         self._first = first
 
 
+def check_reduces_early(reduction: object) -> None:
+    """Raise ConfigConflict for a reduction that leaves nothing to begin a step with before ``step()``."""
+    if isinstance(reduction, (AtStep, AlreadyReduced)):
+        raise ConfigConflict(
+            f"WorkerOffload(speculate=True) begins steps when backward has reduced a bucket, which "
+            f"{type(reduction).__name__} does at step(); use reduction=zero_opt.{Overlapped.__name__}(), or "
+            f"{DDPHook.__name__}() under DistributedDataParallel"
+        )
+
+
 class SpeculativePlacement(WorkerPlacement):
     """See the module, [Note: drafts] and :class:`Placement`.
 
@@ -107,12 +117,7 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object) -> None:
-        if isinstance(reduction, (AtStep, AlreadyReduced)):
-            raise ConfigConflict(
-                f"WorkerOffload(speculate=True) begins steps when backward has reduced a bucket, which "
-                f"{type(reduction).__name__} does at step(); use reduction=zero_opt.{Overlapped.__name__}(), or "
-                f"{DDPHook.__name__}() under DistributedDataParallel"
-            )
+        check_reduces_early(reduction)
         super().__init__(policy, defaults, group, 1)
         self.kept = self.redone = 0
         self._lock = threading.RLock()

@@ -25,7 +25,7 @@ class StateShard(MasterShard):
     Attributes:
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
-        stretches: of slices that are not stepped as a whole.
+        stretches: of slices that are not stepped as a whole. gradients: of how many theirs is the mean.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -36,6 +36,7 @@ class StateShard(MasterShard):
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
         self.stepped: set[int] = set()
         self.stretches: dict[int, Sequence[Stretch]] = {}
+        self.gradients = [1] * len(self.pieces)
         self._arrays: dict[str, Tensor] = {}
         self._views: dict[int, ParamState] = {}
         self._own: dict[int, ParamState] = {}

@@ -39,6 +39,7 @@ class Unit:
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
         form: what the native kernel keeps of a slice.
         stretches: by position, of slices that are not stepped as a whole; by the native kernel alone.
+        gradients: of how many the gradient of such a slice is the mean.
     """
 
     pieces: Sequence[ParamSlice]
@@ -48,6 +49,7 @@ class Unit:
     def __init__(self, members: Sequence[int], form: AdamState) -> None:
         self.members, self.form = members, form
         self.stretches: dict[int, Sequence[Stretch]] = {}
+        self.gradients: dict[int, int] = {}
 
     @abstractmethod
     def repoint(self, position: int) -> None:

@@ -205,7 +205,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
-        batches: dict[int, tuple[Any, list[Any], list[int]]] = {}
+        batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
         keep: list[Tensor] = []
         used: list[Used] = []
         for found in grads:
@@ -214,15 +214,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             if not positions:
                 continue
             number = shard.bucket.layout.group
-            if number not in batches:
-                batches[number] = (adam_hypers(groups[number]).native(grad_scale), [], [])
-            _, runs, addresses = batches[number]
+            hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
             shard.read_params(positions)
             home = shard.take_grads(found.grads)
-            for bound, where in shard.runs(positions, amsgrad=self._uses_maximum(shard, groups[number])):
-                runs.append(bound.run)
-                keep.append(home[where])
-                addresses.append(keep[-1].data_ptr())
+            for gradients in sorted({shard.gradients[position] for position in positions}):
+                alike = [position for position in positions if shard.gradients[position] == gradients]
+                new = (hypers.over(gradients).native(grad_scale), list[Any](), list[int]())
+                _, runs, addresses = batches.setdefault((number, gradients), new)
+                for bound, where in shard.runs(alike, amsgrad=amsgrad):
+                    runs.append(bound.run)
+                    keep.append(home[where])
+                    addresses.append(keep[-1].data_ptr())
             used.append(Used(shard, positions))
         # The worker reads gradients, and writes over what parameters are copied from: both copies are over by then.
         for device in {shard.bucket.device for shard, _ in used if shard.bucket.device.type != "cpu"}:
