@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .collectives import INLINE_BYTES, Group
+from .transfers import peer_lost
 
 
 class MeshGroup(Group):
@@ -31,10 +32,15 @@ class MeshGroup(Group):
         )
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See :class:`Group`."""
+        """See :class:`Group`; the wait ends with the mesh's own timeout.
+
+        Raises:
+            PeerLost: a rank has ended, or did not come in that time.
+        """
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = self._device_mesh
         mine = tensor.detach().to(mesh.device_type).unsqueeze(0)
-        rows = DTensor.from_local(mine, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
-        return list(rows.to(tensor.device))
+        with peer_lost("all ranks of the mesh"):
+            rows = DTensor.from_local(mine, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
+            return list(rows.to(tensor.device))

@@ -260,8 +260,8 @@ def report(arguments: argparse.Namespace) -> str:
         f"{machine()}; {load()}.",
         "",
         f"{arguments.mi} Mi elements in {PARAMS} matrices, buckets of {BUCKET_MB} MiB. *Hidden* is of delay=0, which",
-        "steps with both cores while backward does not run; the others leave one to this process. Selective policies add",
-        "up gradients and move columns in step() itself, here with one core but in process.",
+        "steps with both cores while backward does not run; the others leave one to this process. Selective policies",
+        "add up gradients and move columns in step() itself, here with one core but in process.",
         "",
     ]
     for name, dtype in DTYPES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -255,3 +256,20 @@ def _shared_cores(rank: int, world_size: int) -> Any:
 
 def test_ranks_of_one_host_share_its_cores() -> None:
     assert run_processes(2, _shared_cores, timeout=SECONDS) == [True, True]
+
+
+def _norm_without_a_rank(rank: int, world_size: int) -> str:
+    net = sharded(mesh_of((world_size,)))
+    optimizer = zero_opt.ShardedOptimizer(net.parameters(), AdamW, fused=True, max_grad_norm=1.0)
+    backward(net, 0, rank)
+    if rank:
+        os._exit(7)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
+    message, _ = run_processes(2, _norm_without_a_rank, timeout=SECONDS, expect_errors=True)
+    assert isinstance(message, str)
+    assert "restart from the last checkpoint" in message

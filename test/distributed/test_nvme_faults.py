@@ -22,7 +22,8 @@ from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
 from test.distributed.test_nvme_offload import DTYPES, SECONDS, in_file, make, placement_of
 from test.distributed.test_worker_offload import SHAPES, backward, make_params
-from zero_opt.placement import nvme_file
+from zero_opt.placement import nvme_file, nvme_step
+from zero_opt.placement.nvme_pass import Disk
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
 
@@ -93,6 +94,51 @@ def test_a_step_in_which_a_transfer_fails_is_taken_up_again(
     for name, code in (("preadv", errno.EIO), ("pwritev", errno.ENOSPC)):
         for number in range(transfers):
             assert_bitwise(_failing(tmp_path, faults, (name, number, code), dtype), reference, f"{name} {number}")
+
+
+def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], due: int, after: bool) -> Any:
+    """Train; in step 2 Ctrl-C falls before or after the given call of a function; flush() goes on with it."""
+    params = make_params()
+    optimizer = make(params, path)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(params, [values(step, 1, 0, i, s) for i, s in enumerate(SHAPES)])
+        if step != 2:
+            optimizer.step()
+            continue
+        calls, original = itertools.count(), getattr(*place)
+
+        def call(*given: Any, calls: Any = calls, original: Any = original, **named: Any) -> Any:
+            strikes = next(calls) == due
+            if strikes and not after:
+                signal.raise_signal(signal.SIGINT)
+            result = original(*given, **named)
+            if strikes and after:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, call)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.flush()
+    found = [param.detach() for param in params], optimizer.state_dict()["state"]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", [(nvme_step, "adam_update_"), (Disk, "read"), (Disk, "write")], ids=lambda at: at[1])
+def test_ctrl_c_loses_no_window(
+    place: tuple[Any, str], after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = _failing(tmp_path, None, None, torch.float32)
+    optimizer = make(make_params(), tmp_path)
+    windows = len(placement_of(optimizer)._windows)
+    optimizer.close()
+    assert windows >= 2
+    for due in range(windows):
+        assert_bitwise(_interrupted(tmp_path, monkeypatch, place, due, after), reference, f"{due}")
 
 
 def _fails_on_one(rank: int, world_size: int, path: Path) -> Any:

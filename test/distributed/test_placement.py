@@ -135,3 +135,19 @@ def test_what_is_edited_and_not_stepped_is_gathered(tmp_path: Path) -> None:
     for rank, found in enumerate(run_processes(2, _edit_unused, tmp_path, timeout=SECONDS)):
         for number, params in enumerate(found):
             assert_bitwise(params, plain, f"rank {rank}, placement {number}")
+
+
+@pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("where", ["worker", "file"])
+def test_bits_that_the_kernel_has_not_are_refused_when_asked_for_later_too(
+    where: str, option: dict[str, bool], tmp_path: Path
+) -> None:
+    params = _params(0)
+    offload = zero_opt.WorkerOffload() if where == "worker" else zero_opt.NVMeOffload(tmp_path)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, fused=True, offload=offload)
+    torch.autograd.backward(params, _grads(0, 0))
+    optimizer.param_groups[0].update(option)
+    with pytest.raises(zero_opt.UnsupportedOptimizer, match="bits of fused=True alone"):
+        optimizer.step()
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in _params(0)])
+    optimizer.close()

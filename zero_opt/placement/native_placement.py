@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import StepPending, UnsupportedOptimizer
 from ..flat_param import FlatParam
 from .base import ParamState, Stretch, load_mirrors
-from .native_rules import say_without_masters
+from .native_rules import check_fused, say_without_masters
 from .state_shard import StateShard
 
 
@@ -33,6 +33,7 @@ StepT = TypeVar("StepT", bound=PendingStep)
 class NativePlacement(ABC, Generic[ShardT, StepT]):
     """See the module and :class:`Placement`."""
 
+    _policy_name: str
     # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
     _cause = ""
     _remedy = "call opt.flush()"
@@ -151,7 +152,8 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         load_mirrors(self._places.values())
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
-        """Whether a shard of the group is stepped with amsgrad."""
+        """Whether a shard of the group is stepped with amsgrad; options may have been edited."""
+        check_fused(self._policy_name, shard.bucket.layout.group, group)
         if group["amsgrad"] and not shard.has_maximum():
             raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
         return bool(group["amsgrad"])

@@ -30,13 +30,18 @@ def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable
         names = ", ".join(known.__name__ for known in ADAM_CLASSES)
         raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_OTHERWISE}")
     for number, group in enumerate(groups):
-        if group.get("fused") is False or group.get("foreach"):
-            raise UnsupportedOptimizer(
-                f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and {policy} "
-                f"has the bits of fused=True alone; {_OTHERWISE}"
-            )
+        check_fused(policy, number, group)
         if group.get("fused") is None:
             _say_fused(policy, cls.__name__)
+
+
+def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOptimizer if a param group asks for bits that the native step has not."""
+    if group.get("fused") is False or group.get("foreach"):
+        raise UnsupportedOptimizer(
+            f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and {policy} "
+            f"has the bits of fused=True alone; {_OTHERWISE}"
+        )
 
 
 @functools.cache

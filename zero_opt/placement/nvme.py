@@ -35,6 +35,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     """
 
     spare_nbytes = 0
+    _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
     def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any]) -> None:

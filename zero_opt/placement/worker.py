@@ -60,6 +60,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.
     """
 
+    _policy_name = "WorkerOffload"
     _shard_type: type[ArenaShard] = ArenaShard
     _remedy = "with delay=1, call opt.flush()"
     staging_nbytes = 0  # state is stepped where it lives
