@@ -36,7 +36,7 @@ _NO_NAME = bytes(NAME_BYTES)
 # A rank looks at the store for the first time after so long.
 _LOOK_AFTER_S, _LOOK_APART_S = 1.0, 0.25
 # So long a rank that refuses stays to end the waits of others, and so long they count on that.
-_STAY_S, _GIVEN_UP_S = 2.0, 3.5
+_STAY_S, _GIVEN_UP_S = 4.0, 3.5
 # How long the store may take to answer: its server may be the rank that is missing.
 _ANSWER_S = 2.0
 # How many ranks are looked at while nobody is known to have refused: each look asks the store once per rank.
@@ -99,11 +99,12 @@ def agreed_group(process_group: Any, exchange: Exchanging) -> dist.ProcessGroup 
     """:func:`resolve_group` where the other ranks are about to meet this one; see [Note: a rank that does not come].
 
     Raises:
-        ConfigTypeError, ProcessGroupError: as there, but up to two seconds later, on ranks that wait for this one too.
+        ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks that wait for this one too,
+            and here up to four seconds later, if none does. A rank that is no member is right to be none.
     """
     try:
         return resolve_group(process_group)
-    except ZeroOptError as error:
+    except ConfigTypeError as error:
         if dist.is_available() and dist.is_initialized() and dist.get_backend() != "threaded":
             _refuse(error, exchange)
         raise

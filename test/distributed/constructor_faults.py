@@ -65,10 +65,6 @@ def _mesh(what: dict[str, Any]) -> None:
     what["process_group"] = DeviceMesh("cpu", [[0], [1]], _init_backend=False)
 
 
-def _outside(what: dict[str, Any]) -> None:
-    what["process_group"] = dist.GroupMember.NON_GROUP_MEMBER
-
-
 def _another_group(what: dict[str, Any]) -> None:
     what["process_group"] = next(
         group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD
@@ -93,7 +89,6 @@ CONSTRUCTOR: dict[str, ConstructorFault] = {
     "LBFGS on one rank": ConstructorFault(errors.UnsupportedOptimizer, _set(optimizer_class=torch.optim.LBFGS)),
     "process_group is a string": ConstructorFault(ConfigType, _set(process_group="gloo")),
     "process_group is a mesh of two dimensions": ConstructorFault(ConfigType, _mesh),
-    "process_group without this rank": ConstructorFault(errors.ProcessGroupError, _outside),
     "process_group is another group": ConstructorFault(Mismatch, _another_group),
     "no parameters": ConstructorFault(Config, _params(list)),
     "group without params": ConstructorFault(Config, _params(lambda: [{"lr": 1}])),

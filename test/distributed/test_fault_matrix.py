@@ -74,6 +74,7 @@ def _meet_all(rank: int, world_size: int) -> dict[str, Outcome]:
     for name, fault in FAULTS.items():
         if isinstance(fault, ConstructorFault):
             outcomes[name] = _construct(rank, fault)
+            dist.barrier()  # a rank refuses its argument before it knows that another one waits
         elif fault.mend is None or fault.options is not dict:
             own = Bench(rank, **fault.options())
             outcomes[name] = _act(own, fault)
