@@ -215,7 +215,7 @@ void check_refusals() {
   require(control.wait(1, wake, wake, 0.0) != zero_opt::Waited::kDone, "done before it is");
   control.finish();
   require(control.wait(1, wake, wake, 0.0) == zero_opt::Waited::kDone, "not done");
-  require(control.error().empty() && control.progress().size() == kLanes, "words");
+  require(control.error().empty() && control.progress().size() == kLanes + 1, "a word of each lane, and one of drafts");
   close(wake);
 }
 
