@@ -92,6 +92,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("inf", "whole number"),
         ("much", "7B or 350M"),
         ("1e6 --world 0", "world_size"),
+        ("1e6 --world 99999999999999999999", "world_size"),
         ("1e6 --world -3", "world_size"),
         ("1e6 --world 2.5", "invalid int"),
         ("1e6 --world 2 --rank 2", "rank"),

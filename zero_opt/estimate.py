@@ -178,8 +178,8 @@ def _title(sizing: Sizing) -> str:
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value!r}")
+    if not 1 <= value < 1 << 31:
+        raise ConfigError(f"{name} must be at least 1 and below 2^31, got {value!r}")
 
 
 def _checked_dtype(dtype: object) -> torch.dtype | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
+from zero_opt.cpu_adam import state
 
 SECONDS = 30  # nothing hangs
 SHAPES = ((130, 7), (65,), (1000,))
@@ -150,4 +151,27 @@ def test_bits_that_the_kernel_has_not_are_refused_when_asked_for_later_too(
     with pytest.raises(zero_opt.UnsupportedOptimizer, match="bits of fused=True alone"):
         optimizer.step()
     assert_bitwise([param.detach() for param in params], [param.detach() for param in _params(0)])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("due", range(4))
+def test_ctrl_c_while_state_is_made_leaves_no_part_of_one(due: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, plain = _params(0), _params(0)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, fused=True, offload=zero_opt.CPUOffload())
+    made, like = iter(range(100)), state._like
+
+    def interrupted(*given: Any) -> Tensor:
+        if next(made) == due:
+            raise KeyboardInterrupt
+        return like(*given)
+
+    torch.autograd.backward(params, _grads(0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_like", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.zero_grad()
+    _train(optimizer, {0: params}, range(STEPS))
+    _train(zero_opt.CPUAdam(plain), {0: plain}, range(STEPS))
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in plain])
     optimizer.close()

@@ -16,7 +16,7 @@ from ..errors import ConfigTypeError
 from ..policies import AdamState
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_native
 from .slots import Slot, step_slots
-from .state import HALVES, check_plain, init_state, live_state, param_dtypes, plain_state
+from .state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .update import checked_threads, hypers_of
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -200,7 +200,7 @@ class _NativeStep(torch.optim.Adam):
                 amsgrad = self.param_groups[index]["amsgrad"]
                 if not self.state.get(param):
                     fresh.append(param)
-                    init_state(self.state[param], param, self._form, amsgrad=amsgrad)
+                    self.state[param].update(new_state(param, self._form, amsgrad=amsgrad))
                 slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
                 self._slots[id(param)] = slot
                 slot.grad = slot.bound.readable(grad)

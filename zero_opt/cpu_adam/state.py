@@ -49,9 +49,12 @@ def _add_bases(state: dict[str, Any], param: Tensor) -> None:
         state[f"{moment}_base"] = torch.zeros(blocks_of(param.numel()), dtype=torch.int16, device="cpu")
 
 
-def init_state(state: dict[str, Any], param: Tensor, form: AdamState, *, amsgrad: bool) -> None:
-    """Fills an empty state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides."""
-    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any]:
+    """A new state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides.
+
+    To be taken over at once: a Ctrl-C in the middle must leave no part of a state.
+    """
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for moment in MOMENTS:
         state[moment] = _like(param, MOMENT_DTYPE[form.moments])
     if amsgrad:
@@ -60,6 +63,7 @@ def init_state(state: dict[str, Any], param: Tensor, form: AdamState, *, amsgrad
         _add_bases(state, param)
     if param.dtype in HALVES:
         _add_master(state, param, param.detach().float(), form)
+    return state
 
 
 def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: AdamState) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cpu_adam import CPUAdam, CPUAdamW, native_available
 from ..cpu_adam.checks import GRAD_DTYPES, check_apart, check_tensor
 from ..cpu_adam.slots import Slot, step_slots
-from ..cpu_adam.state import init_state
+from ..cpu_adam.state import new_state
 from ..cpu_adam.update import checked_threads
 from ..cpu_adam.update import hypers_of as adam_hypers
 from .units import PLAIN, Unit
@@ -97,8 +97,9 @@ class NativeSteps:
             if slot is None:
                 self._require_apart(unit)
             if not state:
-                init_state(state, unit.stepped[position], unit.form, amsgrad=amsgrad)
-                unit.complete(position, state)
+                made = new_state(unit.stepped[position], unit.form, amsgrad=amsgrad)
+                unit.complete(position, made)
+                state.update(made)
             slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
         slot.grad = slot.bound.readable(grad)
         return slot

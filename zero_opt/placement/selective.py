@@ -123,8 +123,12 @@ class SelectivePlacement:
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`Placement`."""
-        return self._home.spare_nbytes + self._small.spare_nbytes
+        """See :class:`Placement`; what is kept of selected columns beside their places at home."""
+        compact = (
+            array for shard in self._shards.values() for found in shard.slices for array in found.compact.values()
+        )
+        own = sum(array.numel() * array.element_size() for array in compact)
+        return own + self._home.spare_nbytes + self._small.spare_nbytes
 
     def require_own(self) -> None:
         """See :class:`Placement`."""
