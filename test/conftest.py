@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from test.leftovers import left
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
 # rank also keeps several ranks quick on two cores.
 torch.set_num_threads(1)
+
+# What a shell runs in the background begins with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure, and the same examples run everywhere.
 settings.register_profile("zero_opt", deadline=None, derandomize=True)
