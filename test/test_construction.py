@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import zero_opt
 from zero_opt import AdamState, CPUAdamW, register_elementwise
 from zero_opt.construction import (
     adopt_errors,
@@ -290,3 +291,31 @@ def test_values_that_differ(one: object, other: object) -> None:
     found = [dict(contents([{"params": [], "key": value}], 0, str, values=False)) for value in (one, other)]
     assert found[0] != found[1]
     assert json.loads(json.dumps(found[0])) == found[0]
+
+
+def _as_shared(how: str) -> list[torch.nn.Parameter]:
+    buffer = torch.ones(12, 4)
+    twin = torch.nn.Parameter(buffer[:3])
+    return {
+        "twice": [twin, twin],
+        "one storage": [twin, torch.nn.Parameter(buffer[2:5])],
+        "columns": [torch.nn.Parameter(buffer[:, :2]), torch.nn.Parameter(buffer[:, 1:])],
+        "apart": [
+            torch.nn.Parameter(buffer[:, :2]),
+            torch.nn.Parameter(buffer[:, 2:]),
+            torch.nn.Parameter(torch.ones(0)),
+        ],
+    }[how]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")  # torch's
+@pytest.mark.parametrize(
+    ("how", "told"), [("twice", "are the same tensor"), ("one storage", "share memory"), ("columns", "share memory")]
+)
+def test_parameters_that_share_elements_are_named_when_made(how: str, told: str) -> None:
+    with pytest.raises(zero_opt.UnsupportedParam, match=rf"parameter 0 .* and parameter 1 .* {told}"):
+        zero_opt.ShardedOptimizer(_as_shared(how), torch.optim.SGD, offload=zero_opt.CPUOffload())
+
+
+def test_parameters_that_lie_between_each_other_are_taken() -> None:
+    zero_opt.ShardedOptimizer(_as_shared("apart"), torch.optim.SGD, offload=zero_opt.CPUOffload()).close()

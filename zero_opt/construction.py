@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .agreement import value_digest
 from .cpu_adam import CPUAdam, CPUAdamW
+from .cpu_adam.checks import shared_pair
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
-from .flat_param import check_apart, check_memory, is_dense
+from .flat_param import check_memory, is_dense, is_dtensor
 from .placement import hypers_of
 from .policies import AdamState
 
@@ -233,7 +234,22 @@ def checked_groups(
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
-    check_apart([param for group in groups for param in group["params"]], describe)
+    _check_apart([param for group in groups for param in group["params"]], describe)
+
+
+def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+    # Of a DTensor only a part is here, which is of a tensor of its own.
+    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
+    found = shared_pair([params[index] for index in plain])
+    if found is None:
+        return
+    first, second = sorted(plain[at] for at in found)
+    if params[first] is params[second]:
+        raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
+    raise UnsupportedParam(
+        f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights are one "
+        "Parameter)"
+    )
 
 
 def _comparable(value: Any) -> Any:

@@ -7,7 +7,7 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,43 +56,6 @@ def check_memory(param: Tensor, label: str) -> None:
             f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
             "that owns its elements, e.g. param.contiguous()"
         )
-
-
-def check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-    """Raise UnsupportedParam, naming both, where two share memory: each would be stepped as if it were alone."""
-    spans = []
-    for index, param in enumerate(params):
-        if param.numel() and not is_dtensor(param):  # of those only a part is here, which is of a tensor of its own
-            last = sum(stride * (size - 1) for size, stride in zip(param.shape, param.stride(), strict=True))
-            start = param.data_ptr()
-            spans.append((str(param.device), start, start + (last + 1) * param.element_size(), index))
-    open_spans: list[tuple[str, int, int, int]] = []
-    for span in sorted(spans):
-        open_spans = [other for other in open_spans if other[0] == span[0] and other[2] > span[1]]
-        for other in open_spans:
-            first, second = sorted((other[3], span[3]))
-            if params[first] is params[second]:
-                raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
-            if _share(params[other[3]], params[span[3]]):
-                raise UnsupportedParam(
-                    f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied "
-                    "weights are one Parameter)"
-                )
-        open_spans.append(span)
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors whose memory begins and ends within each other's have an element in common."""
-    size, distance = one.element_size(), other.data_ptr() - one.data_ptr()
-    if other.element_size() != size or distance % size:
-        return True
-    reach = max(
-        start + sum(stride * (length - 1) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for start, tensor in ((0, one), (distance // size, other))
-    )
-    taken = torch.zeros(reach + 1, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), distance // size).any())
 
 
 def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -118,19 +118,31 @@ def check_reach(what: str, tensor: Tensor) -> None:
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raises ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
-    in_memory = sorted((found for found in named if found[1].numel()), key=lambda found: found[1].data_ptr())
-    for number, (name, tensor) in enumerate(in_memory):
-        end = tensor.data_ptr() + _reach(tensor)
-        for other_name, other in in_memory[number + 1 :]:
-            if other.data_ptr() >= end:
+    found = shared_pair([tensor for _, tensor in named])
+    if found is not None:
+        name, other_name = (named[at][0] for at in found)
+        raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
+
+
+def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors that have an element in common, if any have."""
+    places = {at: (str(tensor.device), tensor.data_ptr()) for at, tensor in enumerate(tensors) if tensor.numel()}
+    in_memory = sorted(places, key=places.__getitem__)
+    for number, at in enumerate(in_memory):
+        device, start = places[at]
+        for later in range(number + 1, len(in_memory)):
+            other = in_memory[later]
+            if places[other] >= (device, start + _reach(tensors[at])):
                 break
-            if _share(tensor, other):
-                raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
+            if _share(tensors[at], tensors[other]):
+                return at, other
+    return None
 
 
 def _share(first: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that reach into each other's memory have an element in common."""
-    if all(is_dense(tensor.shape, tensor.stride()) for tensor in (first, other)):
+    """Whether two tensors that reach into each other's memory have an element in common; taken so in mixed sizes."""
+    dense = all(is_dense(tensor.shape, tensor.stride()) for tensor in (first, other))
+    if dense or first.itemsize != other.itemsize or (first.data_ptr() - other.data_ptr()) % first.itemsize:
         return True
     return bool(torch.isin(_addresses(first), _addresses(other)).any())
 
