@@ -65,9 +65,6 @@ void fma_loop(const FmaRun& run) {
 
 // What a Value stands for is a float, or a vector of floats and then as many elements.
 template <typename Value>
-constexpr std::int64_t kLanes = sizeof(Value) / sizeof(float);
-
-template <typename Value>
 inline Value all(float value) {
   return value - Value{};
 }
@@ -76,7 +73,7 @@ inline float root(float value) { return __builtin_sqrtf(value); }
 
 // a / divisor, rounded once, given reciprocal = 1 / divisor rounded once. The divisor must be in [2^-64, 1] and a
 // no smaller than 2^-75 unless it is zero: then nothing here is subnormal.
-template <typename Value>
+template <bool kFinite, typename Value>
 inline Value divide(Value a, Value divisor, Value reciprocal) {
 #if defined(ZERO_OPT_HAS_FMA)
   // Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor", theorem 8.3: the
@@ -85,7 +82,7 @@ inline Value divide(Value a, Value divisor, Value reciprocal) {
   const Value quotient = a * reciprocal;
   const Value remainder = fma32(-quotient, divisor, a);
   const Value corrected = fma32(remainder, reciprocal, quotient);
-  if constexpr (kLanes<Value> > 1) return corrected;  // who steps vectors discards those that are not finite
+  if constexpr (kFinite) return corrected;
   return remainder == remainder ? corrected : quotient;
 #else
   (void)reciprocal;
@@ -137,7 +134,7 @@ struct Element {
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
 // gradient. The choices are template parameters so that no loop carries a test.
-template <bool kL2, bool kAmsgrad, bool kTurned, typename Value>
+template <bool kL2, bool kAmsgrad, bool kTurned, bool kFinite = false, typename Value>
 inline Element<Value> step_element(const AdamScalars& s, Value g, const Element<Value>& old) {
   if constexpr (kL2) g = fma32(old.param, all<Value>(s.l2), g);
   const Value p = old.param * s.decay;
@@ -149,7 +146,7 @@ inline Element<Value> step_element(const AdamScalars& s, Value g, const Element<
   // As torch's maximum: NaN on either side stays NaN.
   if constexpr (kAmsgrad) root_of = ((v > old.max_exp_avg_sq) | (v != v)) ? v : old.max_exp_avg_sq;
   const Value denominator =
-      divide(root(root_of), all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
+      divide<kFinite>(root(root_of), all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
   return {p - s.step_size * m / denominator, m, v, root_of};
 }
 

@@ -14,8 +14,6 @@
 namespace zero_opt {
 namespace {
 
-constexpr std::int64_t kParts = kCutNumel / kWide;
-
 // Of every lane the magnitudes' upper halves, rounded up, side by side in a word, and of those the largest: base_for
 // takes no more of them.
 inline std::uint32_t largest_halves(WideInts magnitude, WideInts magnitude_sq) {
@@ -65,7 +63,7 @@ ZERO_OPT_INLINE void step_wide(const AdamScalars& s, const AdamRun& run, const B
     } else {
       g = read_floats_at(grad + at);
     }
-    const Element<WideFloats> stepped = step_element<false, false, false>(s, s.grad_factor * g, old);
+    const Element<WideFloats> stepped = step_element<false, false, false, true>(s, s.grad_factor * g, old);
     block.param[part] = stepped.param;
     block.exp_avg[part] = stepped.exp_avg;
     block.exp_avg_sq[part] = stepped.exp_avg_sq;
@@ -110,15 +108,6 @@ ZERO_OPT_INLINE void write_params(const WideBlock& block, const AdamArrays& to, 
   }
 }
 
-ZERO_OPT_INLINE void write_bf16(const WideBlock& block, std::uint16_t* to, bool streams) {
-#pragma GCC unroll 4
-  for (std::int64_t part = 0; part < kParts; part += 2, to += 2 * kWide) {
-    const WideWords halves =
-        upper_halves(rounded_bf16<WideWords>(block.param[part]), rounded_bf16<WideWords>(block.param[part + 1]));
-    streams ? stream(halves, to) : store(halves, to);
-  }
-}
-
 // Steps whole blocks from element start to end, up to the first with a number that is not finite, which stays as it is.
 // Returns how many.
 template <bool kHalfGrad, bool kSplit>
@@ -138,7 +127,7 @@ std::int64_t adam_blocks8_of(const AdamScalars& scalars, const AdamRun& run, std
     to.exp_avg_sq_base[start / kCutNumel] = static_cast<std::uint16_t>(base_for(largest_sq, kHighestCodeSq));
     write_params<kSplit>(block, run.to, start);
     write_moments(block, s.dither, block_at(to, start));
-    if (out != nullptr) write_bf16(block, out + start, streams);
+    if (out != nullptr) write_bf16(block.param, out + start, streams);
   }
   return count;
 }

@@ -4,6 +4,8 @@
 #include "one_pass.inl"
 #include "redo_log.hpp"
 
+#if defined(ZERO_OPT_HAS_WIDE)
+
 namespace zero_opt {
 namespace {
 
@@ -15,75 +17,106 @@ inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
           (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32));
 }
 
-// Steps a run of one kind, a whole block at a time. The length is a constant, from which the compiler makes straight
-// code that decides nothing: for so few elements that would take as long as the step.
+// Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a
+// constant, from which the compiler makes straight code that decides nothing: for so few elements that would take as long
+// as the step.
 template <Format kGrad, bool kL2, bool kAmsgrad>
 struct Straight {
-  AdamScalars scalars;
-  Lanes lanes;
-  const std::uint16_t* halves;  // gradients in fp16
-  char* out;
-  bool streams, to_bf16;
+  static_assert(kLogNumel == kParts * kWide, "a block of the log is what write_bf16 takes");
 
-  Straight(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), lanes{}, halves(nullptr) {
-    lanes.numel = kLogNumel;
-    point_at_param(run.from, begin, lanes.from);
-    point_at_moments(run.from, Format::kFloat32, begin, lanes.from);
-    const std::uint16_t* narrow = static_cast<const std::uint16_t*>(run.grad) + begin;
-    if (kGrad == Format::kFloat32) lanes.grad = static_cast<const float*>(run.grad) + begin;
-    if (kGrad == Format::kBfloat16) lanes.half_grad = narrow;
-    if (kGrad == Format::kFloat16) halves = narrow;
-    out = run.out == nullptr ? nullptr : static_cast<char*>(run.out) + begin * 2;
+  AdamScalars scalars;
+  LaneArrays home_arrays;
+  const float* grad;
+  const std::uint16_t* half_grad;  // in place of grad: bf16, or fp16
+  std::uint16_t* out;
+  bool streams, to_bf16;
+  WideFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
+
+  Straight(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
+    point_at_param(run.from, begin, home_arrays);
+    point_at_moments(run.from, Format::kFloat32, begin, home_arrays);
+    grad = static_cast<const float*>(run.grad) + begin;
+    half_grad = static_cast<const std::uint16_t*>(run.grad) + begin;
+    out = run.out == nullptr ? nullptr : static_cast<std::uint16_t*>(run.out) + begin;
     streams = run.numel >= kStreamNumel && reinterpret_cast<std::uintptr_t>(out) % kLine == 0;
     to_bf16 = run.out_format == Format::kBfloat16;
   }
 
   // A block into the log. Returns how many of its gradients are not finite.
   ZERO_OPT_INLINE std::int64_t step(LogBlock& log) {
-    alignas(kLine) float widened[kLogNumel];
-    Lanes block = lanes;
-    block.to.param = log.param;
-    block.to.exp_avg = log.exp_avg;
-    block.to.exp_avg_sq = log.exp_avg_sq;
-    if (kAmsgrad) block.to.max_exp_avg_sq = log.max_exp_avg_sq;
-    if (kGrad == Format::kFloat16) {
-      widen_fp16(halves, kLogNumel, widened);
-      block.grad = widened;
+    alignas(kLine) float widened_grad[kLogNumel];
+    const float* grads = grad;
+    if constexpr (kGrad == Format::kFloat16) {
+      widen_fp16(half_grad, kLogNumel, widened_grad);
+      grads = widened_grad;
     }
-    const bool spoilt = adam_loop<kGrad == Format::kBfloat16, false, false, kL2, kAmsgrad, false>(scalars, block);
+    WideWords spoilt = {};
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) {
+      const std::int64_t at = part * kWide;
+      WideFloats g;
+      if constexpr (kGrad == Format::kBfloat16) {
+        g = scalars.grad_factor * (WideFloats)(widened(half_grad + at) << 16);
+      } else {
+        g = scalars.grad_factor * read_floats_at(grads + at);
+      }
+      spoilt |= words_of(g * 0.0f);
+      Element<WideFloats> old = {};
+      old.param = read_floats_at(home_arrays.param + at);
+      old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
+      old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
+      if constexpr (kAmsgrad) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
+      const Element<WideFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
+      store(param[part] = stepped.param, log.param + at);
+      store(exp_avg[part] = stepped.exp_avg, log.exp_avg + at);
+      store(exp_avg_sq[part] = stepped.exp_avg_sq, log.exp_avg_sq + at);
+      if constexpr (kAmsgrad) store(max_exp_avg_sq[part] = stepped.max_exp_avg_sq, log.max_exp_avg_sq + at);
+    }
     if (out != nullptr) write(log.param);
-    if (__builtin_expect(!spoilt, 1)) return 0;
-    const Lanes seen = block;  // a copy, so that the others stay in registers
+    return any_set(spoilt & kMagnitude) ? count(grads) : 0;
+  }
+
+  __attribute__((noinline)) std::int64_t count(const float* grads) const {
+    Lanes seen = {};
+    seen.numel = kLogNumel;
+    seen.grad = grads;
+    if (kGrad == Format::kBfloat16) seen.half_grad = half_grad;
     return count_nonfinite(scalars.grad_factor, seen);
   }
 
-  ZERO_OPT_INLINE void write(const float* param) {
+  ZERO_OPT_INLINE void write(const float* params) const {
+    if (kGrad == Format::kBfloat16 || (kGrad == Format::kFloat32 && to_bf16)) {
+      write_bf16(param, out, streams);
+      return;
+    }
     alignas(kLine) std::uint16_t narrow[kLogNumel];
-    kGrad == Format::kBfloat16 || (kGrad == Format::kFloat32 && to_bf16) ? narrow_bf16(param, kLogNumel, narrow) : narrow_fp16(param, kLogNumel, narrow);
+    narrow_fp16(params, kLogNumel, narrow);
     const char* from = reinterpret_cast<const char*>(narrow);
+    char* to = reinterpret_cast<char*>(out);
     for (std::int64_t at = 0; at < kLogNumel * 2; at += kLine) {
-      streams ? stream_line(from + at, out + at) : static_cast<void>(__builtin_memcpy(out + at, from + at, kLine));
+      streams ? stream_line(from + at, to + at) : static_cast<void>(__builtin_memcpy(to + at, from + at, kLine));
     }
   }
 
-  ZERO_OPT_INLINE void home(const LogBlock& log) {
-    for (std::int64_t at = 0; at < kLogNumel; at += kLine / 4) {
-      __builtin_memcpy(lanes.from.param + at, log.param + at, kLine);
-      __builtin_memcpy(lanes.from.exp_avg + at, log.exp_avg + at, kLine);
-      __builtin_memcpy(lanes.from.exp_avg_sq + at, log.exp_avg_sq + at, kLine);
-      if (kAmsgrad) __builtin_memcpy(lanes.from.max_exp_avg_sq + at, log.max_exp_avg_sq + at, kLine);
+  ZERO_OPT_INLINE void home(const LogBlock&) {
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) {
+      const std::int64_t at = part * kWide;
+      store(param[part], home_arrays.param + at);
+      store(exp_avg[part], home_arrays.exp_avg + at);
+      store(exp_avg_sq[part], home_arrays.exp_avg_sq + at);
+      if constexpr (kAmsgrad) store(max_exp_avg_sq[part], home_arrays.max_exp_avg_sq + at);
     }
   }
 
   ZERO_OPT_INLINE void next() {
-    lanes.from.param += kLogNumel;
-    lanes.from.exp_avg += kLogNumel;
-    lanes.from.exp_avg_sq += kLogNumel;
-    if (kAmsgrad) lanes.from.max_exp_avg_sq += kLogNumel;
-    if (kGrad == Format::kFloat32) lanes.grad += kLogNumel;
-    if (kGrad == Format::kBfloat16) lanes.half_grad += kLogNumel;
-    if (kGrad == Format::kFloat16) halves += kLogNumel;
-    if (out != nullptr) out += kLogNumel * 2;
+    home_arrays.param += kLogNumel;
+    home_arrays.exp_avg += kLogNumel;
+    home_arrays.exp_avg_sq += kLogNumel;
+    if (kAmsgrad) home_arrays.max_exp_avg_sq += kLogNumel;
+    grad += kLogNumel;
+    half_grad += kLogNumel;
+    if (out != nullptr) out += kLogNumel;
   }
 };
 
@@ -109,3 +142,16 @@ void with_straight(const AdamScalars& scalars, const AdamRun& run, std::int64_t 
 
 }  // namespace
 }  // namespace zero_opt
+#else
+
+namespace zero_opt {
+namespace {
+
+inline bool goes_straight(const AdamRun&, const AdamScalars&) { return false; }
+
+template <typename Use>
+void with_straight(const AdamScalars&, const AdamRun&, std::int64_t, const Use&) {}
+
+}  // namespace
+}  // namespace zero_opt
+#endif

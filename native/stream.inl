@@ -62,5 +62,19 @@ inline void prefetch_run(const AdamRun& run, std::int64_t start, std::int64_t n)
   if (run.numel < kStreamNumel) prefetch(run.out, bytes_of(run.out_format), start, n);
 }
 
+#if defined(ZERO_OPT_HAS_WIDE)
+// A block of parameters in registers, in bf16 to where they go.
+constexpr std::int64_t kParts = kCutNumel / kWide;
+
+ZERO_OPT_INLINE void write_bf16(const WideFloats* params, std::uint16_t* to, bool streams) {
+#pragma GCC unroll 4
+  for (std::int64_t part = 0; part < kParts; part += 2, to += 2 * kWide) {
+    const WideWords halves =
+        upper_halves(rounded_bf16<WideWords>(params[part]), rounded_bf16<WideWords>(params[part + 1]));
+    streams ? stream(halves, to) : store(halves, to);
+  }
+}
+#endif
+
 }  // namespace
 }  // namespace zero_opt

@@ -54,6 +54,7 @@ inline WideWords bytes_of(const WideWords* words) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return (WideWords)_mm512_maskz_permutexvar_epi32(kAll, order, _mm512_packus_epi16(front, back));
 }
+inline bool any_set(WideWords words) { return _mm512_test_epi32_mask((__m512i)words, (__m512i)words) != 0; }
 inline void stream(WideWords words, void* to) { _mm512_stream_si512(static_cast<__m512i*>(to), (__m512i)words); }
 
 // Of both halves of the vector the larger 16-bit numbers.
@@ -87,6 +88,7 @@ inline WideWords bytes_of(const WideWords* words) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   return (WideWords)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), order);
 }
+inline bool any_set(WideWords words) { return _mm256_testz_si256((__m256i)words, (__m256i)words) == 0; }
 inline void stream(WideWords words, void* to) { _mm256_stream_si256(static_cast<__m256i*>(to), (__m256i)words); }
 inline __m256i largest_of_halves(WideWords words) { return (__m256i)words; }
 #endif

@@ -66,7 +66,8 @@ MUTANTS = (
             (LOOP, "  Stepper late = at;\n  const std::int64_t first = done;\n" + LOOP),
             (
                 HOME + "  }\n",
-                "    if (done > first + 1) {\n      late.home(lane.logs[done % 2]);\n      late.next();\n    }\n  }\n"
+                "    if (done > first + 1) late.home(lane.logs[done % 2]);\n"
+                "    __builtin_memcpy(static_cast<void*>(&late), &at, sizeof(late));\n  }\n"
                 "  if (done > first) late.home(lane.logs[(done + 1) % 2]);\n",
             ),
         ),
@@ -95,8 +96,18 @@ MUTANTS = (
     Mutant(
         "a moment of the usual runs is written home at once",
         (
-            ("    block.to.exp_avg = log.exp_avg;\n", "    block.to.exp_avg = lanes.from.exp_avg;\n"),
-            ("      __builtin_memcpy(lanes.from.exp_avg + at, log.exp_avg + at, kLine);\n", ""),
+            ("stepped.exp_avg, log.exp_avg + at", "stepped.exp_avg, home_arrays.exp_avg + at"),
+            ("      store(exp_avg[part], home_arrays.exp_avg + at);\n", ""),
+        ),
+        file="straight.inl",
+    ),
+    Mutant(
+        "a moment of the usual runs is not in the log",
+        (
+            (
+                "      store(exp_avg[part] = stepped.exp_avg, log.exp_avg + at);\n",
+                "      exp_avg[part] = stepped.exp_avg;\n",
+            ),
         ),
         file="straight.inl",
     ),
