@@ -3,9 +3,9 @@
     python docs/benchmarks/stall.py [--mi 32] [--rounds 3] [--write docs/benchmarks/results/]
 
 A backward multiplies matrices on one core for half as long again as a step takes on the other, and hands over a
-parameter's gradient after each share of them, a module's; a forward, half as long, does so in each module before. Gradients
-are clipped to a norm that they do not reach. All run in turns, so that they meet the same machine; medians count, of means
-over a window of four steps: selective policies do most of their work in one of them.
+parameter's gradient after each share of them, a module's; a forward, half as long, multiplies in each module.
+Gradients are clipped to a norm that they do not reach. All run in turns, so that they meet the same machine; medians
+count, of means over a window of four steps: selective policies do most of their work in one of them.
 
 - *step()*: the call itself, the norm and the copy into the parameters included.
 - *worker*: the part of it in which this process waits for the worker.
@@ -76,7 +76,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 class Products(torch.autograd.Function):
-    """Multiplies matrices, in the backward twice as often as in the forward, and has a gradient that was made before."""
+    """Multiplies matrices, in the backward twice as often as in the forward; its gradient was made before."""
 
     side = torch.zeros(0)
     count = 0
@@ -260,8 +260,8 @@ def table(dtype: str, found: dict[str | None, Times], copies: dict[int, list[flo
     bare = median(found[None].iteration())
     synchronous = found["worker, delay=0"]
     yield (
-        f"| {dtype} | `step()`, ms | of it for the worker, ms | in hooks, ms | iteration over a bare one of {bare:.0f} ms, "
-        "ms | waiting hidden | stall hidden |"
+        f"| {dtype} | `step()`, ms | of it for the worker, ms | in hooks, ms "
+        f"| iteration over a bare one of {bare:.0f} ms, ms | waiting hidden | stall hidden |"
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name in OFFLOADS:
