@@ -46,6 +46,7 @@ class BackgroundGather(ParamGather):
         me = weakref.ref(self)
         self._handles: list[Any] = [module.register_forward_pre_hook(_waiter(me)) for module in model.modules()]
         self._handles.append(model.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+        self._handles.append(model.register_load_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
 
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """See :class:`ParamGather`."""
