@@ -103,9 +103,9 @@ class BackgroundGather(ParamGather):
                 self._arrive(index)
         except Exception:
             self._arriving.clear()
-            raise
-        finally:
             self._results.bring_all()
+            raise
+        self._results.bring_all()
 
     def forget(self) -> None:
         """See :class:`ParamGather`."""
