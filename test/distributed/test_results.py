@@ -20,6 +20,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
 from zero_opt.background_gather import BackgroundGather
+from zero_opt.placement import results
 from zero_opt.placement.results import LateResults, ParamWriter, Used, build_results
 from zero_opt.serial_thread import SerialThread
 
@@ -270,6 +271,25 @@ def test_masters_that_are_taken_from_parameters(monkeypatch: pytest.MonkeyPatch)
     assert_bitwise(model.copies(), plain(1))
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is not divided")
+def test_copies_are_made_on_the_worker_s_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the exchange thread, which is confined as all others are, before and after."""
+    seen: list[tuple[set[int], int | None, bool]] = []
+    monkeypatch.setattr(
+        results,
+        "write_all",
+        lambda _, threads: seen.append((os.sched_getaffinity(0), threads, threading.current_thread().daemon)),
+    )
+    before = os.sched_getaffinity(0)
+    _, optimizer = begun()
+    trainer = os.sched_getaffinity(0)
+    optimizer.step()
+    optimizer.flush()
+    assert seen == [(before - trainer, len(before - trainer), True)] * 3
+    assert parts_of(optimizer)._thread.submit(os.sched_getaffinity, 0).result(SECONDS) == trainer
+    optimizer.close()
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -428,9 +448,9 @@ def test_the_order_is_that_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = optimizer_of(model, False, NOW)
     buckets = parts_of(optimizer).partition.buckets
-    results = LateResults(model)
+    late = LateResults(model)
     first = {index: min(bucket.layout.params) for index, bucket in enumerate(buckets)}
-    order = results.order(buckets)
+    order = late.order(buckets)
     places = {param: place for place, param in enumerate(model.parameters())}
     needed = [min(places[flat.param] for flat in buckets[index].params) for index in order]
     assert needed == sorted(needed)
@@ -448,10 +468,10 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
         bucket = SimpleNamespace(device=torch.device(device), layout=SimpleNamespace(index=index))
         return SimpleNamespace(bucket=bucket, edited=lambda _: False)
 
-    results = LateResults(nn.Linear(1, 1))
-    results.put([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
+    late = LateResults(nn.Linear(1, 1))
+    late.put([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
     assert written == [0]
-    results.bring_all()
+    late.bring_all()
     assert written == [0, 1]
-    results.bring_all()
+    late.bring_all()
     assert written == [0, 1]

@@ -168,6 +168,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._await(self._pending.sequence)
 
     def _drop_pending(self) -> None:
+        self._results.forget_overtaken()
         self.wait()
         if self._pending is not None:
             for used in self._pending.used:
