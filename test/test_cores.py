@@ -99,6 +99,9 @@ def test_a_thread_may_leave_its_cores_for_a_while() -> None:
         with confined.lifted():
             assert os.sched_getaffinity(0) == before
         assert os.sched_getaffinity(0) == {core}
+        with confined.lifted({max(before)}):
+            assert os.sched_getaffinity(0) == {max(before)}
+        assert os.sched_getaffinity(0) == {core}
     finally:
         confined.restore()
     with confined.lifted():

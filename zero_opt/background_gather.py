@@ -1,4 +1,4 @@
-"""Gather updated parameters in the background, and let each module's forward wait for its own."""
+"""Bring updated parameters in the background, and let each module's forward wait for its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from .errors import ConfigError
 from .exchange import Exchange
 from .param_gather import ParamGather
 from .partition import Partition
+from .placement import Results
 from .serial_thread import SerialThread
 
 
 class BackgroundGather(ParamGather):
     """:meth:`run` returns once every bucket is stepped; gathers run on ``thread``, in order with all other exchanges.
+
+    So does, before the gather of a bucket, the copy of its results, where they lie elsewhere. As reductions run there
+    too, nothing that a backward makes can overtake one.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
@@ -27,16 +31,22 @@ class BackgroundGather(ParamGather):
     """
 
     def __init__(
-        self, partition: Partition, exchanges: Mapping[str, Exchange], thread: SerialThread, model: nn.Module
+        self,
+        partition: Partition,
+        exchanges: Mapping[str, Exchange],
+        thread: SerialThread,
+        model: nn.Module,
+        results: Results,
     ) -> None:
         super().__init__(partition, exchanges)
-        self._thread, self._model = thread, model
+        self._thread, self._model, self._results = thread, model, results
         self._arriving: dict[int, Future[None]] = {}
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
         me = weakref.ref(self)
         self._handles: list[Any] = [module.register_forward_pre_hook(_waiter(me)) for module in model.modules()]
         self._handles.append(model.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+        self._handles.append(model.register_load_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
 
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """See :class:`ParamGather`."""
@@ -46,6 +56,7 @@ class BackgroundGather(ParamGather):
 
     def _gather_one(self, step: int, turn: int, bucket: GradBucket) -> None:
         with torch.no_grad():
+            self._results.bring(bucket.layout.index)
             self._gather(step, turn, bucket)()
 
     def watch(self) -> None:
@@ -72,15 +83,29 @@ class BackgroundGather(ParamGather):
         """A module's forward begins: wait for what it needs."""
         self._called.add(module)
         for index in self._needs.get(module, ()):
-            arriving = self._arriving.pop(index, None)
-            if arriving is not None:
+            self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        arriving = self._arriving.get(index)
+        if arriving is not None:
+            try:
                 arriving.result()
+            finally:
+                if arriving.done():  # no Ctrl-C
+                    self._arriving.pop(index, None)
+        # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
+        self._results.bring(index)
 
     def flush(self) -> None:
-        """See :class:`ParamGather`."""
-        arriving, self._arriving = self._arriving, {}
-        for future in arriving.values():
-            future.result()
+        """See :class:`ParamGather`. What is on this rank arrives, whatever becomes of the other ranks' parts."""
+        try:
+            for index in list(self._arriving):
+                self._arrive(index)
+        except Exception:
+            self._arriving.clear()
+            self._results.bring_all()
+            raise
+        self._results.bring_all()
 
     def forget(self) -> None:
         """See :class:`ParamGather`."""
@@ -123,9 +148,17 @@ def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Calla
 
 
 def build_gather(
-    partition: Partition, exchanges: Mapping[str, Exchange], thread: SerialThread, model: nn.Module | None
+    partition: Partition,
+    exchanges: Mapping[str, Exchange],
+    thread: SerialThread,
+    model: nn.Module | None,
+    results: Results,
 ) -> ParamGather:
-    """Gather in the background if a model is given whose modules can wait, else within ``step()``."""
+    """Gather in the background if a model is given whose modules can wait, else within ``step()``.
+
+    Args:
+        results: where ``step()`` leaves what is to be copied first; see :func:`build_results`, given the same model.
+    """
     if model is None:
         return ParamGather(partition, exchanges)
-    return BackgroundGather(partition, exchanges, thread, model)
+    return BackgroundGather(partition, exchanges, thread, model, results)

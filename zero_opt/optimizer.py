@@ -292,9 +292,9 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
 
-        Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model
-        (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also tries again a
-        step that a worker could not take, or in which a disk failed.
+        Needed only with a policy that lets :meth:`step` return earlier: before reading parameters outside the model, or
+        changing any (``overlap_param_gather``), before reading or changing any (``WorkerOffload(delay=1)``). It also
+        tries again a step that a worker could not take, or in which a disk failed.
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.

@@ -69,8 +69,11 @@ class Reduction:
         bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
-            background after ``step()`` returns, and each module's forward waits for its own. Call ``opt.flush()``
-            before reading parameters in any other way (an average of weights, a norm, ``torch.func``).
+            background after ``step()`` returns, and each module's forward waits for its own. So are they copied from
+            where a worker has stepped them (:class:`WorkerOffload`, at one rank too; not with ``delay=1``, whose next
+            step is made there). Call ``opt.flush()`` before reading parameters in any other way (an average of weights,
+            a norm, ``torch.func``), or changing any: a change that an update of this rank finds in its way is
+            ``StepPending`` at the next ``step()``.
     """
 
     bucket_mb: float = 25

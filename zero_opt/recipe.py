@@ -73,6 +73,9 @@ class Recipe:
             "max_grad_norm": self.max_grad_norm,
             "checks.nonfinite": self.checks.nonfinite,
         }
-        background = self.reduction.overlap_param_gather is not None
+        model = self.reduction.overlap_param_gather
+        # In the order of these, parameters arrive.
+        names = () if model is None else (name for name, _ in model.named_parameters())
+        named = [(f"parameter {number} of overlap_param_gather", name) for number, name in enumerate(names)]
         compared = [(key, repr(value)) for key, value in policies.items()]
-        return [("optimizer class", name), *compared, ("overlap_param_gather given", background)]
+        return [("optimizer class", name), *compared, ("overlap_param_gather given", model is not None), *named]

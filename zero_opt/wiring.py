@@ -26,7 +26,7 @@ from .own_groups import OwnGroups
 from .param_gather import spread
 from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, build_placement, home_of, hypers_of, is_by_columns
+from .placement import Placement, Results, build_placement, build_results, home_of, hypers_of, is_by_columns
 from .policies import AlreadyReduced
 from .recipe import Recipe
 from .reduction import GradShard, Parts, build_reduction
@@ -79,19 +79,20 @@ class Wiring:
         self._pool = parts.pool
         self.progress = parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
-        self.placement = self._build_placement()
+        model = recipe.reduction.overlap_param_gather
+        results = build_results(model)
+        self.placement = self._build_placement(results)
         self._whole = WholeState(self.agreement, self.partition, self.placement, self._guard)
         self._shown = ShownState(
             owner, StandIns(recipe.optimizer_class, recipe.defaults), self.partition, self.placement
         )
-        model = recipe.reduction.overlap_param_gather
-        self.gather = build_gather(self.partition, self._exchanges, self._thread, model)
+        self.gather = build_gather(self.partition, self._exchanges, self._thread, model, results)
 
     @property
     def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
 
-    def _build_placement(self) -> Placement:
+    def _build_placement(self, results: Results) -> Placement:
         """The placement, or an error on all ranks if there can be none on one. Collective."""
         recipe, placement = self._recipe, None
         try:
@@ -103,6 +104,7 @@ class Wiring:
                     recipe.defaults,
                     self._groups.neighbours,
                     recipe.reduction,
+                    results,
                 )
         except BaseException:
             if placement is not None:
@@ -415,6 +417,8 @@ class Wiring:
         is in it from their next step or consolidation on.
         """
         self._whole.require_landed()
+        if not self._closed:
+            self.gather.flush()  # where state was replaced, masters may be taken from parameters
         conflict = None if self._closed else self._follow_edits()
         if conflict is not None:
             raise conflict

@@ -3,16 +3,19 @@
     python docs/benchmarks/stall.py [--mi 32] [--rounds 3] [--write docs/benchmarks/results/]
 
 A backward multiplies matrices on one core for half as long again as a step takes on the other, and hands over a
-parameter's gradient after each share of them; gradients are clipped to a norm that they do not reach. All run in turns,
-so that they meet the same machine; medians count, of means over a window of four steps: selective policies do most of
-their work in one of them.
+parameter's gradient after each share of them, a module's; a forward, half as long, multiplies in each module.
+Gradients are clipped to a norm that they do not reach. All run in turns, so that they meet the same machine; medians
+count, of means over a window of four steps: selective policies do most of their work in one of them.
 
 - *step()*: the call itself, the norm and the copy into the parameters included.
-- *waiting*: the part of it in which this process waits for the worker.
-- *iteration*: backward and step(), less the same backward without an optimizer.
-- *hidden*: how much less than with delay=0, of the waiting, and of the whole of step().
+- *worker*: the part of it in which this process waits for the worker.
+- *in hooks*: how long forwards wait for parameters, with overlap_param_gather; everything in the hooks counts.
+- *stall*: step() and in hooks.
+- *iteration*: forward, backward and step(), less the same forward and backward without an optimizer.
+- *hidden*: how much less than with delay=0, of the waiting for the worker, and of the stall.
 
-Parameters are written within step(), whatever else is hidden: what it takes to copy as many bytes is measured beside.
+Parameters are written within step(), or, with overlap_param_gather, beside the forward: what it takes to copy as many
+bytes is measured beside.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor
 
 import zero_opt
+from zero_opt.background_gather import BackgroundGather
 from zero_opt.policies import CPUOffload, Selective, WorkerOffload
 from zero_opt.worker_process import WorkerProcess
 
@@ -49,6 +53,8 @@ OFFLOADS = {
     "worker, delay=0": WorkerOffload(),
     "worker, delay=1": WorkerOffload(delay=1),
     "worker, speculating": WorkerOffload(speculate=True),
+    "worker, delay=0, overlap_param_gather": WorkerOffload(),
+    "worker, speculating, overlap_param_gather": WorkerOffload(speculate=True),
     "in process, selective": CPUOffload(selective=Selective()),
     "worker, selective": WorkerOffload(selective=Selective()),
     "worker, delay=1, selective": WorkerOffload(delay=1, selective=Selective()),
@@ -56,6 +62,7 @@ OFFLOADS = {
 # Alone, to see how long a step takes on one core; a backward computes for so many times that long.
 ONE_THREAD = {"worker, one thread": WorkerOffload(threads=1)}
 SHARE = 1.5
+OVERLAPPING = "overlap_param_gather"
 WINDOW = 4  # steps, as Selective has it
 WARM, STEPS = 4, 8  # of both, whole windows
 COPIERS = (1, 2)
@@ -69,23 +76,41 @@ def timed(call: Callable[[], object]) -> float:
 
 
 class Products(torch.autograd.Function):
-    """A layer whose backward multiplies matrices, so many times, and then has a gradient that was made before."""
+    """Multiplies matrices, in the backward twice as often as in the forward; its gradient was made before."""
 
     side = torch.zeros(0)
     count = 0
 
     @staticmethod
+    def multiply(times: int) -> None:
+        """Compute."""
+        for _ in range(times):
+            Products.side @ Products.side
+
+    @staticmethod
     def forward(ctx: Any, _param: Tensor, grad: Tensor, before: Tensor) -> Tensor:
-        """Hand on what keeps the layers in order."""
+        """Compute, and hand on what keeps the layers in order."""
         ctx.grad = grad
+        Products.multiply(Products.count)
         return before.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Compute, then hand over."""
-        for _ in range(Products.count):
-            Products.side @ Products.side
+        Products.multiply(2 * Products.count)
         return ctx.grad.clone(), None, grads[0]
+
+
+class Layer(torch.nn.Module):
+    """One matrix, whose gradient is always the same."""
+
+    def __init__(self, values: Tensor, grad: Tensor) -> None:
+        super().__init__()
+        self.weight, self.grad = torch.nn.Parameter(values.clone()), grad
+
+    def forward(self, before: Tensor) -> Tensor:
+        """See :class:`Products`."""
+        return Products.apply(self.weight, self.grad, before)
 
 
 class Trainer:
@@ -95,8 +120,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         shape = (PARAMS, numel // PARAMS // WIDTH, WIDTH)
         made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
-        self.params = [torch.nn.Parameter(row.clone()) for row in made[0]]
-        self.grads = list(made[1])
+        self.model = torch.nn.Sequential(*map(Layer, made[0], made[1]))
+        self.params = list(self.model.parameters())
         self.name, self.optimizer = name, None
         if name == IN_PROCESS:
             self.optimizer = zero_opt.CPUAdamW(self.params, state=zero_opt.AdamState(master="float32"))
@@ -105,19 +130,18 @@ class Trainer:
                 self.params,
                 torch.optim.AdamW,
                 fused=True,
-                reduction=zero_opt.Overlapped(bucket_mb=BUCKET_MB),
+                reduction=zero_opt.Overlapped(
+                    bucket_mb=BUCKET_MB, overlap_param_gather=self.model if OVERLAPPING in name else None
+                ),
                 offload={**OFFLOADS, **ONE_THREAD}[name],
                 max_grad_norm=MAX_NORM,
             )
 
-    def backward(self) -> None:
-        """The layers, last first."""
+    def compute(self) -> None:
+        """Forward and backward."""
         for param in self.params:
             param.grad = None
-        value = torch.zeros((), requires_grad=True)
-        for param, grad in zip(self.params, self.grads):
-            value = Products.apply(param, grad, value)
-        value.backward()
+        self.model(torch.zeros((), requires_grad=True)).backward()
 
     def step(self) -> None:
         """As a training loop calls it."""
@@ -137,63 +161,66 @@ class Trainer:
 
 
 @contextmanager
-def timing_waits(times: list[float]) -> Iterator[None]:
-    """Collect how long this process waits for the worker, in ms."""
-    watch = WorkerProcess._watch
-
-    def timed_watch(self: WorkerProcess, wait: Callable[..., str]) -> None:
-        times.append(timed(lambda: watch(self, wait)))
-
-    WorkerProcess._watch = timed_watch  # type: ignore[method-assign]
+def timing(owner: type, method: str, times: list[float]) -> Iterator[None]:
+    """Collect how long calls of a method take, in ms."""
+    call = getattr(owner, method)
+    setattr(owner, method, lambda *arguments: times.append(timed(lambda: call(*arguments))))
     try:
         yield
     finally:
-        WorkerProcess._watch = watch  # type: ignore[method-assign]
+        setattr(owner, method, call)
 
 
 class Times:
     """Of one contender, in ms per step."""
 
     def __init__(self) -> None:
-        self.backward: list[float] = []
+        self.compute: list[float] = []
         self.step: list[float] = []
         self.waiting: list[float] = []
-        self._window: list[tuple[float, float, float]] = []
+        self.hooks: list[float] = []
+        self._window: list[tuple[float, ...]] = []
 
     def add(self, *step: float) -> None:
-        """Backward, step and waiting of one step; those of a window are kept as one."""
-        self._window.append((step[0], step[1], step[2]))
+        """Forward and backward, step, waiting and hooks of one step; those of a window are kept as one."""
+        self._window.append(step)
         if len(self._window) == WINDOW:
-            for values, column in zip((self.backward, self.step, self.waiting), zip(*self._window)):
+            for values, column in zip((self.compute, self.step, self.waiting, self.hooks), zip(*self._window)):
                 values.append(statistics.fmean(column))
             self._window = []
 
+    def stall(self) -> list[float]:
+        """Step, and in hooks."""
+        return [a + b for a, b in zip(self.step, self.hooks)]
+
     def iteration(self) -> list[float]:
-        """Backward and step."""
-        return [a + b for a, b in zip(self.backward, self.step)]
+        """Forward, backward and step."""
+        return [a + b for a, b in zip(self.compute, self.step)]
 
 
 def measure(numel: int, dtype: torch.dtype, name: str | None, found: Times) -> None:
     """A few steps."""
     trainer = Trainer(numel, dtype, name)
     waits: list[float] = []
-    with timing_waits(waits):
+    hooks: list[float] = []
+    with timing(WorkerProcess, "_watch", waits), timing(BackgroundGather, "called", hooks):
         for number in range(WARM + STEPS):
             waits.clear()
-            backward = timed(trainer.backward)
+            hooks.clear()
+            compute = timed(trainer.compute)
             step = timed(trainer.step)
             if number >= WARM:
-                found.add(backward, step, sum(waits))
+                found.add(compute, step, sum(waits), sum(hooks))
     trainer.close()
 
 
 def calibrate(step_ms: float) -> None:
-    """Let all layers together multiply for that long."""
-    Products.side = torch.randn(384, 384)
+    """Let the backward of all layers together multiply for that long."""
+    Products.side = torch.randn(256, 256)
     Products.count = 1
     for _ in range(3):
         once = timed(lambda: [Products.side @ Products.side for _ in range(20)]) / 20
-    Products.count = max(1, round(step_ms / PARAMS / once))
+    Products.count = max(1, round(step_ms / PARAMS / once / 2))
 
 
 def copying(numel: int, dtype: torch.dtype, threads: int) -> list[float]:
@@ -233,20 +260,23 @@ def table(dtype: str, found: dict[str | None, Times], copies: dict[int, list[flo
     bare = median(found[None].iteration())
     synchronous = found["worker, delay=0"]
     yield (
-        f"| {dtype} | `step()`, ms | of it waiting, ms | iteration over a bare one of {bare:.0f} ms, ms "
-        "| waiting hidden | `step()` hidden |"
+        f"| {dtype} | `step()`, ms | of it for the worker, ms | in hooks, ms "
+        f"| iteration over a bare one of {bare:.0f} ms, ms | waiting hidden | stall hidden |"
     )
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name in OFFLOADS:
         times = found[name]
         more = [iteration - bare for iteration in times.iteration()]
-        waiting, of_waiting, of_step = "", "", ""
+        waiting, hooks, of_waiting, of_stall = "", "", "", ""
         if name != IN_PROCESS:
             waiting, of_waiting = spread(times.waiting, 1), hidden(times.waiting, synchronous.waiting)
-            of_step = hidden(times.step, synchronous.step)
-        yield f"| {name} | {spread(times.step, 1)} | {waiting} | {spread(more, 1)} | {of_waiting} | {of_step} |"
+            of_stall = hidden(times.stall(), synchronous.stall())
+        if OVERLAPPING in name:
+            hooks = spread(times.hooks, 1)
+        cells = (name, spread(times.step, 1), waiting, hooks, spread(more, 1), of_waiting, of_stall)
+        yield f"| {' | '.join(cells)} |"
     for threads, taken in copies.items():
-        yield f"| a copy of the parameters by torch, threads: {threads} | {spread(taken, 1)} |  |  |  |  |"
+        yield f"| a copy of the parameters by torch, threads: {threads} | {spread(taken, 1)} |  |  |  |  |  |"
     yield ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from test.distributed.test_worker_offload import (
     worker_of,
 )
 from zero_opt.grad_norm import square_sum
+from zero_opt.placement.results import ParamWriter
 
 SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)
@@ -67,29 +69,43 @@ class _Raises(torch.autograd.Function):
         raise ArithmeticError("in backward")
 
 
+class _Held(nn.Module):
+    """Its forward gives its parameter."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+    def forward(self) -> Tensor:
+        return self.param
+
+
 class _Mixed:
     """One rank's training, in which a step's kind decides what happens."""
 
-    def __init__(self, rank: int, offload: Any, kills: float) -> None:
+    def __init__(self, rank: int, offload: Any, kills: float, late: bool, dtype: torch.dtype) -> None:
         self.rank, self.kills = rank, kills
-        self.params = make_params()
+        self.params = make_params(dtype)
+        self.model = nn.ModuleList(map(_Held, self.params))
         groups = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.02, "weight_decay": 0.3}]
         groups[1]["amsgrad"] = True
         checks = zero_opt.Checks(nonfinite="skip")
-        self.optimizer = make(groups, offload=offload, max_grad_norm=LIMIT, lr=0.01, checks=checks)
+        reduction = zero_opt.Overlapped(BUCKET_MB, overlap_param_gather=self.model if late else None)
+        self.optimizer = make(groups, offload=offload, max_grad_norm=LIMIT, lr=0.01, checks=checks, reduction=reduction)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=40)
 
     def backward(self, step: int, kind: str, *, part: int = 0) -> None:
         used = [i for i in range(len(SHAPES)) if kind != "unused" or i != step % len(SHAPES)]
         size = 10.0 if kind == "clipped" else 0.02
         factor = float(self.scaler.scale(torch.ones(()))) if step in SCALED else 1.0
-        grads = [(values(step, part, self.rank, i, SHAPES[i]) + 0.5 * self.params[i].detach()) * size for i in used]
+        params = [self.model[i]() for i in used]
+        noise = [values(step, part, self.rank, i, SHAPES[i]).to(params[0].dtype) for i in used]
+        grads = [(value + 0.5 * param.detach()) * size for value, param in zip(noise, params, strict=True)]
         if kind == "overflow" and self.rank == 0:
             grads[0].view(-1)[3] = float("inf")
-        outputs: list[Tensor] = [self.params[i] for i in used]
         if kind == "raises" and part == 0:
-            outputs[0] = _Raises.apply(outputs[0])
-        torch.autograd.backward(outputs, [grad * factor for grad in grads])
+            params[0] = _Raises.apply(params[0])
+        torch.autograd.backward(params, [grad * factor for grad in grads])
 
     def before(self, step: int, kind: str) -> None:
         """Backwards that are not the last, or are void."""
@@ -138,15 +154,32 @@ class _Mixed:
         if kind != "kept grad":
             self.optimizer.zero_grad()
 
+    def values(self, step: int) -> list[Tensor]:
+        """The parameters, read in one of the ways in which they may be read."""
+        if step % 3 == 0:
+            return [module().detach().clone() for module in self.model]
+        if step % 3 == 1:
+            return [value.clone() for value in self.model.state_dict().values()]
+        self.optimizer.flush()
+        return [param.detach().clone() for param in self.params]
 
-def _train_mixed(rank: int, world_size: int, offload: Any, kills: float = 0.0) -> Any:
+
+def _train_mixed(
+    rank: int,
+    world_size: int,
+    offload: Any,
+    kills: float = 0.0,
+    late: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """Parameters and what a dict held from the beginning shows, after every step; state at the end; and counts."""
-    mixed, seen = _Mixed(rank, offload, kills), []
+    mixed, seen = _Mixed(rank, offload, kills, late, dtype), []
     held: Any = None
     for step in range(STEPS):
         mixed.step(step)
         held = held or mixed.optimizer.state[mixed.params[2]]
-        seen.append([*(param.detach().clone() for param in mixed.params), *(value.clone() for value in held.values())])
+        state = [value.clone() for value in held.values()]
+        seen.append([*mixed.values(step), *state] if step % 5 else state)
     mixed.optimizer.consolidate_state_dict()
     state = mixed.optimizer.state_dict()["state"] if rank == 0 else None
     placement, deaths = placement_of(mixed.optimizer), worker_of(mixed.optimizer).deaths
@@ -155,11 +188,35 @@ def _train_mixed(rank: int, world_size: int, offload: Any, kills: float = 0.0) -
     return seen, state, counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_bits_of_synchronous_steps_with_workers_killed(world_size: int) -> None:
+def _train_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+    """As :func:`_train_mixed`; parameters arrive so late after step() that whoever does not wait reads old ones."""
+    write = ParamWriter.write_beside
+
+    def slowly(self: ParamWriter, made: Any) -> None:
+        time.sleep(0.001)
+        write(self, made)
+
+    pytest.MonkeyPatch().setattr(ParamWriter, "write_beside", slowly)
+    return _train_mixed(rank, world_size, SPECULATING, 0.06, True, dtype)
+
+
+def _train_speculating(rank: int, world_size: int, dtype: torch.dtype) -> Any:
+    return _train_mixed(rank, world_size, SPECULATING, 0.06, False, dtype)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "train", "dtype"),
+    [
+        (1, _train_speculating, torch.float32),
+        (2, _train_speculating, torch.float32),
+        (1, _train_late, torch.bfloat16),
+        (2, _train_late, torch.float32),
+    ],
+)
+def test_the_bits_of_synchronous_steps_with_workers_killed(world_size: int, train: Any, dtype: torch.dtype) -> None:
     """Clipped, unclipped, overflowing, skipped, edited, accumulated: 500 steps, the state included."""
-    plain = run_processes(world_size, _train_mixed, NOW, timeout=SECONDS)
-    found = run_processes(world_size, _train_mixed, SPECULATING, 0.06, timeout=SECONDS)
+    plain = run_processes(world_size, _train_mixed, NOW, 0.0, False, dtype, timeout=SECONDS)
+    found = run_processes(world_size, train, dtype, timeout=SECONDS)
     for (seen, state, _), (plain_seen, plain_state, _) in zip(found, plain, strict=True):
         assert_bitwise(seen, plain_seen)
         assert_bitwise(state, plain_state)

@@ -24,6 +24,7 @@ from .native_rules import check_params as _check_native_params
 from .native_rules import check_state as _check_native_state
 from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
 from .nvme import NVMePlacement
+from .results import Results, build_results
 from .selective import SelectivePlacement
 from .speculation import SpeculativePlacement, check_reduces_early
 from .units import DeviceUnits
@@ -37,8 +38,10 @@ __all__ = [
     "Placement",
     "Policy",
     "ReadThrough",
+    "Results",
     "bare_step",
     "build_placement",
+    "build_results",
     "check_params",
     "check_policy",
     "check_reduction",
@@ -188,18 +191,20 @@ def build_placement(
     defaults: Mapping[str, Any],
     group: Group,
     reduction: Reduction,
+    results: Results,
 ) -> Placement:
     """The strategy a policy names; ``None`` is the parameters' own device. Collective.
 
     Args:
         reduction: where gradients come from.
+        results: how what is stepped elsewhere gets into the parameters.
     """
     if policy is not None and policy.selective is not None:
         # Like gradients that are reduced already, means come after a pending step has been brought in.
-        home = _build_whole(policy, precision, optimizer_class, defaults, group, AlreadyReduced())
+        home = _build_whole(policy, precision, optimizer_class, defaults, group, AlreadyReduced(), Results())
         delay = policy.delay if isinstance(policy, WorkerOffload) else 0
         return SelectivePlacement(policy.selective, home, group, optimizer_class, defaults, delay)
-    return _build_whole(policy, precision, optimizer_class, defaults, group, reduction)
+    return _build_whole(policy, precision, optimizer_class, defaults, group, reduction, results)
 
 
 def _build_whole(
@@ -209,12 +214,13 @@ def _build_whole(
     defaults: Mapping[str, Any],
     group: Group,
     reduction: Reduction,
+    results: Results,
 ) -> Home:
     """What steps all of a shard in one place."""
     if isinstance(policy, WorkerOffload):
         if policy.speculate:
-            return SpeculativePlacement(policy, defaults, group, reduction)
-        return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction))
+            return SpeculativePlacement(policy, defaults, group, reduction, results)
+        return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction), results)
     if isinstance(policy, NVMeOffload):
         return NVMePlacement(policy, defaults)
     bucketwise = steps_params_apart(optimizer_class)

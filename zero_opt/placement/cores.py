@@ -107,13 +107,17 @@ class Confined:
         self._cores, self._all = set(cores), own
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Within it the calling thread may run where it did before; for when the worker has nothing to do."""
+    def lifted(self, cores: Collection[int] | None = None) -> Iterator[None]:
+        """Within it the calling thread may run where it did before; for when the worker has nothing to do.
+
+        Args:
+            cores: it is to run on these alone.
+        """
         confined = os.sched_getaffinity(0)
         if confined != self._cores:  # by others too
             yield
             return
-        os.sched_setaffinity(0, self._all)
+        os.sched_setaffinity(0, self._all if cores is None else cores)
         try:
             yield
         finally:

@@ -41,7 +41,8 @@ from ..reduction.base import GradShard
 from ..worker_process import Batches, flushes_denormals
 from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
-from .worker import Pending, Used, WorkerPlacement
+from .results import Results, Used
+from .worker import Pending, WorkerPlacement
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
 _RECENT_STEPS = 8
@@ -117,9 +118,11 @@ class SpeculativePlacement(WorkerPlacement):
 
     _shard_type = BankedShard
 
-    def __init__(self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object) -> None:
+    def __init__(
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object, results: Results
+    ) -> None:
         check_reduces_early(reduction)
-        super().__init__(policy, defaults, group, 1)
+        super().__init__(policy, defaults, group, 1, results)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []
@@ -224,6 +227,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
+        self._results.bring(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
@@ -306,8 +310,7 @@ class SpeculativePlacement(WorkerPlacement):
             self._summed.clear()
             # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
             sequence = self._worker.drafted if drafted or made.sequence is not None else None
-            order = [found.bucket for found in grads if found.used]
-            return Pending(sequence, order, [*made.used, *drafted.values()])
+            return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
 
     def _was_drafted(self, found: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""

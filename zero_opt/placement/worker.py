@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..collectives import Group
 from ..cpu_adam.update import hypers_of as adam_hypers
-from ..errors import ZeroOptError
+from ..errors import StepPending, ZeroOptError
 from ..flat_param import FlatParam, share_counters
 from ..interrupts import uninterrupted
 from ..page_lock import PageLock
@@ -22,17 +21,10 @@ from ..reduction.base import GradShard
 from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
-from .master_shard import write_all
 from .native_placement import NativePlacement
+from .results import ParamWriter, Results, Used
 
 _log = logging.getLogger("zero_opt")
-
-
-class Used(NamedTuple):
-    """The slices of one shard that a step has."""
-
-    shard: ArenaShard
-    positions: Sequence[int]
 
 
 class Pending(NamedTuple):
@@ -71,15 +63,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         defaults: Mapping[str, Any],
         group: Group,
         grad_buffers: int,
+        results: Results,
     ) -> None:
         super().__init__()
+        self._results = results
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
-        self._threads = split.threads + len(split.trainer)
+        self._writer = ParamWriter(split, self._confined)
         self._locked: PageLock | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -152,8 +146,12 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """See :class:`Placement`."""
         if not self._delay:
-            return [shard.bucket for shard in grads if shard.used]
+            return self._in_order(grads)
         return [] if self._pending is None else self._pending.buckets
+
+    def _in_order(self, grads: Sequence[GradShard]) -> list[int]:
+        """The buckets that a step updates on whatever rank."""
+        return self._results.order([self._shards[shard.bucket].bucket for shard in grads if shard.used])
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -170,6 +168,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._await(self._pending.sequence)
 
     def _drop_pending(self) -> None:
+        self._results.forget_overtaken()
         self.wait()
         if self._pending is not None:
             for used in self._pending.used:
@@ -181,8 +180,12 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def land(self) -> Iterator[int]:
         """See :class:`Placement`."""
+        self._results.bring_all()
+        self._results.forget_overtaken()
         self._load_mirrors()
-        yield from self._land()
+        landed = list(self._land())
+        self._results.bring_all()  # the next step is made where they are
+        yield from landed
 
     def _land(self) -> Iterator[int]:
         self.wait()
@@ -193,15 +196,21 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             for shard, positions in pending.used:
                 shard.count_step(positions)
             self._written()
-            self._write_params(pending)
+            made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
+            self._results.put(made, self._writer)
             self._pending = None
         yield from pending.buckets
 
-    def _write_params(self, landed: Pending) -> None:
-        """Bring a step into the parameters, on the worker's cores too: it has nothing to do."""
-        written = [(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in landed.used]
-        with nullcontext() if self._confined is None else self._confined.lifted():
-            write_all(written, threads=max(self._threads, torch.get_num_threads()))
+    def conflict(self) -> StepPending | None:
+        """See :class:`Placement`."""
+        flat = self._results.overtaken
+        if flat is None:
+            return super().conflict()
+        return StepPending(
+            f"{flat.label} was changed before the last update had arrived in it, as it may after step() has returned "
+            "(overlap_param_gather), and has not got that; call opt.flush() before changing parameters, and once to "
+            "go on as they are"
+        )
 
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -235,7 +244,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             sequence = self._send(list(batches.values()))
         for shard, _ in used:
             shard.lend_grads()
-        return Pending(sequence, [shard.bucket for shard in grads if shard.used], used)
+        return Pending(sequence, self._in_order(grads), used)
 
     def _send(self, batches: Batches) -> int:
         return self._worker.submit(batches, flush_denormals=self._flush_denormals)
