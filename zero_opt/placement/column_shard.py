@@ -133,11 +133,12 @@ class ColumnSlice:
 
     def gather(self, grad: Tensor, grad_scale: float) -> None:
         """Add a gradient, (numel,), to those that wait."""
-        term = grad.to(self.waiting.device, torch.float32, copy=grad_scale != 1)
         if grad_scale != 1:
-            term.mul_(grad_scale)
+            term = grad.to(self.waiting.device, torch.float32, copy=True).mul_(grad_scale)
+        else:  # what is narrower is widened as it is added
+            term = grad.to(self.waiting.device, torch.float32 if grad.dtype is torch.float64 else grad.dtype)
         if not self.waiting.numel():
-            self.waiting = torch.empty_like(term)
+            self.waiting = torch.empty_like(term, dtype=torch.float32)
         if self.gathered:
             self.waiting.add_(term)
         else:
