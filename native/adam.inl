@@ -25,8 +25,6 @@ namespace {
 #define ZERO_OPT_HAS_FMA
 #endif
 
-// Where a caller knows lengths that the function does not.
-#define ZERO_OPT_INLINE inline __attribute__((always_inline))
 
 // a * b + c, rounded once.
 inline float fma32(float a, float b, float c) {
@@ -65,16 +63,29 @@ void fma_loop(const FmaRun& run) {
   for (std::int64_t i = 0; i < run.numel; ++i) out[i] = fma32(a[i], b[i], c[i]);
 }
 
+// What a Value stands for is a float, or a vector of floats and then as many elements.
+template <typename Value>
+constexpr std::int64_t kLanes = sizeof(Value) / sizeof(float);
+
+template <typename Value>
+inline Value all(float value) {
+  return value - Value{};
+}
+
+inline float root(float value) { return __builtin_sqrtf(value); }
+
 // a / divisor, rounded once, given reciprocal = 1 / divisor rounded once. The divisor must be in [2^-64, 1] and a
 // no smaller than 2^-75 unless it is zero: then nothing here is subnormal.
-inline float divide(float a, float divisor, float reciprocal) {
+template <typename Value>
+inline Value divide(Value a, Value divisor, Value reciprocal) {
 #if defined(ZERO_OPT_HAS_FMA)
   // Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000 processor", theorem 8.3: the
   // remainder of the approximate quotient is exact, and correcting by it rounds correctly. An infinite a has no
   // remainder. Three multiplications leave the divider to the one division and the root that cannot do without.
-  const float quotient = a * reciprocal;
-  const float remainder = __builtin_fmaf(-quotient, divisor, a);
-  const float corrected = __builtin_fmaf(remainder, reciprocal, quotient);
+  const Value quotient = a * reciprocal;
+  const Value remainder = fma32(-quotient, divisor, a);
+  const Value corrected = fma32(remainder, reciprocal, quotient);
+  if constexpr (kLanes<Value> > 1) return corrected;  // who steps vectors discards those that are not finite
   return remainder == remainder ? corrected : quotient;
 #else
   (void)reciprocal;
@@ -115,8 +126,9 @@ inline float second_of(Pair pair) { return float_of(pair & kUpper); }
 inline std::uint32_t uppers(std::uint32_t first, std::uint32_t second) { return first >> 16 | (second & kUpper); }
 
 // The state of one element.
+template <typename Value>
 struct Element {
-  float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  Value param, exp_avg, exp_avg_sq, max_exp_avg_sq;
 };
 
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
@@ -125,17 +137,19 @@ struct Element {
 //
 // kTurned: torch's lerp starts from the end that is nearer to the result, which for beta1 <= 0.5 is the
 // gradient. The choices are template parameters so that no loop carries a test.
-template <bool kL2, bool kAmsgrad, bool kTurned>
-inline Element step_element(const AdamScalars& s, float g, const Element& old) {
-  if constexpr (kL2) g = fma32(old.param, s.l2, g);
-  const float p = old.param * s.decay;
-  const float turn = g - old.exp_avg;
-  const float m = kTurned ? fma32(s.weight1 - 1.0f, turn, g) : fma32(s.weight1, turn, old.exp_avg);
-  const float v = fma32(s.weight2 * g, g, old.exp_avg_sq * s.beta2);
-  float root_of = v;
+template <bool kL2, bool kAmsgrad, bool kTurned, typename Value>
+inline Element<Value> step_element(const AdamScalars& s, Value g, const Element<Value>& old) {
+  if constexpr (kL2) g = fma32(old.param, all<Value>(s.l2), g);
+  const Value p = old.param * s.decay;
+  const Value turn = g - old.exp_avg;
+  const Value m = kTurned ? fma32(all<Value>(s.weight1 - 1.0f), turn, g)
+                          : fma32(all<Value>(s.weight1), turn, old.exp_avg);
+  const Value v = fma32(s.weight2 * g, g, old.exp_avg_sq * s.beta2);
+  Value root_of = v;
   // As torch's maximum: NaN on either side stays NaN.
   if constexpr (kAmsgrad) root_of = ((v > old.max_exp_avg_sq) | (v != v)) ? v : old.max_exp_avg_sq;
-  const float denominator = divide(__builtin_sqrtf(root_of), s.bias_correction2_sqrt, s.reciprocal) + s.eps;
+  const Value denominator =
+      divide(root(root_of), all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
   return {p - s.step_size * m / denominator, m, v, root_of};
 }
 
@@ -153,12 +167,12 @@ ZERO_OPT_INLINE bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
   for (std::int64_t i = 0; i < numel; ++i) {  // vectorise
     const float g = s.grad_factor * (kHalfGrad ? bf16_to_float(half_grad[i]) : grad[i]);
     spoilt |= bits_of(g * 0.0f);
-    Element old;
+    Element<float> old;
     old.param = kSplit ? joined(from.half_param[i], from.remainder[i]) : from.param[i];
     old.exp_avg = kHalf ? bf16_to_float(from.half_exp_avg[i]) : from.exp_avg[i];
     old.exp_avg_sq = kHalf ? bf16_to_float(from.half_exp_avg_sq[i]) : from.exp_avg_sq[i];
     old.max_exp_avg_sq = kAmsgrad ? from.max_exp_avg_sq[i] : 0.0f;
-    const Element stepped = step_element<kL2, kAmsgrad, kTurned>(s, g, old);
+    const Element<float> stepped = step_element<kL2, kAmsgrad, kTurned>(s, g, old);
     if constexpr (kAmsgrad) to.max_exp_avg_sq[i] = stepped.max_exp_avg_sq;
     if constexpr (kHalf) {
       const Halves halves = rounded_moments<kHalfGrad>(stepped.exp_avg, stepped.exp_avg_sq, s.dither);
@@ -169,7 +183,7 @@ ZERO_OPT_INLINE bool adam_loop(const AdamScalars& scalars, const Lanes& lanes) {
       to.exp_avg_sq[i] = stepped.exp_avg_sq;
     }
     if constexpr (kSplit) {
-      const std::uint32_t bits = separable(stepped.param);
+      const std::uint32_t bits = separable<std::uint32_t>(stepped.param);
       to.half_param[i] = param_of(bits);
       to.remainder[i] = static_cast<std::int16_t>(bits);
     } else {
@@ -198,13 +212,14 @@ bool adam_pairs(const AdamScalars& scalars, const Lanes& lanes) {
     spoilt |= bits_of(g1 * 0.0f) | bits_of(g2 * 0.0f);
     const float p1 = joined_bits(p << 16, static_cast<std::int32_t>(r << 16) >> 16);
     const float p2 = joined_bits(p & kUpper, static_cast<std::int32_t>(r) >> 16);
-    const Element one = step_element<false, false, false>(s, g1, {p1, first_of(m), first_of(v), 0.0f});
-    const Element two = step_element<false, false, false>(s, g2, {p2, second_of(m), second_of(v), 0.0f});
+    const Element<float> old1 = {p1, first_of(m), first_of(v), 0.0f}, old2 = {p2, second_of(m), second_of(v), 0.0f};
+    const Element<float> one = step_element<false, false, false>(s, g1, old1);
+    const Element<float> two = step_element<false, false, false>(s, g2, old2);
     const Halves moments1 = rounded_moments<true>(one.exp_avg, one.exp_avg_sq, s.dither);
     const Halves moments2 = rounded_moments<true>(two.exp_avg, two.exp_avg_sq, s.dither);
     to_exp_avg[i] = uppers(moments1.exp_avg, moments2.exp_avg);
     to_exp_avg_sq[i] = uppers(moments1.exp_avg_sq, moments2.exp_avg_sq);
-    const std::uint32_t bits1 = separable(one.param), bits2 = separable(two.param);
+    const std::uint32_t bits1 = separable<std::uint32_t>(one.param), bits2 = separable<std::uint32_t>(two.param);
     to_param[i] = uppers(bits1 + kRoundParam, bits2 + kRoundParam);
     to_remainder[i] = (bits1 & ~kUpper) | bits2 << 16;
   }

@@ -260,8 +260,15 @@ void mean(std::int64_t numel, const std::string& dtype, const std::vector<std::u
 
 using Run = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, bool>;
 
-HostBucket make_bucket(const std::vector<Run>& runs, const std::vector<std::int64_t>& bounds, const std::string& dtype) {
-  HostBucket bucket = {{}, bounds, mean_format(dtype)};
+using Sum = std::tuple<std::int64_t, std::int64_t, std::uintptr_t>;
+
+HostBucket make_bucket(const std::vector<Run>& runs, const std::vector<std::int64_t>& bounds, const std::string& dtype,
+                       const std::vector<Sum>& sums) {
+  HostBucket bucket = {{}, bounds, mean_format(dtype), {}};
+  if (!sums.empty()) float_named(dtype);
+  for (const auto& [start, numel, squares] : sums) {
+    bucket.sums.push_back({start, numel, static_cast<double*>(memory(squares))});
+  }
   for (const auto& [start, numel, data, add] : runs) {
     bucket.runs.push_back({start, numel, reinterpret_cast<char*>(data), add});
   }
@@ -407,7 +414,8 @@ PYBIND11_MODULE(_native, m) {
         py::arg("isa") = "");
   m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("add"));
   py::class_<HostBucket>(m, "HostBucket")
-      .def(py::init(&make_bucket), py::arg("runs"), py::arg("bounds"), py::arg("dtype"));
+      .def(py::init(&make_bucket), py::arg("runs"), py::arg("bounds"), py::arg("dtype"),
+           py::arg("sums") = std::vector<Sum>());
   py::class_<HostRanks>(m, "HostRanks")
       .def(py::init(&make_ranks), py::arg("rank"), py::arg("arenas"), py::arg("data_at"), py::arg("slot_bytes"))
       .def("reduce", &host_reduce, py::arg("ident"), py::arg("bucket"), py::arg("shard"), py::arg("published"),

@@ -7,6 +7,11 @@
 
 #include <cstdint>
 
+#include "wide.inl"
+
+// Where a caller knows lengths that the function does not.
+#define ZERO_OPT_INLINE inline __attribute__((always_inline))
+
 namespace zero_opt {
 namespace {
 
@@ -19,11 +24,19 @@ inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bit
 
 inline float bf16_to_float(std::uint16_t bits) { return float_of(static_cast<std::uint32_t>(bits) << 16); }
 
-// Every NaN becomes the positive quiet one, as in torch.
+inline std::uint32_t words_of(float value) { return bits_of(value); }
+
+// A bf16 number in the upper half of a word, and anything below, for a float, or for each of a vector of them. Every NaN
+// becomes the positive quiet one, as in torch.
+template <typename Word, typename Value>
+inline Word rounded_bf16(Value value) {
+  const Word bits = words_of(value);
+  const Word rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return value == value ? rounded : Word{} + kQuietNan;
+}
+
 inline std::uint16_t float_to_bf16(float value) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<std::uint16_t>((bits & kMagnitude) > kInfinity ? kQuietNan >> 16 : rounded);
+  return static_cast<std::uint16_t>(rounded_bf16<std::uint32_t>(value) >> 16);
 }
 
 // The exponent is rebased by an integer addition. A subnormal gets the exponent of 2^-14 with a leading one that

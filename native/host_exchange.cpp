@@ -56,6 +56,22 @@ void copy_in(const HostBucket& bucket, Range range, std::int64_t item, const cha
   });
 }
 
+// Adds up what lies in the shard from ``begin`` on and is in place up to ``end``: the sums whose last element is
+// between the two.
+void add_up(const HostBucket& bucket, const char* shard, std::int64_t begin, std::int64_t end) {
+  const auto ends_before = [](const HostSum& sum, std::int64_t low) { return sum.start + sum.numel <= low; };
+  auto sum = std::lower_bound(bucket.sums.begin(), bucket.sums.end(), begin, ends_before);
+  for (; sum != bucket.sums.end() && sum->start < end; ++sum) {
+    const std::int64_t first = std::max<std::int64_t>(begin - sum->start, 0) / kSumNumel * kSumNumel;
+    for (std::int64_t at = first; at < sum->numel; at += kSumNumel) {
+      const std::int64_t n = std::min(kSumNumel, sum->numel - at);
+      if (sum->start + at + n > end) return;
+      const char* values = shard + (sum->start + at) * bytes_of(bucket.format);
+      sum->squares[at / kSumNumel] = chosen_kernels().grad_sum(values, bucket.format, n).squares;
+    }
+  }
+}
+
 }  // namespace
 
 HostRanks::HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes)
@@ -130,6 +146,7 @@ HostProgress HostRanks::reduce(std::uint64_t ident, const HostBucket& bucket, ch
                       shard + (from - bucket.bounds[rank_]) * item});
       }
     });
+    add_up(bucket, shard, range.low - bucket.bounds[rank_], range.high - bucket.bounds[rank_]);
   };
   return exchange(ident, piece_count(bucket, step), published, patience_s, stage, read);
 }

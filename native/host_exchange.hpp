@@ -24,11 +24,19 @@ struct HostRun {
   bool add;    // to what is in the shard, instead of overwriting it
 };
 
+// Elements of this rank's shard, and where the squares of every kSumNumel of them are added up.
+struct HostSum {
+  std::int64_t start;  // in the shard
+  std::int64_t numel;
+  double* squares;
+};
+
 // A bucket as this rank has it. Elements that no run covers are padding, which is not exchanged.
 struct HostBucket {
   std::vector<HostRun> runs;         // ascending, apart from each other, alike on all ranks but for data and add
   std::vector<std::int64_t> bounds;  // rank r's shard is the elements from bounds[r] to bounds[r + 1]
   Format format;
+  std::vector<HostSum> sums;  // ascending, apart from each other; this rank's own choice
 };
 
 // How far an exchange has come.
@@ -43,8 +51,8 @@ class HostRanks {
   // arenas: by rank, where each rank's arena is mapped here: the peer words, and at data_at two slots.
   HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes);
 
-  // The mean over ranks of this rank's shard of a bucket into ``shard``. Waits at most patience_s for a peer, then
-  // returns, to be called again.
+  // The mean over ranks of this rank's shard of a bucket into ``shard``, and its sums while it is in the cache, as
+  // grad_sum takes them. Waits at most patience_s for a peer, then returns, to be called again.
   HostProgress reduce(std::uint64_t ident, const HostBucket& bucket, char* shard, std::int64_t published,
                       double patience_s);
 

@@ -7,12 +7,10 @@
 #pragma once
 
 #include "adam.inl"
+#include "block8.inl"
 #include "compact.inl"
 #include "float_formats.inl"
-
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "stream.inl"
 
 namespace zero_opt {
 namespace {
@@ -24,8 +22,8 @@ struct alignas(64) Staging {
   float param[kStaged];
   float grad[kStaged];
   float out[kStaged];
-  std::uint16_t exp_avg[kStaged];
-  std::uint16_t exp_avg_sq[kStaged];
+  float exp_avg[kStaged];
+  float exp_avg_sq[kStaged];
 };
 
 inline void widen_fp16(const std::uint16_t* __restrict__ from, std::int64_t n, float* __restrict__ to) {
@@ -63,35 +61,6 @@ void write_floats(void* array, Format format, std::int64_t start, std::int64_t n
   }
 }
 
-// An array that is written but not read need not be fetched first: past the caches, whole lines at a time. A run
-// shorter than this is better left in them, for whoever reads it next.
-constexpr std::int64_t kStreamNumel = 1 << 20, kLine = 64;
-
-inline void stream_line(const char* from, char* to) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(from));
-#elif defined(__AVX__)
-  for (int i = 0; i < 2; ++i) {
-    const __m256i half = _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + i);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + i, half);
-  }
-#elif defined(__SSE2__)
-  for (int i = 0; i < 4; ++i) {
-    const __m128i quarter = _mm_load_si128(reinterpret_cast<const __m128i*>(from) + i);
-    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, quarter);
-  }
-#else
-  __builtin_memcpy(to, from, kLine);
-#endif
-}
-
-// Streamed stores are seen by other threads only after this.
-inline void end_streams() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
 void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
   const std::int64_t width = bytes_of(run.out_format);
   char* to = static_cast<char*>(run.out) + start * width;
@@ -103,11 +72,6 @@ void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const flo
   write_floats(staging.out, run.out_format, 0, n, values);
   const char* from = reinterpret_cast<const char*>(staging.out);
   for (std::int64_t at = 0; at < n * width; at += kLine) stream_line(from + at, to + at);
-}
-
-inline MomentRun blocks_of(const AdamRun& run, const AdamArrays& arrays, std::uint32_t dither) {
-  return {run.numel,           run.moment_format,      dither,  arrays.exp_avg, arrays.exp_avg_sq,
-          arrays.exp_avg_base, arrays.exp_avg_sq_base, nullptr, nullptr};
 }
 
 // Points at the moments of a format that the loop knows, from element start on.
@@ -128,38 +92,14 @@ void read_moments(const AdamRun& run, std::int64_t start, Staging& staging, Lane
     point_at_moments(run.to, run.moment_format, start, lanes.to);
     return;
   }
-  lanes.from.half_exp_avg = lanes.to.half_exp_avg = staging.exp_avg;
-  lanes.from.half_exp_avg_sq = lanes.to.half_exp_avg_sq = staging.exp_avg_sq;
-  const MomentRun blocks = blocks_of(run, run.from, 0);
-  for_blocks(lanes.numel, [&](std::int64_t at, std::int64_t n) {
-    decode_block(blocks, start + at, n, staging.exp_avg + at, staging.exp_avg_sq + at);
-  });
+  lanes.from.exp_avg = lanes.to.exp_avg = staging.exp_avg;
+  lanes.from.exp_avg_sq = lanes.to.exp_avg_sq = staging.exp_avg_sq;
+  decode_blocks(blocks_of(run, run.from, 0), start, lanes.numel, staging.exp_avg, staging.exp_avg_sq);
 }
 
 void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither, const Lanes& lanes) {
   if (run.moment_format != Format::kBlock8) return;
-  encode_blocks<kStaged / kCutNumel>(blocks_of(run, run.to, dither), start, lanes.numel, lanes.to.half_exp_avg,
-                                     lanes.to.half_exp_avg_sq);
-}
-
-// Asks for the memory that the loops come to next but three. They are too short for the processor to see by itself
-// where they are going.
-constexpr std::int64_t kAhead = 4 * kStaged;
-
-inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start) {
-  if (array == nullptr) return;
-  const char* first = static_cast<const char*>(array) + (start + kAhead) * bytes;
-  for (std::int64_t at = 0; at < kStaged * bytes; at += 64) __builtin_prefetch(first + at, 1);
-}
-
-void prefetch_run(const AdamRun& run, std::int64_t start) {
-  prefetch(run.from.param, run.from.remainder == nullptr ? 4 : 2, start);
-  prefetch(run.from.remainder, 2, start);
-  prefetch(run.grad, bytes_of(run.grad_format), start);
-  prefetch(run.from.exp_avg, bytes_of(run.moment_format), start);
-  prefetch(run.from.exp_avg_sq, bytes_of(run.moment_format), start);
-  prefetch(run.from.max_exp_avg_sq, 4, start);
-  if (run.numel < kStreamNumel) prefetch(run.out, bytes_of(run.out_format), start);
+  encode_blocks(blocks_of(run, run.to, dither), start, lanes.numel, lanes.to.exp_avg, lanes.to.exp_avg_sq);
 }
 
 // Points at a master as it lies, from element start on.
@@ -192,8 +132,9 @@ std::int32_t count_nonfinite(float factor, const Lanes& lanes) {
   return count;
 }
 
-std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
-                         Staging& staging) {
+// Elements of any run, through the staging: see the top.
+std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+                             Staging& staging) {
   Lanes lanes = {};
   lanes.numel = n;
   const bool converting = converts(scalars, run.from.max_exp_avg_sq != nullptr);
@@ -219,15 +160,40 @@ std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
   return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
 }
 
+// n elements from start, a multiple of kCutNumel.
+std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+                         Staging& staging) {
+#if defined(ZERO_OPT_HAS_WIDE)
+  if (steps_blocks8(scalars, run)) {
+    std::int32_t nonfinite = 0;
+    for (const std::int64_t end = start + n; start < end;) {
+      start += adam_blocks8(scalars, run, start, end) * kCutNumel;
+      const std::int64_t rest = end - start < kCutNumel ? end - start : kCutNumel;
+      if (rest > 0) nonfinite += adam_by_staging(scalars, run, start, rest, staging);
+      start += rest;
+    }
+    return nonfinite;
+  }
+#endif
+  return adam_by_staging(scalars, run, start, n, staging);
+}
+
 std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
   Staging staging;
   const bool as_it_lies = run.grad_format == Format::kFloat32 && run.moment_format == Format::kFloat32 &&
                           run.from.remainder == nullptr && run.out == nullptr;
   if (as_it_lies) return adam_staged(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
+#if defined(ZERO_OPT_HAS_WIDE)
+  if (steps_blocks8(scalars, run)) {
+    nonfinite = adam_staged(scalars, run, begin, end - begin, staging);
+    if (run.out != nullptr) end_streams();
+    return nonfinite;
+  }
+#endif
   for (std::int64_t start = begin; start < end; start += kStaged) {
     const std::int64_t n = end - start < kStaged ? end - start : kStaged;
-    if (start + kAhead + kStaged <= end) prefetch_run(run, start);
+    if (start + kAhead + kStaged <= end) prefetch_run(run, start + kAhead, kStaged);
     nonfinite += adam_staged(scalars, run, start, n, staging);
   }
   if (run.out != nullptr) end_streams();

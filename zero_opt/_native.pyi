@@ -114,9 +114,18 @@ def mean(numel: int, dtype: str, sources: Sequence[int], out: int, add: bool) ->
     """
 
 class HostBucket:
-    """A bucket as this rank has it: runs as (start in the bucket, elements, address or 0 for zeros, whether to add)."""
+    """A bucket as this rank has it: runs as (start in the bucket, elements, address or 0 for zeros, whether to add).
 
-    def __init__(self, runs: Sequence[tuple[int, int, int, bool]], bounds: Sequence[int], dtype: str) -> None: ...
+    ``sums``, of this rank's shard as reduced, are (start in the shard, elements, address of their sums, fp64).
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[int, int, int, bool]],
+        bounds: Sequence[int],
+        dtype: str,
+        sums: Sequence[tuple[int, int, int]] = (),
+    ) -> None: ...
 
 class HostRanks:
     """The ranks of a host, by the addresses at which their arenas are mapped here; see native/host_exchange.hpp.

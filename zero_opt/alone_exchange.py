@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, chunks_of
+from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, chunks_of
 
 
 class AloneExchange(PooledExchange):
@@ -17,7 +17,14 @@ class AloneExchange(PooledExchange):
         """See :class:`Exchange`."""
         return self
 
-    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+    def reduce_runs(
+        self,
+        ident: Ident,  # noqa: ARG002
+        runs: Sequence[Run],
+        bounds: Sequence[int],  # noqa: ARG002
+        out: Tensor,
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
         """See :class:`DirectExchange`."""
         targets, sources = [], []
         for run in runs:

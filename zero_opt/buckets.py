@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import StateOffloaded
-from .exchange import Exchange, Ident, Run, StagingPool
+from .exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
 from .streams import Producers, Streams, build_streams
@@ -65,6 +65,9 @@ class ShardReader(Protocol):
 
     def scales(self, bucket: GradBucket, factor: float) -> None:
         """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
+
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
+        """Where the round that is about to be written adds up squares as it goes: per slice, or nowhere."""
 
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
         """Per slice, sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
@@ -282,7 +285,8 @@ class GradBucket:
             shard = self.writable(keep=adding)
             direct = exchange.direct(self.dtype)
             if direct is not None and not converting:
-                return direct.reduce_runs(ident, self._runs(grads, accumulate, pool), self.layout.bounds, shard)
+                runs, sums = self._runs(grads, accumulate, pool), self._sums(direct)
+                return direct.reduce_runs(ident, runs, self.layout.bounds, shard, sums)
             apart = adding or converting
             mean = pool.take(1, self.shard_numel, self.dtype, self.device) if apart else shard
             if direct is not None:
@@ -296,6 +300,10 @@ class GradBucket:
             if complete and apart:
                 self._add(mean, accumulate)
             return complete
+
+    def _sums(self, direct: DirectExchange) -> Sequence[SliceSums]:
+        """What :attr:`reader` wants added up, as far as the exchange does that."""
+        return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
 
     def param_runs(self) -> list[Run]:
         """The parameters as they lie in memory."""

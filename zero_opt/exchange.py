@@ -146,11 +146,36 @@ class Run(NamedTuple):
     add: bool = False
 
 
-class DirectExchange(Protocol):
-    """An exchange that reads gradients and writes parameters where they are, so that nothing has to be staged."""
+class SliceSums(NamedTuple):
+    """Where to add up the squares of one slice of a shard, while it is in the cache.
 
-    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
-        """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone."""
+    Attributes:
+        start: index in the shard of its first element.
+        squares: (sums_of(numel),), fp64, as :func:`zero_opt.cpu_adam.grad_squares` takes them.
+    """
+
+    start: int
+    numel: int
+    squares: Tensor
+
+
+class DirectExchange(Protocol):
+    """An exchange that reads gradients and writes parameters where they are, so that nothing has to be staged.
+
+    Attributes:
+        adds_up: the dtypes of shards whose squares it adds up as it reduces them.
+    """
+
+    adds_up: Sequence[torch.dtype]
+
+    def reduce_runs(
+        self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
+    ) -> bool:
+        """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone.
+
+        Args:
+            sums: ascending; none unless :attr:`adds_up` has the dtype. Undefined when the result is ``False``.
+        """
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
         """Start bringing every other rank's shard into this rank's runs, none of which is ``None``.
@@ -203,6 +228,7 @@ class PooledExchange:
     """What exchanges have in common whose staging is ordinary memory from a pool."""
 
     gathers_ahead, nbytes = 0, 0
+    adds_up: Sequence[torch.dtype] = ()
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .cpu_adam import native_available
+from .cpu_adam.checks import GRAD_DTYPES
 from .errors import OptimizerClosed, PeerLost, StepDesync
 from .exchange import (
     NATIVE_DTYPES,
@@ -32,6 +33,7 @@ from .exchange import (
     Ident,
     PooledExchange,
     Run,
+    SliceSums,
     StagingPool,
     chunks_of,
 )
@@ -98,6 +100,7 @@ class HostExchange(PooledExchange):
         self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange, pool: StagingPool
     ) -> None:
         super().__init__(pool)
+        self.adds_up = GRAD_DTYPES
         self._timeout_s, self._closed = group.timeout_s, False
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
@@ -109,9 +112,11 @@ class HostExchange(PooledExchange):
         """See :class:`Exchange`."""
         return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
 
-    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
+    def reduce_runs(
+        self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
+    ) -> bool:
         """See :class:`DirectExchange`."""
-        bucket = _bucket(runs, bounds, out.dtype)
+        bucket = _bucket(runs, bounds, out.dtype, sums)
         return self._complete(partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
@@ -168,10 +173,11 @@ def _nothing_left() -> None:
     """An exchange that is complete already."""
 
 
-def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype) -> Any:
+def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()) -> Any:
     """What the native exchange takes; the caller keeps the tensors alive."""
     listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
-    return _native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype])
+    places = [(part.start, part.numel, part.squares.data_ptr()) for part in sums]
+    return _native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)
 
 
 def build_host_exchange(

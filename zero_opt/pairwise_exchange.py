@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, StagingPool, add_mean, chunks_of
+from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, add_mean, chunks_of
 from .layout import Span
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
@@ -174,7 +174,14 @@ class PairwiseExchange(PooledExchange):
         """See :class:`Exchange`."""
         return self
 
-    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:
+    def reduce_runs(
+        self,
+        ident: Ident,
+        runs: Sequence[Run],
+        bounds: Sequence[int],
+        out: Tensor,
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
         """See :class:`DirectExchange`."""
         sends = self._send(ident, runs, bounds, out)
         matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}

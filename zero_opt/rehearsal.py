@@ -14,7 +14,17 @@ from .alone_exchange import AloneExchange
 from .buckets import GradBucket
 from .cpu_adam import native_available
 from .errors import UnsupportedParam
-from .exchange import NATIVE_DTYPES, DirectExchange, Exchange, Gathering, Ident, PooledExchange, Run, StagingPool
+from .exchange import (
+    NATIVE_DTYPES,
+    DirectExchange,
+    Exchange,
+    Gathering,
+    Ident,
+    PooledExchange,
+    Run,
+    SliceSums,
+    StagingPool,
+)
 from .flat_param import FlatParam, check_memory, is_dtensor
 from .host_exchange import own_nbytes
 from .layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
@@ -111,7 +121,14 @@ class _SharedMemory(_Backend):
         """See :class:`Exchange`."""
         return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
 
-    def reduce_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+    def reduce_runs(
+        self,
+        ident: Ident,  # noqa: ARG002
+        runs: Sequence[Run],  # noqa: ARG002
+        bounds: Sequence[int],  # noqa: ARG002
+        out: Tensor,  # noqa: ARG002
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
         """See :class:`DirectExchange`."""
         return True
 

@@ -6,7 +6,8 @@ Two forked ranks, one thread each, train the same transformer twice, with `Check
 Steps alternate between the two, so that both meet the same machine; a time is that of the slower rank. What the
 checks of a step do takes less than the noise of single steps, so it is timed by itself too, between the steps: the
 whole agreement (a message that also says how many buckets to exchange, which no step could do without), the part of
-it that is masks and digests, and the look for non-finite gradients.
+it that is masks and digests, the look for non-finite gradients, and the reduction of all gradients with and without
+the squares that the look needs.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ import torch.distributed as dist
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
+from zero_opt.exchange import Ident
 from zero_opt.grad_norm import measure
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
 Times = dict[str, list[float]]
-STEP, SKIP, AGREE, LOCAL, LOOK = (
+STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES = (
     "training step, nonfinite ignored",
     "training step, nonfinite skipped",
     "agreement: masks, digest, message, compare",
     "of it on this rank alone",
-    "look for non-finite gradients",
+    "look for non-finite gradients, squares added up before",
+    "look for non-finite gradients, if nothing were",
+    "reduction of all gradients",
+    "the same, squares added up meanwhile",
 )
 
 
@@ -91,6 +96,38 @@ def checks_alone(optimizer: Any, times: Times) -> None:
     times[LOCAL].append(timed(local))
 
 
+def look_alone(optimizer: Any, times: Times) -> None:
+    """What the look for non-finite gradients does at ``step()``, with and without squares from the reduction."""
+    sharded = optimizer._sharded
+    buckets = sharded.partition.buckets
+    grads = [grad for bucket in buckets for grad in bucket.slice_grads()]
+    known = [sums for bucket in buckets for sums in bucket.squares()]
+    assert all(sums is not None for sums in known), "added up from the second step on"
+    times[LOOK].append(timed(partial(measure, grads, range(len(grads)), optimizer._group, known)))
+    times[WHOLE_LOOK].append(timed(partial(measure, grads, range(len(grads)), optimizer._group)))
+
+
+def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
+    """The exchange of all gradients by itself; parameters serve as gradients."""
+    sharded = optimizer._sharded
+    progress, buckets = sharded.progress, sharded.partition.buckets
+    runs = [bucket.param_runs() for bucket in buckets]
+    outs = [torch.empty_like(bucket.shard) for bucket in buckets]
+    sums = [bucket.reader.sums(bucket) for bucket in buckets]
+    assert all(sums), "on this machine the exchange adds up"
+
+    def reduce(turn: int, *, adds_up: bool) -> None:
+        for at, bucket in enumerate(buckets):
+            ident = Ident(progress.step, progress.epoch, 1000 + turn * len(buckets) + at)
+            exchange = sharded.reduction._parts.exchange_of(bucket).direct(bucket.dtype)
+            exchange.reduce_runs(ident, runs[at], bucket.layout.bounds, outs[at], sums[at] if adds_up else ())
+
+    reduce(0, adds_up=False)
+    for turn in (1, 2):
+        adds_up = (turn + number) % 2 == 0
+        times[SQUARES if adds_up else REDUCE].append(timed(partial(reduce, turn, adds_up=adds_up)))
+
+
 def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
     """The life of one rank; rank 0 sends the times."""
     torch.set_num_threads(1)
@@ -103,16 +140,16 @@ def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
             net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, checks=zero_opt.Checks(nonfinite=nonfinite)
         )
         steps[name] = train_step(net, optimizers[name], tokens)
-    times: Times = {name: [] for name in (STEP, SKIP, AGREE, LOCAL, LOOK)}
+    times: Times = {name: [] for name in (STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES)}
     for number in range(rounds + 2):
         for name in (STEP, SKIP) if number % 2 else (SKIP, STEP):
             seconds = timed(steps[name])
             if number >= 2:  # the first two find out the order of buckets, and touch memory
                 times[name].append(seconds)
-        checks_alone(optimizers[STEP], times)
-        shards = [bucket.shard for bucket in optimizers[SKIP]._sharded.partition.buckets]
-        look = partial(measure, shards, range(len(shards)), optimizers[SKIP]._group)
-        times[LOOK].append(timed(look))
+        if number >= 2:
+            checks_alone(optimizers[STEP], times)
+            look_alone(optimizers[SKIP], times)
+            reductions_alone(optimizers[SKIP], number, times)
     if rank == 0:
         pipe.send(times)
     for optimizer in optimizers.values():
@@ -153,6 +190,14 @@ def report(times: Times) -> str:
     for name, seconds in times.items():
         share = 100 * statistics.median(seconds) / step
         lines.append(f"| {name} | {spread([1e3 * second for second in seconds])} | {share:.2f} % |")
+    squares = statistics.median(b - a for a, b in zip(times[REDUCE], times[SQUARES], strict=True))
+    both = statistics.median(times[LOOK]) + squares
+    lines += [
+        "",
+        f"Adding up takes {1e3 * squares:.3f} ms of the reduction (median of differences of a round). With the look at "
+        f"`step()` that is {100 * both / step:.2f} % of a step, and with the agreement "
+        f"{100 * (both + statistics.median(times[AGREE])) / step:.2f} %.",
+    ]
     return "\n".join(lines)
 
 

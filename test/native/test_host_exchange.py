@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zero_opt.cpu_adam import grad_squares
 from zero_opt.exchange import mean_in_rank_order
 
 _native: Any = pytest.importorskip("zero_opt._native")
@@ -140,6 +142,54 @@ def test_means_of_whatever_lies_anywhere(plan: Plan, exchanges: int) -> None:
         assert all(state in DONE for state in ranks.all_at_once(calls))
         assert [bits(shard) for shard in shards] == [bits(shard) for shard in expected]
     ranks.close()
+
+
+SUM_NUMEL = 4096
+
+
+@given(
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.integers(2, 4),
+    st.lists(st.integers(1, 3 * SUM_NUMEL), min_size=1, max_size=5),
+    st.integers(4, 300),
+    st.integers(0, 2**31),
+)
+def test_sums_of_squares_are_those_of_the_shard(
+    dtype: str, world_size: int, numels: list[int], lines: int, seed: int
+) -> None:
+    """Whatever the pieces, of every run of a shard, with the bits that the sum over the finished shard has."""
+    starts = [sum(numels[:at]) + 7 * at for at in range(len(numels))]
+    end = starts[-1] + numels[-1]
+    bounds = [end * rank // world_size for rank in range(world_size + 1)]
+    runs = list(zip(starts, numels, strict=True))
+    plan = Plan(dtype, 64 * lines, bounds, runs, [[False] * len(runs)] * world_size, [seed % 2 == 1] * len(runs))
+    grads = [run_tensors(plan, rank, seed) for rank in range(world_size)]
+    shards = [torch.ones(high - low).to(DTYPES[dtype]) for low, high in pairwise(bounds)]
+    ranks, sums, buckets = Ranks(world_size, plan.slot_bytes), [], []
+    for rank in range(world_size):
+        low, high = bounds[rank], bounds[rank + 1]
+        cuts = [(max(start, low) - low, min(start + numel, high) - low) for start, numel in runs]
+        mine = [(a, b - a, torch.full((-(-(b - a) // SUM_NUMEL),), -1.0).double()) for a, b in cuts if a < b]
+        listed = [(s, n, value.data_ptr(), plan.add[0]) for (s, n), value in zip(runs, grads[rank], strict=True)]
+        buckets.append(_native.HostBucket(listed, bounds, dtype, [(a, n, place.data_ptr()) for a, n, place in mine]))
+        sums.append(mine)
+    calls = [
+        lambda published, r=rank: ranks.ranks[r].reduce(1, buckets[r], shards[r].data_ptr(), published, 0.01)
+        for rank in range(world_size)
+    ]
+    assert all(state in DONE for state in ranks.all_at_once(calls))
+    ranks.close()
+    for shard, mine in zip(shards, sums, strict=True):
+        for start, numel, found in mine:
+            for at, square in enumerate(found.tolist()):
+                first = start + at * SUM_NUMEL
+                part = shard[first : min(first + SUM_NUMEL, start + numel)]
+                assert square == grad_squares([part]).total > 0
+
+
+def test_sums_are_of_what_can_be_summed() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        _native.HostBucket([], [0, 0, 0], "float64", [(0, 0, 64)])
 
 
 @given(plans())

@@ -52,8 +52,7 @@ def test_8_bit_codes_are_an_eighth_apart_down_to_the_lowest() -> None:
     for values, found, reach in ((plain, kept, -15.7), (plain_sq, kept_sq, -31.7)):
         largest = values.abs().view(-1, BLOCK).amax(1, keepdim=True).expand(-1, BLOCK).flatten()
         held = values.abs() >= largest * 2.0 ** (reach + 0.2)  # the largest itself may have gone up by an eighth
-        bound = values.abs() * (1 + 2.0**-7) / 8 + values.abs() * 2.0**-7  # rounded to bf16, then to a code
-        assert bool(held.any()) and bool(((found - values).abs() <= bound)[held].all())
+        assert bool(held.any()) and bool(((found - values).abs() < values.abs() / 8)[held].all())
         assert bool((found.sign() == values.sign())[held].all())
     assert bool((kept_sq > 0).all()), "an exp_avg_sq of zero would divide by eps alone"
 

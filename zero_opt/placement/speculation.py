@@ -35,6 +35,7 @@ from ..collectives import Group
 from ..cpu_adam.update import AdamHypers
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import ConfigConflict, ZeroOptError
+from ..exchange import SliceSums
 from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped, WorkerOffload
 from ..reduction.base import GradShard
 from ..worker_process import Batches, flushes_denormals
@@ -205,6 +206,10 @@ class SpeculativePlacement(WorkerPlacement):
             self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
                 grads, shard.squares, flush_denormals=self._as_zero
             )
+
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (see ShardReader)
+        """See :class:`ShardReader`: the worker adds up, on a core of its own."""
+        return ()
 
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
         """See :class:`ShardReader`. Nobody waits for those that are not there yet."""

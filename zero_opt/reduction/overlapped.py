@@ -32,6 +32,7 @@ from ..errors import (
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
 from .base import GradShard, Parts, shard_list
+from .shard_squares import ShardSquares
 
 
 class OverlappedReduction:
@@ -45,6 +46,7 @@ class OverlappedReduction:
         self._parts = parts
         self._hooks = ArrivalHooks(self._arrived)
         self._passes = BackwardPasses()
+        self._squares = ShardSquares()
         self._sync = True
         self._consumed: dict[int, ConsumedGrad] = {}
         self._live: set[int] = set()
@@ -73,6 +75,8 @@ class OverlappedReduction:
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
                 self._listen(index, flat.param)
+            if bucket.reader is None and bucket.device.type == "cpu":
+                bucket.reader = self._squares
             self._ranked.append(bucket.layout.index)
         self._seen = []
         if not self._fills:
@@ -330,6 +334,7 @@ class OverlappedReduction:
         """See :class:`GradReduction`."""
         self._delivered.clear()
         self._synced.clear()
+        self._squares.stepped()
         self._sequence, self._unscaled = 0, None
 
     def reset(self) -> None:
