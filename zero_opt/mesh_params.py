@@ -250,6 +250,9 @@ def _check_policies(recipe: Recipe, process_group: object) -> None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
     elif isinstance(recipe.offload, WorkerOffload) and recipe.offload.speculate:
         instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
+    elif getattr(recipe.offload, "selective", None) is not None:
+        # Each rank steps alone, so each would select by its own rows, and columns of one DTensor would part.
+        instead = "of whose columns each rank has a part, and selects none for all; leave selective out"
     if instead is not None:
         raise ConfigConflict(f"parameters are DTensors, {instead}")
 

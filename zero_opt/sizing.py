@@ -179,8 +179,8 @@ class Sizing:
         keys = [*MOMENTS, *([MAXIMUM] if self.hypers[piece.group]["amsgrad"] else [])]
         for key in keys:
             held["state", DEVICE, key] += here * columns.height * fp32
-        # Counts of all columns, and numbers of those selected at all and here, and of those here.
-        held["buffers", HOST, "columns"] += columns.total * fp32 + (count + here + columns.width) * 8
+        # Counts of all columns, and numbers of those selected at all, and of those here.
+        held["buffers", HOST, "columns"] += columns.total * fp32 + (count + columns.width) * 8
 
     def _at_home(self, buckets: Sequence[GradBucket]) -> Sequence[GradBucket]:
         """Buckets that say where their parameters will be, to whoever asks for no tensors there."""

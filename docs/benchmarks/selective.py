@@ -1,9 +1,12 @@
-"""How well the demo model learns when most columns are stepped once per window, beside every step.
+"""How well models of the demo text learn with what an offload may change about their steps, beside plain ones.
 
-    python docs/benchmarks/selective.py [--write docs/benchmarks/results/]
+    python docs/benchmarks/selective.py [--settings "the demo"] [--write docs/benchmarks/results/]
 
-The GPT of docs/examples/train_text.py is trained by one process, with its optimizer's state in host memory, on the same
-batches from each of several seeds, plainly and with Selective. The work of the step off device is counted in elements.
+The GPT of docs/examples/train_text.py, as the demo trains it, and a smaller one for so long that its curve flattens,
+are trained by one process, with their optimizer's state in host memory, on the same batches from each of several
+seeds: plainly, with most columns stepped once per window (Selective), and the demo with every step one late (delay=1)
+too. WorkerOffload(), with and without speculation, CPUOffload and NVMeOffload give the bits of plain steps, as the
+tests show, and so that curve. The work of the step off device is counted in elements.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from support.machine import command, machine, today, write_result
 
 import zero_opt
-from zero_opt import CPUOffload, Selective
+from zero_opt import CPUOffload, Selective, WorkerOffload
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from text_data import Corpus, load_corpus, random_batch, scoring_windows
@@ -29,7 +32,30 @@ from text_model import GPT, ModelSize, parameter_groups
 
 SCRIPT = "docs/benchmarks/selective.py"
 PLAIN = "every step"
-POINTS = 10  # of a curve
+DELAYED = "every step, one late"
+SELECTIVE = "the largest columns"
+POINTS = 10  # of a curve, the last one excluded
+PARTS = 12  # of the held-out text, of which curves take one
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Attributes:
+        lr: the peak learning rate, of all. policies: what is compared, by name.
+    """
+
+    size: ModelSize
+    steps: int
+    lr: float
+    policies: tuple[str, ...]
+
+
+SETTINGS = {
+    "the demo": Setting(ModelSize(), 230, 5e-3, (PLAIN, DELAYED, SELECTIVE)),
+    "a smaller model, longer": Setting(ModelSize(width=80, layers=2), 3000, 5e-3, (PLAIN, SELECTIVE)),
+}
 
 
 @dataclass
@@ -37,20 +63,24 @@ class Outcome:
     """One training run.
 
     Attributes:
-        bits: held-out bits per byte, by steps done. work: elements stepped off device.
+        bits: bits per byte of a part of the held-out text, by steps done. end: of all of it, at the end.
+        work: elements stepped off device.
     """
 
     bits: dict[int, float] = field(default_factory=dict)
+    end: float = math.nan
     work: int = 0
 
 
-def policies(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is compared: offload policies by name."""
-    rest = (arguments.select_interval, arguments.update_interval, int(arguments.warm_up * arguments.steps))
-    return {
-        PLAIN: CPUOffload(),
-        f"the {arguments.topk_ratio:.0%} largest columns": CPUOffload(selective=Selective(arguments.topk_ratio, *rest)),
-    }
+Results = dict[str, dict[str, list[Outcome]]]  # by setting, policy and seed
+
+
+def offload_of(policy: str, arguments: argparse.Namespace, steps: int) -> Any:
+    """What is compared by this name."""
+    if policy != SELECTIVE:
+        return WorkerOffload(delay=1) if policy == DELAYED else CPUOffload()
+    rest = (arguments.select_interval, arguments.update_interval, int(arguments.warm_up * steps))
+    return CPUOffload(selective=Selective(arguments.topk_ratio, *rest))
 
 
 @torch.no_grad()
@@ -86,9 +116,10 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
         home.set_stretches = counted
 
 
-def train(offload: Any, seed: int, steps: int, lr: float, corpus: Corpus) -> Outcome:
+def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:
     """Train, and look at the held-out text now and then."""
-    model, outcome = GPT(ModelSize(), seed=seed), Outcome()
+    steps, lr = setting.steps, setting.lr
+    model, outcome = GPT(setting.size, seed=seed), Outcome()
     optimizer = zero_opt.ShardedOptimizer(
         parameter_groups(model), torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), fused=True, offload=offload,
         max_grad_norm=1.0,
@@ -102,74 +133,95 @@ def train(offload: Any, seed: int, steps: int, lr: float, corpus: Corpus) -> Out
         model.loss(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % max(steps // POINTS, 1) == 0 or step + 1 == steps:
-            outcome.bits[step + 1] = held_out_bits(model, corpus, every=1 if step + 1 == steps else 12)
+        if (step + 1) % max(steps // POINTS, 1) == 0 and step + 1 < steps:
+            outcome.bits[step + 1] = held_out_bits(model, corpus, every=PARTS)
+    optimizer.flush()
+    outcome.end = held_out_bits(model, corpus)
     optimizer.close()
     return outcome
 
 
-def report(results: dict[str, list[Outcome]], arguments: argparse.Namespace) -> str:
+def report(results: Results, arguments: argparse.Namespace) -> str:
     """The result as markdown."""
-    plain, seeds = results[PLAIN], len(results[PLAIN])
-    ends = {name: [outcome.bits[arguments.steps] for outcome in found] for name, found in results.items()}
-    base = statistics.mean(ends[PLAIN])
-    warm_up = int(arguments.warm_up * arguments.steps)
     lines = [
         f"### Selective update beside every step, {today()}",
         "",
         f"`{command(SCRIPT)}`",
         "",
-        f"{machine()}. Held-out bits per byte of the demo model after {arguments.steps} steps, {seeds} seeds; windows "
-        f"of {arguments.update_interval} steps, columns selected every {arguments.select_interval}, the first "
-        f"{warm_up} steps plain; peak learning rate {arguments.lr:g}. Work: elements stepped off device, beside "
-        "every step's.",
-        "",
-        "| columns stepped at every step | mean | beside every step | per seed | work off device |",
-        "| --- | ---: | ---: | --- | ---: |",
+        f"{machine()}. Held-out bits per byte of the demo text, {arguments.seeds} seeds. Of columns the largest "
+        f"{arguments.topk_ratio:.0%} are stepped at every step and selected every {arguments.select_interval}, the "
+        f"others in windows of {arguments.update_interval}; the first {arguments.warm_up:.0%} of the steps are plain. "
+        "Work: elements stepped off device, beside every step's. Every step: the bits, and so the curve, of a plain "
+        "optimizer, of any offload without a delay, and of speculation.",
     ]
     for name, found in results.items():
-        mean, work = statistics.mean(ends[name]), sum(outcome.work for outcome in found)
-        each = ", ".join(f"{bits:.4f}" for bits in ends[name])
-        share = work / sum(outcome.work for outcome in plain)
-        lines.append(f"| {name} | {mean:.4f} | {mean / base - 1:+.2%} | {each} | {share:.3f} |")
+        lines += ["", *table(name, found)]
     return "\n".join(lines)
 
 
-def draw(results: dict[str, list[Outcome]], path: Path) -> None:
-    """Held-out bits per byte over steps, the mean of seeds."""
+def table(name: str, results: dict[str, list[Outcome]]) -> list[str]:
+    """The result of one setting."""
+    setting, plain = SETTINGS[name], results[PLAIN]
+    ends = {policy: [outcome.end for outcome in found] for policy, found in results.items()}
+    base = statistics.mean(ends[PLAIN])
+    lines = [
+        f"| {name}: {setting.steps} steps, peak learning rate {setting.lr:g} | mean | beside every step | per seed | "
+        "work off device |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for policy, found in results.items():
+        mean, work = statistics.mean(ends[policy]), sum(outcome.work for outcome in found)
+        each = ", ".join(f"{bits:.4f}" for bits in ends[policy])
+        share = work / sum(outcome.work for outcome in plain)
+        lines.append(f"| {policy} | {mean:.4f} | {mean / base - 1:+.2%} | {each} | {share:.3f} |")
+    return lines
+
+
+def draw(results: Results, path: Path) -> None:
+    """Held-out bits per byte over steps, the mean of seeds; a picture per setting."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, found in results.items():
-        steps = list(found[0].bits)
-        axis.plot(steps, [statistics.mean(outcome.bits[step] for outcome in found) for step in steps], label=name)
-    axis.set(xlabel="steps", ylabel="held-out bits per byte")
-    axis.legend(title="columns stepped at every step")
+    figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), layout="constrained", squeeze=False)
+    for axis, (name, by_policy) in zip(axes[0], results.items()):
+        for policy, found in by_policy.items():
+            steps = list(found[0].bits)
+            means = [statistics.mean(outcome.bits[step] for outcome in found) for step in steps]
+            axis.plot(steps, means, label=policy)
+        axis.set(title=name, xlabel="steps", ylabel=f"bits per byte, a {PARTS}th of the held-out text")
+        axis.legend(title="stepped at every step")
     figure.savefig(path)
     plt.close(figure)
 
 
-def main() -> None:
-    """Train, print, and write if asked to."""
+def parse_arguments() -> argparse.Namespace:
+    """What can be chosen on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=230)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate, of all")
     parser.add_argument("--topk-ratio", type=float, default=0.1)
     parser.add_argument("--update-interval", type=int, default=4)
     parser.add_argument("--select-interval", type=int, default=4)
     parser.add_argument("--warm-up", type=float, default=0.15, help="share of the steps that are made plainly first")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
-    arguments = parser.parse_args()
-    corpus = load_corpus()
-    results: dict[str, list[Outcome]] = {name: [] for name in policies(arguments)}
-    for seed in range(arguments.seeds):
-        for name, offload in policies(arguments).items():
-            results[name].append(train(offload, seed, arguments.steps, arguments.lr, corpus))
-            print(f"seed {seed}, {name}: {results[name][-1].bits[arguments.steps]:.4f}", file=sys.stderr, flush=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, print, and write if asked to."""
+    arguments = parse_arguments()
+    corpus, results = load_corpus(), Results()
+    for name in arguments.settings:
+        setting = SETTINGS[name]
+        results[name] = {policy: [] for policy in setting.policies}
+        for seed in range(arguments.seeds):
+            for policy in setting.policies:
+                offload = offload_of(policy, arguments, setting.steps)
+                results[name][policy].append(train(offload, seed, setting, corpus))
+                end = results[name][policy][-1].end
+                print(f"{name}, seed {seed}, {policy}: {end:.4f}", file=sys.stderr, flush=True)
     text = report(results, arguments)
     print(text)
     if arguments.write:

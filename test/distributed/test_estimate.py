@@ -180,9 +180,7 @@ def held_by_columns(placement: Any) -> dict[str, int]:
         + nbytes(value for state in compact for key, value in state.items() if key != "param"),
         "selected masters": nbytes(state["param"] for state in compact if state),
         "copies": nbytes(home.param for shard in placement._shards.values() for home in shard.home.params),
-        "columns": nbytes(
-            tensor for found in slices for tensor in (found.counts, found.chosen, found.order, found.selected)
-        ),
+        "columns": nbytes(tensor for found in slices for tensor in (found.counts, found.chosen, found.order)),
     }
 
 

@@ -55,6 +55,9 @@ def _construction(rank: int, world_size: int) -> None:
     _refuse(ConfigConflict, "MixedPrecisionPolicy", make, params, AdamW, precision=precision)
     early = zero_opt.WorkerOffload(speculate=True)
     _refuse(ConfigConflict, "before step", make, params, AdamW, offload=early)
+    for kind in (zero_opt.CPUOffload, zero_opt.WorkerOffload):
+        by_columns = kind(selective=zero_opt.Selective())
+        _refuse(ConfigConflict, "leave selective out", make, params, AdamW, offload=by_columns)
     for offload in (None, WORKER):
         _refuse(UnsupportedParam, "plain tensor among DTensors", make, [*params, plain], AdamW, offload=offload)
         _refuse(UnsupportedParam, r"position|parameter 1", make, named, AdamW, offload=offload)

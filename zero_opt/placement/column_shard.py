@@ -50,11 +50,13 @@ class ColumnSlice:
     """One slice of a matrix: which columns are selected, and what is kept of those and of all.
 
     Attributes:
-        columns: where they lie. The numbers of columns in ``order`` and ``selected`` count from the first one here.
+        columns: where they lie.
         counts: gradients stepped by, per column of the whole parameter, fp32. chosen: the selected ones of all,
             ascending.
-        order: the columns as they lie at home: those that are not selected, by step count, then the selected ones,
-            whose place there is a gap. selected: these again, in the same order.
+        at_home, selected: those here that are not selected, and those that are, by step count: per count the numbers
+            of its columns, ascending, counted from the first one here. These lie together, as a matrix of so many
+            columns. Counts move alike on each side, so what is equal when columns are chosen stays so.
+        order: all these numbers, as columns lie at home, where the place of the selected ones is a gap.
         compact: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the parameter's
             device.
         waiting: the sum of the gradients of a window, (numel,) fp32, in host memory; of selected columns, meaningless.
@@ -81,60 +83,71 @@ class ColumnSlice:
         there = torch.zeros(self.columns.total, dtype=torch.bool)
         there[chosen] = True
         here = there[self.columns.first : self.columns.first + self.columns.width]
-        self.selected = self._by_count(here.nonzero().view(-1))
-        self.order = torch.cat([self._by_count((~here).nonzero().view(-1)), self.selected])
+        sides = [self._by_count(which.nonzero().view(-1)) for which in (~here, here)]
+        self.order = torch.cat([which for which, _ in sides])
+        blocks = torch.split(self.order, [length for _, lengths in sides for length in lengths])
+        self.at_home, self.selected = blocks[: len(sides[0][1])], blocks[len(sides[0][1]) :]
 
     def _counts_of(self, which: Tensor) -> Tensor:
         return self.counts[which + self.columns.first]
 
-    def _by_count(self, which: Tensor) -> Tensor:
-        return which[torch.sort(self._counts_of(which), stable=True).indices]
+    def _by_count(self, which: Tensor) -> tuple[Tensor, list[int]]:
+        """Columns in order, and how many there are of each count."""
+        counts, order = torch.sort(self._counts_of(which), stable=True)
+        return which[order], torch.unique_consecutive(counts, return_counts=True)[1].tolist()
 
     @property
-    def at_home(self) -> Tensor:
-        """The columns that are not selected, in order."""
-        return self.order[: self.order.numel() - self.selected.numel()]
+    def home_numel(self) -> int:
+        """Elements at home before the gap."""
+        return sum(which.numel() for which in self.at_home) * self.columns.height
 
-    def stretches(self, which: Tensor, gradients: int = 1) -> Iterator[Stretch]:
-        """Neighbours among these columns that have one step count, as elements.
+    def stretches(self, blocks: Sequence[Tensor], gradients: int = 1) -> Iterator[Stretch]:
+        """``at_home`` or ``selected`` as elements.
 
         Args:
             gradients: steps that the next one stands for; ``steps`` of what is yielded are in units of so many.
         """
-        counts, lengths = torch.unique_consecutive(self._counts_of(which), return_counts=True)
-        start, height = 0, self.columns.height
+        counts = self._counts_of(torch.stack([which[0] for which in blocks])) if blocks else torch.empty(0)
         # The number of the next step is rounded to fp32, from which 1 can be taken exactly: so counting in fp32, as
         # some do, gives what counting in fp64 does.
         done = ((counts.double() + gradients) / gradients).float() - 1
-        for count, length in zip(done.tolist(), lengths.tolist(), strict=True):
-            yield Stretch(start * height, (start + length) * height, count)
-            start += length
+        start = 0
+        for which, count in zip(blocks, done.tolist(), strict=True):
+            stop = start + which.numel() * self.columns.height
+            yield Stretch(start, stop, count)
+            start = stop
 
-    def take(self, run: Tensor, which: Tensor) -> Tensor:
-        """Columns of the slice's elements, flat, where those are."""
-        return self.columns.take(run, which.to(run.device)).view(-1)
+    def take(self, run: Tensor, blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """Blocks of columns out of the slice's elements, one after the other, flat, where those are, or in ``out``."""
+        numels = [which.numel() * self.columns.height for which in blocks]
+        taken = run.new_empty(sum(numels)) if out is None else out
+        for which, part in zip(blocks, torch.split(taken, numels), strict=True):
+            self.columns.take(run, which.to(run.device), part)
+        return taken
 
-    def put(self, run: Tensor, which: Tensor, values: Tensor) -> None:
-        """Write columns to the slice's elements."""
-        if which.numel():
-            self.columns.put(run, which.to(run.device), values.to(run.device))
+    def put(self, run: Tensor, blocks: Sequence[Tensor], values: Tensor) -> None:
+        """Write blocks of columns to the slice's elements."""
+        numels = [which.numel() * self.columns.height for which in blocks]
+        for which, part in zip(blocks, torch.split(values.to(run.device), numels), strict=True):
+            self.columns.put(run, which.to(run.device), part)
 
     def gather(self, grad: Tensor, grad_scale: float) -> None:
         """Add a gradient, (numel,), to those that wait."""
-        term = grad.to(self.waiting.device, torch.float32, copy=grad_scale != 1)
         if grad_scale != 1:
-            term.mul_(grad_scale)
+            term = grad.to(self.waiting.device, torch.float32, copy=True).mul_(grad_scale)
+        else:  # what is narrower is widened as it is added
+            term = grad.to(self.waiting.device, torch.float32 if grad.dtype is torch.float64 else grad.dtype)
         if not self.waiting.numel():
-            self.waiting = torch.empty_like(term)
+            self.waiting = torch.empty_like(term, dtype=torch.float32)
         if self.gathered:
             self.waiting.add_(term)
         else:
             self.waiting.copy_(term)
         self.gathered += 1
 
-    def mean(self) -> Tensor:
-        """Of the gradients that wait, those of columns at home, in order, flat."""
-        return self.take(self.waiting, self.at_home).div_(self.gathered)
+    def mean(self, out: Tensor) -> None:
+        """Of the gradients that wait, those of columns at home, in order, written to fp32 memory of ``home_numel``."""
+        self.take(self.waiting, self.at_home, out).div_(self.gathered)
 
     def count(self, *, selected: bool) -> None:
         """The selected columns, or all others, have been stepped."""
@@ -174,7 +187,7 @@ class ColumnShard(FollowedParams):
             found = self.slices[position]
             self.flats[position].load()
             run = self.param_run(position)
-            self._homes[position].param.copy_(found.take(run, found.order))
+            self._fill(position, self._homes[position].param, run)
             if found.compact:
                 follow_param(found.compact["param"], found.take(run, found.selected))
             self.follow(position)
@@ -184,17 +197,16 @@ class ColumnShard(FollowedParams):
         for position in positions:
             if not self.edited(position):
                 found = self.slices[position]
-                home = self._homes[position].param[: found.at_home.numel() * found.columns.height]
-                self._write(position, found.at_home, home)
+                self._write(position, found.at_home, self._homes[position].param[: found.home_numel])
 
     def write_selected(self, position: int) -> None:
         """Bring the selected columns into the parameter."""
         found = self.slices[position]
         self._write(position, found.selected, found.compact["param"])
 
-    def _write(self, position: int, which: Tensor, values: Tensor) -> None:
+    def _write(self, position: int, blocks: Sequence[Tensor], values: Tensor) -> None:
         with own_writes([self.flats[position]]):
-            self.slices[position].put(self.param_run(position), which, values)
+            self.slices[position].put(self.param_run(position), blocks, values)
             self.flats[position].store()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -210,7 +222,7 @@ class ColumnShard(FollowedParams):
         if key == "master":  # the home may not have seen yet what the user has written to the parameter
             at_home = at_home.clone()
             follow_param(at_home, self._homes[position].param)
-        found.put(run, found.at_home, at_home[: found.at_home.numel() * found.columns.height])
+        found.put(run, found.at_home, at_home[: found.home_numel])
         if found.compact:
             found.put(run, found.selected, found.compact["param" if key == "master" else key])
         return run
@@ -226,18 +238,23 @@ class ColumnShard(FollowedParams):
     def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
         """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are."""
         found, run = self.slices[position], self.param_run(position)
-        self._homes[position].param.copy_(found.take(run, found.order))
+        self._fill(position, self._homes[position].param, run)
         values = {key: value.to(torch.float32) for key, value in values.items()}
         for key, value in values.items():
-            home[key].copy_(found.take(value, found.order))
+            self._fill(position, home[key], value)
         found.compact = {}
-        if found.selected.numel():
+        if found.selected:
             parts = {
                 "param": values.get("master", run),
                 **{key: value for key, value in values.items() if key != "master"},
             }
             for key, value in parts.items():
                 found.compact[key] = found.take(value, found.selected).to(found.device, torch.float32)
+
+    def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
+        """Write a slice's elements to where its columns are at home."""
+        found = self.slices[position]
+        home[: found.home_numel].copy_(found.take(values, found.at_home))
 
     def blank_state(self, position: int, *, amsgrad: bool) -> dict[str, Any]:
         """A state for a placement to adopt, of zeros, with a master where parameters need one."""
@@ -260,7 +277,7 @@ class ColumnShard(FollowedParams):
         grads: list[Tensor | None] = []
         for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
             found = by_param.get(piece.param)
-            mean = torch.empty(0) if found is None else found.mean()
-            target[: mean.numel()].copy_(mean)
-            grads.append(target if mean.numel() else None)
+            if found is not None:
+                found.mean(target[: found.home_numel])
+            grads.append(target if found is not None and found.at_home else None)
         return grads

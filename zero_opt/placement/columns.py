@@ -67,27 +67,34 @@ class Columns:
                 padded[inside] = part
                 yield slice(row, row + rows), padded.view(1, self.width, self.inner), inside
 
-    def take(self, run: Tensor, which: Tensor) -> Tensor:
-        """Columns of a slice.
+    def take(self, run: Tensor, which: Tensor, out: Tensor | None = None) -> Tensor:
+        """Columns of a slice, side by side as they are in it: moving them is a pass over rows that transposes nothing.
 
         Args:
             run: the slice, 1-D in storage order. which: numbers of columns, counted from ``first``.
+            out: contiguous memory of the result's size and the slice's dtype; made if there is none.
 
         Returns:
-            New memory: (columns, rows, inner), contiguous.
+            (rows, columns, inner), contiguous.
         """
-        taken = run.new_empty(which.numel(), self.rows, self.inner)
+        shape = (self.rows, which.numel(), self.inner)
+        taken = run.new_empty(shape) if out is None else out.view(shape)
         for rows, block, _ in self._blocks(run):
-            taken[:, rows] = block.index_select(1, which).transpose(0, 1)
+            if self.inner == 1:  # along the last dimension, torch's gather and scatter are several times as fast
+                torch.gather(block[..., 0], 1, which.expand(block.shape[0], -1), out=taken[rows, :, 0])
+            else:
+                torch.index_select(block, 1, which, out=taken[rows])
         return taken
 
     def put(self, run: Tensor, which: Tensor, values: Tensor) -> None:
         """Write columns into a slice, rounded to its dtype; the reverse of :meth:`take`."""
-        values = values.view(which.numel(), self.rows, self.inner)
-        if not which.numel():
-            return
+        values = values.reshape(self.rows, which.numel(), self.inner)
         for (rows, block, inside), (_, _, where, _) in zip(self._blocks(run), self._parts, strict=True):
-            block.index_copy_(1, which, values[:, rows].transpose(0, 1).to(run.dtype))
+            part = values[rows].to(run.dtype)
+            if self.inner == 1:
+                block[..., 0].scatter_(1, which.expand(block.shape[0], -1), part[..., 0])
+            else:
+                block.index_copy_(1, which, part)
             if inside is not None:
                 run[where] = block.reshape(-1)[inside]
 
