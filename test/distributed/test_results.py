@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
+from test.distributed.test_worker_offload import stillborn_workers
 from zero_opt.background_gather import BackgroundGather
 from zero_opt.placement import results
 from zero_opt.placement.results import LateResults, ParamWriter, Used, build_results
@@ -370,25 +372,16 @@ def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_worker_that_cannot_be_had() -> None:
+def test_a_worker_that_cannot_be_had(tmp_path: Path) -> None:
     """The step stays pending, no forward waits for it, and flush() brings it in whole."""
     model, optimizer = begun(zero_opt.WorkerOffload(speculate=True, max_deaths=2))
     before, worker = model.copies(), parts_of(optimizer).placement._worker
-    spawn = worker._spawn
-
-    def stillborn() -> Any:
-        child = spawn()
-        os.kill(child.pid, signal.SIGKILL)
-        return child
-
-    worker._spawn = stillborn
     optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
     os.kill(worker._held.child.pid, signal.SIGKILL)
-    with pytest.raises(zero_opt.WorkerDied):
+    with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
         optimizer.step()
     model.layers[0](torch.ones(20))
     assert_bitwise(model.copies(), before)
-    worker._spawn = spawn
     optimizer.flush()
     assert not any(torch.equal(now, was) for now, was in zip(model.copies(), before, strict=True))
     optimizer.close()

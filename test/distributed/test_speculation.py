@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from test.distributed.test_worker_offload import (
     make,
     make_params,
     simulate,
+    stillborn_workers,
     train_ranks,
     worker_of,
 )
@@ -467,27 +469,19 @@ def test_reductions_that_do_not_reduce_in_backward_are_refused(reduction: Any) -
         make(make_params(), offload=SPECULATING, reduction=reduction)
 
 
-def test_a_worker_that_cannot_be_had_leaves_the_step_pending() -> None:
+def test_a_worker_that_cannot_be_had_leaves_the_step_pending(tmp_path: Path) -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
         placement = placement_of(optimizer)
-        before, killed = [param.detach().clone() for param in params], placement._worker._spawn
-
-        def stillborn() -> Any:
-            child = killed()
-            os.kill(child.pid, signal.SIGKILL)
-            return child
-
+        before = [param.detach().clone() for param in params]
         _backward(params, 1, size=100.0)
         _after_backward(optimizer)
         placement._worker._policy = zero_opt.WorkerOffload(speculate=True, max_deaths=2)
-        placement._worker._spawn = stillborn
         os.kill(placement._worker._held.child.pid, signal.SIGSTOP)
         optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
         os.kill(placement._worker._held.child.pid, signal.SIGKILL)
-        with pytest.raises(zero_opt.WorkerDied):
+        with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
             optimizer.step()
         assert_bitwise([param.detach() for param in params], before)
-        placement._worker._spawn = killed
         optimizer.flush()
         assert not torch.equal(params[0], before[0])
         assert optimizer.state[params[0]]["step"] == 2

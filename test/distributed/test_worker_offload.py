@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB, Case, case, expected, train, values
+from zero_opt import worker_process
 
 SECONDS = 60  # nothing hangs
 SHAPES = ((130, 7), (65,), (1000,), ())
@@ -20,6 +23,16 @@ OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE = {torch.optim.Adam: zero_opt.CPUAdam, torch.optim.AdamW: zero_opt.CPUAdamW}
 LRS = (0.03, 0.01, 0.002)
+
+
+@contextmanager
+def stillborn_workers(folder: Path) -> Iterator[None]:
+    """Every worker that is started kills itself before it does anything."""
+    program = folder / "stillborn.py"
+    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "_MAIN", program)
+        yield
 
 
 def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
