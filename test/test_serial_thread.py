@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
+from zero_opt import serial_thread
 from zero_opt.serial_thread import SerialThread
 
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -120,6 +122,20 @@ def test_a_call_that_never_returns_does_not_keep_the_interpreter() -> None:
 def test_a_call_in_native_code_is_interrupted_before_the_interpreter_is_taken_down() -> None:
     """Were it not, it would come back to an interpreter that is gone."""
     _exit_with("gate.wait(), print('came back')", "gate.set")
+
+
+def test_the_exit_waits_for_all_threads_together_no_longer_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited = [0.0], list[float]()
+
+    class Stuck(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            waited.append(timeout)
+            clock[0] += timeout
+
+    monkeypatch.setattr(serial_thread, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    serial_thread._join([Stuck() for _ in range(3)], 5.0)
+    assert waited == [5.0, 0.0, 0.0]
 
 
 def test_calls_that_are_under_way_may_finish() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-# How long the interpreter's exit waits for calls that still run, and for those that have been interrupted.
+# How long the interpreter's exit waits for calls that still run, and then for those that it has interrupted.
 _PATIENCE_S = 5.0
 _INTERRUPTED_S = 5.0
 # Set once threads are ended, after which none may be started.
@@ -41,12 +42,23 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
 def _end_all() -> None:
     """A daemon thread that returns from native code while the interpreter is taken down aborts the process."""
     _over.set()
-    for thread, (jobs, interrupt) in list(_running.items()):
+    running = dict(_running)
+    for jobs, _ in running.values():
         jobs.put(None)
-        thread.join(_PATIENCE_S)
+    _join(running, _PATIENCE_S)
+    interrupted = []
+    for thread, (_, interrupt) in running.items():
         if interrupt is not None and thread.is_alive():
             interrupt()
-            thread.join(_INTERRUPTED_S)
+            interrupted.append(thread)
+    _join(interrupted, _INTERRUPTED_S)
+
+
+def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
+    """Wait for all of them, that long in all."""
+    deadline = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 class SerialThread:
