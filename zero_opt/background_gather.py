@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from .buckets import GradBucket
 from .errors import ConfigError
 from .exchange import Exchange
+from .late_params import announce
 from .param_gather import ParamGather
 from .partition import Partition
 from .placement import Results
@@ -27,7 +28,8 @@ class BackgroundGather(ParamGather):
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
-    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
+    Which modules are called is what the first forward showed; until then the outermost module waits for everything, and
+    it always does in evaluation, which may call others.
     """
 
     def __init__(
@@ -44,9 +46,14 @@ class BackgroundGather(ParamGather):
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
         me = weakref.ref(self)
-        self._handles: list[Any] = [module.register_forward_pre_hook(_waiter(me)) for module in model.modules()]
-        self._handles.append(model.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
-        self._handles.append(model.register_load_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+        self._handles: list[Any] = []
+        for module in model.modules():
+            # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
+            self._handles.append(module.register_forward_pre_hook(_waiter(me), prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
+        _forget_compiled()
+        announce(self)
 
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """See :class:`ParamGather`."""
@@ -82,8 +89,16 @@ class BackgroundGather(ParamGather):
     def called(self, module: nn.Module) -> None:
         """A module's forward begins: wait for what it needs."""
         self._called.add(module)
+        if module is self._model and not module.training:
+            self.flush()
         for index in self._needs.get(module, ()):
             self._arrive(index)
+
+    def bring(self, params: Collection[torch.Tensor]) -> None:
+        """See :class:`BringsLate`."""
+        held = {flat.param for flat in self._partition.flats.values()}
+        if any(param in held for param in params):
+            self.flush()
 
     def _arrive(self, index: int) -> None:
         arriving = self._arriving.get(index)
@@ -135,6 +150,14 @@ def _flusher(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
             target.flush()
 
     return before_state_dict
+
+
+def _forget_compiled() -> None:
+    """Have ``torch.compile`` look for hooks: what it made of a model before would not wait for parameters."""
+    torch.compiler.reset()
+    config: Any = torch._dynamo.config
+    if hasattr(config, "skip_nnmodule_hook_guards"):
+        config.skip_nnmodule_hook_guards = False
 
 
 def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Callable[[int], str]) -> None:

@@ -27,6 +27,7 @@ from .alone_exchange import AloneExchange
 from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch, StepDesync
 from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from .host_exchange import build_host_exchange
+from .late_params import bring
 from .meeting import resolve_group
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
@@ -481,6 +482,7 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     check_rank(src, world_size, "src")
     if pg is None or world_size == 1:
         return
+    bring(list(model.parameters()))
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()

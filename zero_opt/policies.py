@@ -72,8 +72,9 @@ class Reduction:
             background after ``step()`` returns, and each module's forward waits for its own. So are they copied from
             where a worker has stepped them (:class:`WorkerOffload`, at one rank too; not with ``delay=1``, whose next
             step is made there). Call ``opt.flush()`` before reading parameters in any other way (an average of weights,
-            a norm, ``torch.func``), or changing any: a change that an update of this rank finds in its way is
-            ``StepPending`` at the next ``step()``.
+            a norm, ``torch.func``; in training, a weight of a module that is also called), or changing any, ``p.data``
+            included. A change that an update of this rank finds in its way is ``StepPending`` at the next ``step()``;
+            one that is made at the same moment may be lost.
     """
 
     bucket_mb: float = 25

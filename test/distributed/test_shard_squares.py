@@ -142,3 +142,39 @@ def test_training_is_the_same_with_and_without() -> None:
     assert skipped == also_skipped == 2
     assert_bitwise(early, late)
     assert_bitwise(early_norms, late_norms)
+
+
+class Decayed(torch.optim.Optimizer):
+    """Writes to the gradients that it steps with."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(param, alpha=0.5)
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+def _twice(rank: int, world_size: int, exchange: str) -> list[Tensor]:
+    zero_opt.register_elementwise(Decayed)
+    params = [nn.Parameter(values(3, 0, 0, i, shape)) for i, shape in enumerate(SHAPES)]
+    policy = zero_opt.Overlapped(bucket_mb=0.03, exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer(params, Decayed, lr=0.1, reduction=policy)
+    norms = []
+    for step in range(3):
+        _backward(list(params), step, rank)
+        for _ in range(2):
+            norms.append(optimizer.clip_grad_norm_(1e9))
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return norms
+
+
+def test_an_optimizer_that_writes_to_its_gradients() -> None:
+    early, late = (run_processes(2, _twice, exchange) for exchange in ("auto", "backend"))
+    assert_bitwise(early, late)

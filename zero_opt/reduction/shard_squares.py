@@ -69,3 +69,4 @@ class ShardSquares:
     def stepped(self) -> None:
         """The next step begins."""
         self._takes, self._asked, self._scaled = self._asked, False, False
+        self._known.clear()  # an optimizer may write to the gradients that it steps with
