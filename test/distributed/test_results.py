@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import zero_opt
@@ -469,90 +468,3 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
     assert written == [0, 1]
     late.bring_all()
     assert written == [0, 1]
-
-
-# -- other readers and writers ----------------------------------------------------------------------------------------
-
-
-class Pruned(nn.Module):
-    """What forward reads is made of the parameter by a hook that is older than the optimizer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(20, 10, bias=False)
-        prune.random_unstructured(self.layer, "weight", 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
-class ByMode(nn.Module):
-    """Calls a module in training, and reads its weight in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(20, 10, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if self.training else nn.functional.linear(x, self.layer.weight)
-
-
-class Stacked(nn.Module):
-    """Compiled before the optimizer is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
-        self.compiled = [torch.compile(self.layers, backend="eager")]
-        self.compiled[0](torch.ones(3, 20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compiled[0](x)  # type: ignore[no-any-return]
-
-
-def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list[Tensor]:
-    slowly(pytest.MonkeyPatch())
-    torch.manual_seed(0)
-    model, found = kind(), []
-    optimizer = optimizer_of(model, late, NOW)
-    for step in range(4):
-        x = values(step, 1, rank, 0, (3, 20))
-        out = model.train()(x)
-        found.append(out.detach().clone())
-        out.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found.append(model.eval()(x).clone())
-    optimizer.close()
-    return found
-
-
-@pytest.mark.parametrize("kind", [Pruned, ByMode, Stacked])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_forwards_that_read_parameters_in_other_ways(world_size: int, kind: type[nn.Module]) -> None:
-    within, late = (run_processes(world_size, _read, kind, way, timeout=SECONDS) for way in (False, True))
-    assert_bitwise(late, within)
-
-
-def _write(rank: int, world_size: int, late: bool) -> list[Tensor]:
-    slowly(pytest.MonkeyPatch())
-    model = Layers()
-    optimizer = optimizer_of(model, late, NOW)
-    for step in range(3):
-        model.backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            zero_opt.broadcast_params(model)
-        else:
-            kept = {name: value.clone() for name, value in model.layers[1].state_dict().items()}
-            model.layers[2].load_state_dict(kept)
-    optimizer.close()
-    return model.copies()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_whoever_writes_parameters_waits_for_them(world_size: int) -> None:
-    within, late = (run_processes(world_size, _write, way, timeout=SECONDS) for way in (False, True))
-    assert_bitwise(late, within)

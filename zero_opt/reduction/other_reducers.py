@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +26,19 @@ def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
 
 
 def _ddp_over(held: Collection[int]) -> bool:
-    # type() and not isinstance(): there are objects that answer to __class__ with a side effect, or an error.
     return any(
-        issubclass(type(found), DistributedDataParallel)
-        and not found._comm_hooks
-        and any(id(param) in held for param in found.parameters())
-        for found in gc.get_objects()
+        vars(found).get("_comm_hooks") == [] and any(id(param) in held for param in found.parameters())
+        for found in _instances(DistributedDataParallel)
     )
+
+
+def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataParallel]:
+    """All there are, of subclasses too: an object refers to its class.
+
+    Not by ``gc.get_objects``, which refers to tuples that other threads are still making: those threads fail then.
+    """
+    for found in gc.get_referrers(kind):
+        if type(found) is kind:
+            yield found
+    for below in kind.__subclasses__():
+        yield from _instances(below)

@@ -1,0 +1,95 @@
+"""Parameters that arrive after step(): whoever reads or writes them by other ways than a module has them first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import zero_opt
+from test.distributed.harness import assert_bitwise, run_processes
+from test.distributed.scenario import values
+from test.distributed.test_results import NOW, SECONDS, Layers, optimizer_of, slowly
+
+
+class Pruned(nn.Module):
+    """What forward reads is made of the parameter by a hook that is older than the optimizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 10, bias=False)
+        prune.random_unstructured(self.layer, "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class ByMode(nn.Module):
+    """Calls a module in training, and reads its weight in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if self.training else nn.functional.linear(x, self.layer.weight)
+
+
+class Compiled(nn.Sequential):
+    """Compiled, and called, before the optimizer is made."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(20, 20) for _ in range(3)))
+
+
+def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list[Tensor]:
+    slowly(pytest.MonkeyPatch())
+    torch.manual_seed(0)
+    model, found = kind(), []
+    call = torch.compile(model, backend="eager") if kind is Compiled else model
+    call(torch.ones(3, 20))
+    optimizer = optimizer_of(model, late, NOW)
+    for step in range(4):
+        x = values(step, 1, rank, 0, (3, 20))
+        model.train()
+        out = call(x)
+        found.append(out.detach().clone())
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()
+            found.append(call(x).clone())
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", [Pruned, ByMode, Compiled])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forwards_that_read_parameters_in_other_ways(world_size: int, kind: type[nn.Module]) -> None:
+    within, late = (run_processes(world_size, _read, kind, way, timeout=SECONDS) for way in (False, True))
+    assert_bitwise(late, within)
+
+
+def _write(rank: int, world_size: int, late: bool) -> list[Tensor]:
+    slowly(pytest.MonkeyPatch())
+    model = Layers()
+    optimizer = optimizer_of(model, late, NOW)
+    for step in range(3):
+        model.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            zero_opt.broadcast_params(model)
+        else:
+            kept = {name: value.clone() for name, value in model.layers[1].state_dict().items()}
+            model.layers[2].load_state_dict(kept)
+    optimizer.close()
+    return model.copies()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whoever_writes_parameters_waits_for_them(world_size: int) -> None:
+    within, late = (run_processes(world_size, _write, way, timeout=SECONDS) for way in (False, True))
+    assert_bitwise(late, within)
