@@ -58,9 +58,10 @@ def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            model.eval()
-            found.append(call(x).clone())
+        if kind is not Compiled:  # which it would be anew, for another mode
+            with torch.no_grad():
+                model.eval()
+                found.append(call(x).clone())
     optimizer.close()
     return found
 
