@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ class Compiled(nn.Sequential):
 
 def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list[Tensor]:
     slowly(pytest.MonkeyPatch())
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # Dynamo's own, of tensors that it makes
     torch.manual_seed(0)
     model, found = kind(), []
     call = torch.compile(model, backend="eager") if kind is Compiled else model
