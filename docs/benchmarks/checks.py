@@ -67,12 +67,21 @@ def timed(call: Callable[[], Any]) -> float:
     return slower(time.perf_counter() - begin)
 
 
-def train_step(net: torch.nn.Module, optimizer: Any, tokens: torch.Tensor) -> Callable[[], None]:
-    """One whole step."""
+def train_backward(net: torch.nn.Module, optimizer: Any, tokens: torch.Tensor) -> Callable[[], None]:
+    """A step but for ``step()``."""
 
     def run() -> None:
         optimizer.zero_grad()
         net(tokens).square().mean().backward()
+
+    return run
+
+
+def train_step(backward: Callable[[], None], optimizer: Any) -> Callable[[], None]:
+    """One whole step."""
+
+    def run() -> None:
+        backward()
         optimizer.step()
 
     return run
@@ -96,9 +105,11 @@ def checks_alone(optimizer: Any, times: Times) -> None:
     times[LOCAL].append(timed(local))
 
 
-def look_alone(optimizer: Any, times: Times) -> None:
+def look_alone(optimizer: Any, backward: Callable[[], None], times: Times) -> None:
     """What the look for non-finite gradients does at ``step()``, with and without squares from the reduction."""
     sharded = optimizer._sharded
+    backward()
+    sharded.finish()
     buckets = sharded.partition.buckets
     grads = [grad for bucket in buckets for grad in bucket.slice_grads()]
     known = [sums for bucket in buckets for sums in bucket.squares()]
@@ -133,13 +144,14 @@ def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
-    steps, optimizers = {}, {}
+    backwards, steps, optimizers = {}, {}, {}
     for name, nonfinite in ((STEP, "ignore"), (SKIP, "skip")):
         net = model()
         optimizers[name] = zero_opt.ShardedOptimizer(
             net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, checks=zero_opt.Checks(nonfinite=nonfinite)
         )
-        steps[name] = train_step(net, optimizers[name], tokens)
+        backwards[name] = train_backward(net, optimizers[name], tokens)
+        steps[name] = train_step(backwards[name], optimizers[name])
     times: Times = {name: [] for name in (STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES)}
     for number in range(rounds + 2):
         for name in (STEP, SKIP) if number % 2 else (SKIP, STEP):
@@ -148,7 +160,7 @@ def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
                 times[name].append(seconds)
         if number >= 2:
             checks_alone(optimizers[STEP], times)
-            look_alone(optimizers[SKIP], times)
+            look_alone(optimizers[SKIP], backwards[SKIP], times)
             reductions_alone(optimizers[SKIP], number, times)
     if rank == 0:
         pipe.send(times)

@@ -21,6 +21,8 @@ PARAM_NUMEL = 1 << 22
 PAGE_BYTES = 4096
 # What the largest contender has per element, and room for pages between its arrays.
 ELEMENT_BYTES, PAGES_BYTES = 24, 1 << 20
+# Codes of 8-bit moments, and what is added to them for 1e-2, which is a remainder like any other too.
+INTEGERS = {torch.uint8: 64, torch.int16: 898}
 CAST, CAST_KEPT = "cast + torch fused + cast", "the same, buffers kept"
 READING, MOVING = "reading the inputs once", "reading and writing as much"
 
@@ -81,7 +83,7 @@ class Contender:
     def prepare(self) -> None:
         """Give the arrays values, which others have overwritten: what a step costs depends on none but subnormals."""
         for tensor in self.room.tensors:
-            tensor.fill_(1e-2 if tensor.is_floating_point() else 1)
+            tensor.fill_(1e-2 if tensor.is_floating_point() else INTEGERS[tensor.dtype])
 
 
 Contenders = dict[str, Contender]
