@@ -25,7 +25,6 @@ namespace {
 #define ZERO_OPT_HAS_FMA
 #endif
 
-
 // a * b + c, rounded once.
 inline float fma32(float a, float b, float c) {
 #if defined(ZERO_OPT_HAS_FMA)
@@ -63,7 +62,7 @@ void fma_loop(const FmaRun& run) {
   for (std::int64_t i = 0; i < run.numel; ++i) out[i] = fma32(a[i], b[i], c[i]);
 }
 
-// What a Value stands for is a float, or a vector of floats and then as many elements.
+// Value is a float, or a vector of floats: then what is said of an element is of as many.
 template <typename Value>
 inline Value all(float value) {
   return value - Value{};
@@ -72,7 +71,8 @@ inline Value all(float value) {
 inline float root(float value) { return __builtin_sqrtf(value); }
 
 // a / divisor, rounded once, given reciprocal = 1 / divisor rounded once. The divisor must be in [2^-64, 1] and a
-// no smaller than 2^-75 unless it is zero: then nothing here is subnormal.
+// no smaller than 2^-75 unless it is zero: then nothing here is subnormal. kFinite: who calls discards what comes of an
+// infinite a.
 template <bool kFinite, typename Value>
 inline Value divide(Value a, Value divisor, Value reciprocal) {
 #if defined(ZERO_OPT_HAS_FMA)

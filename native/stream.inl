@@ -1,4 +1,4 @@
-// Stores past the caches: included once by each isa_*.cpp, like adam.inl.
+// Memory ahead of the loops, and stores past the caches: included once by each isa_*.cpp, like adam.inl.
 #pragma once
 
 #include <cstdint>
