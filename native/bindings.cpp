@@ -338,9 +338,9 @@ const char* wait_for(Control& control, std::uint64_t value, int done_fd, int wor
   return found == zero_opt::Waited::kDead ? "dead" : "waiting";
 }
 
-void worker_run(int arena_fd, int wake_fd, int done_fd, int trainer_pidfd, const std::vector<int>& cpus, int lanes) {
+void worker_run(int arena_fd, int wake_fd, int done_fd, int trainer_pidfd, const std::vector<int>& cpus, int threads) {
   const py::gil_scoped_release unlocked;
-  zero_opt::worker_run({arena_fd, wake_fd, done_fd, trainer_pidfd}, cpus, lanes);
+  zero_opt::worker_run({arena_fd, wake_fd, done_fd, trainer_pidfd}, cpus, threads);
 }
 
 std::size_t control_nbytes(std::size_t lanes, std::size_t max_runs) {
@@ -363,7 +363,7 @@ void bind_worker(py::module_& m) {
       .def("wait_drafts", &wait_for<&Control::wait_drafts>, py::arg("drafts"), py::arg("done_fd"),
            py::arg("worker_pidfd"), py::arg("seconds"))
       .def("stop", &Control::stop, py::arg("wake_fd"))
-      .def("finish", &Control::finish, py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Control::finish, py::arg("threads") = 1, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("submitted", &Control::submitted)
       .def_property_readonly("completed", &Control::completed)
       .def_property_readonly("drafted", &Control::drafted)
@@ -374,7 +374,7 @@ void bind_worker(py::module_& m) {
       .def_property_readonly("progress", [](const Control& control) { return py::tuple(py::cast(control.progress())); });
   m.def("control_nbytes", &control_nbytes, py::arg("lanes"), py::arg("max_runs"));
   m.def("worker_run", &worker_run, py::arg("arena_fd"), py::arg("wake_fd"), py::arg("done_fd"),
-        py::arg("trainer_pidfd"), py::arg("cpus"), py::arg("lanes"));
+        py::arg("trainer_pidfd"), py::arg("cpus"), py::arg("threads"));
 }
 
 std::vector<std::string> isas() {

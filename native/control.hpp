@@ -45,9 +45,9 @@ class Control {
   Waited wait_drafts(std::uint64_t drafts, int done_fd, int worker_pidfd, double seconds);
 
   // Finishes the step and the drafts here, as the worker would.
-  void finish() {
-    finish_step(view_, bytes_, static_cast<int>(lanes_));
-    finish_drafts(view_, bytes_, static_cast<int>(lanes_));
+  void finish(int threads) {
+    finish_step(view_, bytes_, threads);
+    finish_drafts(view_, bytes_, threads);
   }
 
   // Asks the worker to go once it has nothing to do.

@@ -1,6 +1,6 @@
 // What trainer and worker tell each other: the front of the arena that both map, each at an address of its own.
 //
-// Control block, table of the step in progress, one of drafts, and one lane with its redo logs per thread of the worker.
+// Control block, table of the step in progress, one of drafts, and lanes with their redo logs.
 // All places are offsets from the arena's start; 0, which is the control block's, stands for none. Each word has one
 // writer: the trainer's are ``submitted`` and ``drafted`` with the tables under them, ``drafts_origin``, ``drafts_void``
 // and ``stop``; the rest is the worker's.
@@ -77,7 +77,8 @@ struct ControlLayout {
 // A mapped arena by its parts.
 class ArenaView {
  public:
-  ArenaView(char* base, std::size_t lanes, std::size_t max_runs) : base_(base), layout_(lanes, max_runs) {}
+  ArenaView(char* base, std::size_t lanes, std::size_t max_runs)
+      : base_(base), lane_count_(lanes), layout_(lanes, max_runs) {}
 
   char* base() const { return base_; }
   std::size_t control_bytes() const { return layout_.bytes; }
@@ -86,9 +87,11 @@ class ArenaView {
   AdamScalars* scalars() const { return reinterpret_cast<AdamScalars*>(base_ + layout_.scalars_at); }
   Draft* drafts() const { return reinterpret_cast<Draft*>(base_ + layout_.drafts_at); }
   Lane* lanes() const { return reinterpret_cast<Lane*>(base_ + layout_.lanes_at); }
+  std::int64_t lane_count() const { return static_cast<std::int64_t>(lane_count_); }
 
  private:
   char* base_;
+  std::size_t lane_count_;
   ControlLayout layout_;
 };
 

@@ -35,19 +35,16 @@ class Batch {
 
   std::uint64_t last() const { return last_; }
 
-  void make(char* base, std::size_t mapped_bytes, int lanes) const {
+  void make(const ArenaView& arena, std::size_t mapped_bytes, int threads) const {
     for (std::uint64_t i = first_; i < last_; ++i) {
       if (drafts_[i].arena_bytes > mapped_bytes) {
         throw std::runtime_error("the arena has grown since this worker was started");
       }
       kernels_named(drafts_[i].isa);
     }
-    const auto work = [&](int lane) { make_part(base, blocks_of_lane(blocks_, lane, lanes)); };
-    if (blocks_ * kLogNumel > kAloneNumel) {
-      run_parallel(lanes, work);
-    } else {
-      for (int lane = 0; lane < lanes; ++lane) work(lane);
-    }
+    const std::int64_t lanes = arena.lane_count();
+    const auto work = [&](std::int64_t lane) { make_part(arena.base(), blocks_of_lane(blocks_, lane, lanes)); };
+    share_out(lanes, blocks_ * kLogNumel > kAloneNumel ? threads : 1, work);
   }
 
  private:
@@ -79,7 +76,7 @@ class Batch {
 
 }  // namespace
 
-void finish_drafts(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
+void finish_drafts(const ArenaView& arena, std::size_t mapped_bytes, int threads) {
   ControlBlock& control = arena.control();
   const std::uint64_t drafted = control.drafted.load(std::memory_order_acquire);
   const std::uint64_t origin = control.drafts_origin.load(std::memory_order_relaxed);
@@ -87,8 +84,8 @@ void finish_drafts(const ArenaView& arena, std::size_t mapped_bytes, int lanes) 
   while (done < drafted) {
     done = std::max(done, std::min(control.drafts_void.load(std::memory_order_acquire), drafted));
     if (done < drafted) {
-      const Batch batch(arena.drafts(), done - origin, drafted - origin, kDraftBlocks * lanes);
-      batch.make(arena.base(), mapped_bytes, lanes);
+      const Batch batch(arena.drafts(), done - origin, drafted - origin, kDraftBlocks * threads);
+      batch.make(arena, mapped_bytes, threads);
       done = batch.last() + origin;
     }
     control.drafts_done.store(done, std::memory_order_release);

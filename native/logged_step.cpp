@@ -14,7 +14,7 @@ BlockRange blocks_of_lane(std::int64_t blocks, std::int64_t lane, std::int64_t l
   return {blocks * lane / lanes, blocks * (lane + 1) / lanes};
 }
 
-void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
+void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int threads) {
   ControlBlock& control = arena.control();
   const std::uint64_t sequence = control.submitted.load(std::memory_order_acquire);
   if (control.completed.load(std::memory_order_acquire) == sequence) return;
@@ -23,15 +23,12 @@ void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int lanes) {
   const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), sequence};
   const Kernels& kernels = kernels_named(std::string(head.isa));
   std::atomic<std::int64_t> nonfinite{0};
-  const auto work = [&](int lane) {
+  const std::int64_t lanes = arena.lane_count();
+  const auto work = [&](std::int64_t lane) {
     const FlushDenormals mode(head.flush_denormals != 0);
     nonfinite += kernels.run_lane(step, blocks_of_lane(head.blocks, lane, lanes), arena.lanes()[lane]);
   };
-  if (head.numel > kAloneNumel) {
-    run_parallel(lanes, work);
-  } else {
-    for (int lane = 0; lane < lanes; ++lane) work(lane);
-  }
+  share_out(lanes, head.numel > kAloneNumel ? threads : 1, work);
   control.nonfinite.store(static_cast<std::uint64_t>(nonfinite.load()), std::memory_order_relaxed);
   control.completed.store(sequence, std::memory_order_release);
 }

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
-#include <memory>
 
 #include "flush_denormals.hpp"
 #include "thread_pool.hpp"
@@ -47,56 +46,21 @@ class Blocks {
   std::int64_t count_ = 0, total_numel_ = 0;
 };
 
-// Which blocks are whose: every thread has a range of neighbours, the same in every step, so that it keeps to the
-// memory it touched before; who is done with their own takes from the others.
-class Shares {
- public:
-  Shares(std::int64_t blocks, int threads) : shares_(new Share[threads]), threads_(threads) {
-    for (int i = 0; i < threads; ++i) {
-      shares_[i].next.store(blocks * i / threads, std::memory_order_relaxed);
-      shares_[i].end = blocks * (i + 1) / threads;
-    }
-  }
-
-  // Calls take(block) for blocks until none is left.
-  template <typename Take>
-  void work(int thread, const Take& take) {
-    for (int i = 0; i < threads_; ++i) {
-      Share& share = shares_[(thread + i) % threads_];
-      for (;;) {
-        const std::int64_t block = share.next.fetch_add(1, std::memory_order_relaxed);
-        if (block >= share.end) break;
-        take(block);
-      }
-    }
-  }
-
- private:
-  struct alignas(64) Share {
-    std::atomic<std::int64_t> next;
-    std::int64_t end;
-  };
-  std::unique_ptr<Share[]> shares_;
-  int threads_;
-};
-
 // Calls work(array, begin, end) for all blocks, on as many threads as are wanted, useful and to be had.
 template <typename Work>
 void for_all_blocks(const Blocks& blocks, const Parallel& parallel, const Work& work) {
   // A pool thread has the mode of whoever used the pool first, which says nothing about this caller.
   const bool flush = parallel.flush_denormals || FlushDenormals::own();
   const bool alone = parallel.threads <= 1 || blocks.total_numel() <= kAloneNumel;
-  const int wanted = alone ? 1 : usable_threads(parallel.threads);
-  const int threads = static_cast<int>(std::min<std::int64_t>(wanted, std::max<std::int64_t>(blocks.count(), 1)));
+  const int threads = alone || blocks.count() < 2 ? 1 : usable_threads(parallel.threads);
   if (threads == 1) {
     const FlushDenormals mode(flush);
     if (blocks.count() > 0) blocks.visit(0, blocks.count(), work);
     return;
   }
-  Shares shares(blocks.count(), threads);
-  run_parallel(threads, [&](int thread) {
+  share_out(blocks.count(), threads, [&](std::int64_t block) {
     const FlushDenormals mode(flush);
-    shares.work(thread, [&](std::int64_t block) { blocks.visit(block, block + 1, work); });
+    blocks.visit(block, block + 1, work);
   });
 }
 

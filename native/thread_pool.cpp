@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <condition_variable>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
@@ -136,6 +138,37 @@ class Pool {
   int active_ = 0, pending_ = 0;
 };
 
+// Which tasks are whose, and which are left.
+class Shares {
+ public:
+  Shares(std::int64_t count, int threads) : shares_(new Share[threads]), threads_(threads) {
+    for (int i = 0; i < threads; ++i) {
+      shares_[i].next.store(count * i / threads, std::memory_order_relaxed);
+      shares_[i].end = count * (i + 1) / threads;
+    }
+  }
+
+  // Makes a thread's own tasks, then those that the others have not begun.
+  void work(int thread, const std::function<void(std::int64_t)>& task) {
+    for (int i = 0; i < threads_; ++i) {
+      Share& share = shares_[(thread + i) % threads_];
+      for (;;) {
+        const std::int64_t next = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (next >= share.end) break;
+        task(next);
+      }
+    }
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<std::int64_t> next;
+    std::int64_t end;
+  };
+  std::unique_ptr<Share[]> shares_;
+  int threads_;
+};
+
 // Held while the pool works. Forking takes it first, so that a child never inherits a pool in mid-step; the child
 // has none of the threads, so it lets go of the pool (which cannot be destroyed without joining them).
 std::mutex pool_mutex;
@@ -205,6 +238,12 @@ void run_parallel(int count, const std::function<void(int)>& task) {
     }
   }
   for (int index = first; index < count; ++index) task(index);
+}
+
+void share_out(std::int64_t count, int threads, const std::function<void(std::int64_t)>& task) {
+  threads = static_cast<int>(std::clamp<std::int64_t>(count, 1, std::max(threads, 1)));
+  Shares shares(count, threads);
+  run_parallel(threads, [&](int thread) { shares.work(thread, task); });
 }
 
 }  // namespace zero_opt

@@ -108,15 +108,15 @@ bool populate(char* begin, std::size_t bytes) {
 
 class Worker {
  public:
-  Worker(const WorkerFiles& files, int lanes)
+  Worker(const WorkerFiles& files, int threads)
       : files_(files),
-        lanes_(lanes),
+        threads_(threads),
         bytes_(size_of(files.arena)),
         base_(mapped(files.arena, bytes_)),
-        view_(base_, static_cast<std::size_t>(lanes), static_cast<std::size_t>(control().max_runs)) {
+        view_(base_, static_cast<std::size_t>(control().lanes), static_cast<std::size_t>(control().max_runs)) {
     const ControlBlock& block = control();
     if (block.magic != kControlMagic || block.version != kControlVersion || block.log_numel != kLogNumel ||
-        block.lanes != static_cast<std::uint64_t>(lanes) || block.control_bytes != view_.control_bytes()) {
+        block.control_bytes != view_.control_bytes()) {
       throw std::runtime_error("the arena's control area was not made for this worker");
     }
   }
@@ -129,8 +129,8 @@ class Worker {
     for (bool ready = false;; ready = true) {
       const std::uint64_t sequence = block.submitted.load(std::memory_order_acquire);
       const std::uint64_t drafted = block.drafted.load(std::memory_order_acquire);
-      finish_step(view_, bytes_, lanes_);
-      finish_drafts(view_, bytes_, lanes_);
+      finish_step(view_, bytes_, threads_);
+      finish_drafts(view_, bytes_, threads_);
       if (!ready) block.generation.fetch_add(1, std::memory_order_release);
       ring();
       if (block.stop.load(std::memory_order_acquire) != 0) _exit(0);
@@ -155,9 +155,9 @@ class Worker {
     if (first >= bytes_) return;
     const std::size_t pages = (bytes_ - first) / ControlLayout::kPage;
     std::atomic<bool> all{true};
-    run_parallel(lanes_, [&](int lane) {
-      const auto edge = [&](std::size_t i) { return first + pages * i / lanes_ * ControlLayout::kPage; };
-      const std::size_t begin = edge(lane), end = edge(lane + 1);
+    run_parallel(threads_, [&](int thread) {
+      const auto edge = [&](std::size_t i) { return first + pages * i / threads_ * ControlLayout::kPage; };
+      const std::size_t begin = edge(thread), end = edge(thread + 1);
       if (begin < end && !populate(base_ + begin, end - begin)) all = false;
     });
     if (!all) throw std::runtime_error("there is no memory for the " + std::to_string(bytes_) + " bytes of the arena");
@@ -187,7 +187,7 @@ class Worker {
   }
 
   WorkerFiles files_;
-  int lanes_;
+  int threads_;
   std::size_t bytes_;
   char* base_;
   ArenaView view_;
@@ -195,7 +195,7 @@ class Worker {
 
 }  // namespace
 
-void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int lanes) {
+void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int threads) {
   block_signals();
   watch(files.trainer_pidfd);
   Worker* worker = nullptr;
@@ -204,7 +204,7 @@ void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int lane
     unblock(files.done);
     if (!cpus.empty() && (errno = set_cpus(pthread_self(), cpus)) != 0) fail("the worker's CPUs");
     lock_arena(files.arena);
-    worker = new Worker(files, lanes);
+    worker = new Worker(files, threads);
     worker->serve();
   } catch (const std::exception& error) {
     if (worker != nullptr) worker->say(error.what());

@@ -16,6 +16,6 @@ struct WorkerFiles {
 // is left in the control area and the process with status 1.
 //
 // Signals that could be meant for the trainer's whole group are blocked: the worker ends when the trainer does.
-[[noreturn]] void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int lanes);
+[[noreturn]] void worker_run(const WorkerFiles& files, const std::vector<int>& cpus, int threads);
 
 }  // namespace zero_opt

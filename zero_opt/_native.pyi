@@ -219,7 +219,7 @@ class Control:
     def stop(self, wake_fd: int) -> None:
         """Ask a worker that is ready to go when it has nothing to do. The next one does not see it."""
 
-    def finish(self) -> None:
+    def finish(self, threads: int = 1) -> None:
         """Finish a step and drafts in this process, as the worker would; GIL released: for tests and timing.
 
         There must be no worker.
@@ -249,7 +249,7 @@ class Control:
     def progress(self) -> tuple[int, ...]:
         """A number per lane that changes whenever the lane has got on, and :attr:`drafts_done`."""
 
-def worker_run(arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], lanes: int) -> None:
+def worker_run(arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], threads: int) -> None:
     """The life of a worker process, which ends in here; see native/worker.hpp. ``cpus`` may be empty: all there are."""
 
 def isas() -> list[str]:

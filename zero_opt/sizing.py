@@ -266,10 +266,10 @@ class Sizing:
     def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         held = Held()
         usable = sorted(os.sched_getaffinity(0))
-        lanes = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
+        threads = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
         make = BankedShard if policy.speculate else ArenaShard
         # A run is a stretch of neighbours with one step count: as a rule, a bucket.
-        start = taken = page_aligned(control_nbytes(lanes, len(buckets)))
+        start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
             shard, amsgrad = make(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
             arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))

@@ -1,4 +1,4 @@
-"""The worker process: run by path, ``python -I -S worker_main.py EXTENSION ARENA WAKE DONE TRAINER LANES [CPU ...]``.
+"""The worker process: run by path, ``python -I -S worker_main.py EXTENSION ARENA WAKE DONE TRAINER THREADS [CPU ...]``.
 
 EXTENSION is the path of the native extension; ARENA, WAKE, DONE and TRAINER are inherited descriptors (memory, two
 events and a pidfd). Nothing else of zero_opt is imported, nor torch, so that the process is small and soon ready.
@@ -16,8 +16,8 @@ def main(extension: str, *numbers: str) -> None:
     assert spec is not None
     native = module_from_spec(spec)
     loader.exec_module(native)
-    arena, wake, done, trainer, lanes, *cpus = map(int, numbers)
-    native.worker_run(arena, wake, done, trainer, cpus, lanes)
+    arena, wake, done, trainer, threads, *cpus = map(int, numbers)
+    native.worker_run(arena, wake, done, trainer, cpus, threads)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ _log = logging.getLogger("zero_opt")
 _MAIN = Path(__file__).with_name("worker_main.py")
 # Of one step: far more than there are parameters in a rank's shard. Entries that are not used take no memory.
 _MAX_RUNS = 1 << 16
+# Parts of a step that its threads take as they come to them, so that none waits long for another.
+_LANES_PER_THREAD = 32
 # A wait returns to Python this often, for Ctrl-C, and to see whether the worker gets on.
 _LOOK_S = 0.05
 _READY_LOOK_MS = 2
@@ -56,11 +58,11 @@ def allowed_threads(requested: int) -> int:
     return _native.usable_threads(requested)
 
 
-def control_nbytes(lanes: int, runs: int = _MAX_RUNS) -> int:
+def control_nbytes(threads: int, runs: int = _MAX_RUNS) -> int:
     """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
     from . import _native
 
-    return _native.control_nbytes(lanes, runs)
+    return _native.control_nbytes(_LANES_PER_THREAD * threads, runs)
 
 
 def flushes_denormals() -> bool:
@@ -223,10 +225,10 @@ class WorkerProcess:
         deaths: how many workers have been replaced.
     """
 
-    def __init__(self, policy: WorkerOffload, cores: Sequence[int], lanes: int) -> None:
-        self._policy, self._cores, self._lanes = policy, tuple(cores), lanes
+    def __init__(self, policy: WorkerOffload, cores: Sequence[int], threads: int) -> None:
+        self._policy, self._cores, self._threads = policy, tuple(cores), threads
         self._pid = os.getpid()
-        nbytes = control_nbytes(lanes)
+        nbytes = control_nbytes(threads)
         with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
             self._held = _Held()
@@ -240,7 +242,8 @@ class WorkerProcess:
         from . import _native
 
         arena = self.arena
-        self._control = _native.Control(arena.address, arena.bytes.numel(), lanes=self._lanes, max_runs=_MAX_RUNS)
+        lanes = _LANES_PER_THREAD * self._threads
+        self._control = _native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
     def require_own(self) -> None:
         """Raise WorkerFailed in a process that was forked from the one that made this."""
@@ -301,7 +304,7 @@ class WorkerProcess:
 
         held, control = self._held, self._control
         fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
-        arguments = [str(_native.__file__), *map(str, [*fds, self._lanes, *self._cores])]
+        arguments = [str(_native.__file__), *map(str, [*fds, self._threads, *self._cores])]
         return held.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:

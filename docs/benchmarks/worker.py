@@ -103,7 +103,7 @@ class Arrays:
         """Through the redo log, in this process, by the function that the worker calls."""
         control = self.worker._control
         control.submit(self.batches, self.worker._held.wake)
-        control.finish()
+        control.finish(self.threads)
 
     def worked(self) -> None:
         """By the worker."""

@@ -173,7 +173,7 @@ Case::Case(const Scenario& scenario, const std::string& isa)
   fill(arena.base());
   zero_opt::Control control(arena.base(), bytes_, scenario_.lanes, kMaxRuns);
   control.submit(batches(arena.base(), 1.0), wake.fd(), false, isa_);
-  control.finish();
+  control.finish(static_cast<int>(scenario_.lanes));
   fill_gradients(arena.base(), 2);
   if (scenario_.drafted) {
     control.draft_sums(sums(arena.base()), wake.fd(), false, isa_);

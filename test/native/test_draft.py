@@ -87,7 +87,7 @@ def test_bits_of_the_step_in_place(form: str, isa: str, lanes: int) -> None:
         drafted = arena.control.draft([bank.batch() for bank in banks], arena.wake, isa=isa)
         assert drafted == arena.control.drafted == 8  # those without elements do not count
         assert arena.control.drafts_done == 0
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert arena.control.drafts_done == drafted
         check(banks, groups, isa)
 
@@ -96,7 +96,7 @@ def test_long_runs_are_made_in_pieces() -> None:
     groups = [group_of([LARGE, 5], "bf16 in and out")]
     with banks_for(groups, 2) as (arena, banks):
         assert arena.control.draft([banks[0].batch()], arena.wake) == 4
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         check(banks, groups)
 
 
@@ -107,7 +107,7 @@ def test_void_drafts_are_not_made_and_what_comes_after_is() -> None:
         arena.control.draft([banks[0].batch()], arena.wake)
         arena.control.void_drafts()
         arena.control.draft([banks[1].batch()], arena.wake)
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert arena.control.drafts_done == 2
         check(banks[1:], groups[1:])
         assert all(same_bits(tensor, before[0][role]) for role, tensor in banks[0].other[0].items())
@@ -119,7 +119,7 @@ def test_the_mode_of_subnormal_numbers_is_that_asked_for() -> None:
         expected = copied(groups)
         _native.adam_step([group.batch() for group in expected], flush_denormals=True)
         arena.control.draft([banks[0].batch()], arena.wake, flush_denormals=True)
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert same_bits(banks[0].other[0]["exp_avg_sq"], expected[0].runs[0]["exp_avg_sq"])
     assert not _native.flushes_denormals()
 
@@ -157,7 +157,7 @@ def test_there_is_room_again_when_drafts_are_done() -> None:
             with pytest.raises(OverflowError, match="until some are done"):
                 arena.control.draft([bank.batch()], arena.wake)
             assert arena.control.drafted == before
-            arena.control.finish()
+            arena.control.finish(arena.lanes)
 
 
 def test_a_worker_makes_them_and_its_successor_what_it_left() -> None:

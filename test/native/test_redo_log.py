@@ -56,7 +56,7 @@ def check(groups: list[Group], lanes: int, isa: str = "") -> None:
     nonfinite = _native.adam_step([group.batch() for group in expected], isa=isa)
     with arena_for(groups, lanes) as (arena, placed):
         assert arena.submit(placed, isa=isa) == 1
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert arena.control.completed == 1
         assert arena.control.nonfinite == nonfinite
         assert all_same(placed, expected)
@@ -88,7 +88,7 @@ def test_a_step_large_enough_for_threads() -> None:
 def test_a_step_of_nothing() -> None:
     with arena_for([], 2) as (arena, _):
         assert arena.submit([]) == 1
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert (arena.control.completed, arena.control.nonfinite) == (1, 0)
 
 
@@ -101,7 +101,7 @@ def test_steps_follow_each_other_and_read_the_count_that_is_kept() -> None:
             _native.adam_step([group.batch() for group in expected])
             before = arena.control.progress
             assert arena.submit(placed) == number == arena.control.submitted
-            arena.control.finish()
+            arena.control.finish(arena.lanes)
             assert placed[0].runs[0]["step"].item() == number - 1, "counts are the trainer's"
             placed[0].runs[0]["step"].fill_(number)
             assert all_same(placed, expected)
@@ -115,7 +115,7 @@ def test_subnormal_numbers_are_flushed_on_request() -> None:
         _native.adam_step([group.batch() for group in expected], flush_denormals=flush)
         with arena_for([group], 2) as (arena, placed):
             arena.submit(placed, flush_denormals=flush)
-            arena.control.finish()
+            arena.control.finish(arena.lanes)
             assert all_same(placed, expected)
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_submitted_is_refused_and_nothing_is() -> None:
         arena.submit([placed])
         with pytest.raises(ValueError, match="step 1 is not finished"):
             arena.submit([placed])
-        arena.control.finish()
+        arena.control.finish(arena.lanes)
         assert arena.control.submitted == arena.control.completed == 1
 
 

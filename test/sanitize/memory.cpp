@@ -173,7 +173,7 @@ void check_threads(std::int64_t numel) {
   const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, false, true};
   for (int step = 1; step <= 2; ++step) {
     control.submit({{hypers, {{run, static_cast<double>(step), nullptr}}}}, wake, true, "baseline");
-    control.finish();
+    control.finish(kLanes);
     require(control.completed() == static_cast<std::uint64_t>(step), "not completed");
   }
   close(wake);
@@ -213,7 +213,7 @@ void check_refusals() {
   inside.out = nullptr;
   require(!refused(submitted(inside, 1)) && refused(submitted(inside, 1)), "an unfinished step");
   require(control.wait(1, wake, wake, 0.0) != zero_opt::Waited::kDone, "done before it is");
-  control.finish();
+  control.finish(kLanes);
   require(control.wait(1, wake, wake, 0.0) == zero_opt::Waited::kDone, "not done");
   require(control.error().empty() && control.progress().size() == kLanes + 1, "a word of each lane, and one of drafts");
   close(wake);

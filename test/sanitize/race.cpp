@@ -47,8 +47,8 @@ namespace {
 using zero_opt::Format;
 using zero_opt::HostRun;
 
-constexpr int kLanes = 2, kSteps = 12, kMaxRuns = 4;
-// So long that the lanes get threads of their own.
+constexpr int kThreads = 2, kLanes = 8, kSteps = 12, kMaxRuns = 4;
+// So long that there is work for several threads.
 constexpr std::int64_t kNumel = 70'001;
 constexpr auto kPatience = std::chrono::seconds(120);
 
@@ -108,7 +108,7 @@ void worker() {
   const int wake = eventfd(0, EFD_NONBLOCK), done = eventfd(0, EFD_NONBLOCK);
   const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
   zero_opt::Control control(base, bytes, kLanes, kMaxRuns);
-  std::thread life([&] { zero_opt::worker_run({shared_fd, wake, done, pidfd}, {}, kLanes); });
+  std::thread life([&] { zero_opt::worker_run({shared_fd, wake, done, pidfd}, {}, kThreads); });
   await([&] { return control.generation() != 0; }, "the worker does not become ready");
   train(control, reinterpret_cast<float*>(base + control_bytes), wake, done, pidfd);
   std::printf("%d steps\n", kSteps);
