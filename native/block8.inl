@@ -7,7 +7,7 @@
 
 #include "adam.inl"
 #include "compact.inl"
-#include "stream.inl"
+#include "wide_block.inl"
 
 #if defined(ZERO_OPT_HAS_WIDE)
 
@@ -31,6 +31,8 @@ inline bool steps_blocks8(const AdamScalars& scalars, const AdamRun& run) {
          run.grad_format != Format::kFloat16 && (run.out == nullptr || run.out_format == Format::kBfloat16);
 }
 
+constexpr std::int64_t kParts = kCutNumel / kWide;
+
 // A block on its way.
 struct WideBlock {
   WideFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts];
@@ -51,7 +53,7 @@ ZERO_OPT_INLINE void step_wide(const AdamScalars& s, const AdamRun& run, const B
     const std::int64_t at = part * kWide;
     Element<WideFloats> old;
     if constexpr (kSplit) {
-      old.param = (WideFloats)((widened(halves + at) << 16) + widened(remainders + at));
+      old.param = joined_at(halves + at, remainders + at);
     } else {
       old.param = read_floats_at(params + at);
     }
@@ -93,18 +95,19 @@ ZERO_OPT_INLINE void write_moments(const WideBlock& block, std::uint32_t dither,
 }
 
 template <bool kSplit>
-ZERO_OPT_INLINE void write_params(const WideBlock& block, const AdamArrays& to, std::int64_t start) {
+ZERO_OPT_INLINE void write_params(const WideBlock& block, const AdamRun& run, std::int64_t start, bool streams) {
+  std::uint16_t* const out = static_cast<std::uint16_t*>(run.out);
 #pragma GCC unroll 4
   for (std::int64_t part = 0; part < kParts; part += 2) {
     const std::int64_t at = start + part * kWide;
+    const WideFloats first = block.param[part], second = block.param[part + 1];
     if constexpr (kSplit) {
-      const WideWords bits = separable<WideWords>(block.param[part]), next = separable<WideWords>(block.param[part + 1]);
-      store(upper_halves(bits + kRoundParam, next + kRoundParam), static_cast<std::uint16_t*>(to.param) + at);
-      store(lower_halves(bits, next), to.remainder + at);
+      write_split(first, second, static_cast<std::uint16_t*>(run.to.param) + at, run.to.remainder + at);
     } else {
-      store(block.param[part], static_cast<float*>(to.param) + at);
-      store(block.param[part + 1], static_cast<float*>(to.param) + at + kWide);
+      store(first, static_cast<float*>(run.to.param) + at);
+      store(second, static_cast<float*>(run.to.param) + at + kWide);
     }
+    if (out != nullptr) write_bf16(first, second, out + at, streams);
   }
 }
 
@@ -115,19 +118,17 @@ std::int64_t adam_blocks8_of(const AdamScalars& scalars, const AdamRun& run, std
   const AdamScalars s = scalars;
   const MomentRun from = blocks_of(run, run.from, 0), to = blocks_of(run, run.to, 0);
   const std::int64_t count = (end - start) / kCutNumel;
-  std::uint16_t* const out = static_cast<std::uint16_t*>(run.out);
-  const bool streams = run.numel >= kStreamNumel && reinterpret_cast<std::uintptr_t>(out + start) % kLine == 0;
+  const std::uintptr_t first_out = reinterpret_cast<std::uintptr_t>(static_cast<std::uint16_t*>(run.out) + start);
+  const bool streams = run.numel >= kStreamNumel && first_out % kLine == 0;
   for (std::int64_t number = 0; number < count; ++number, start += kCutNumel) {
-    if (start + kAhead + kCutNumel <= end) prefetch_run(run, start + kAhead, kCutNumel);
     WideBlock block;
     step_wide<kHalfGrad, kSplit>(s, run, block_at(from, start), start, block);
     const std::uint32_t largest = block.largest << 16, largest_sq = block.largest & kUpper;
     if (__builtin_expect(largest >= kInfinity || largest_sq >= kInfinity, 0)) return number;
     to.exp_avg_base[start / kCutNumel] = static_cast<std::uint16_t>(base_for(largest, kHighestCode));
     to.exp_avg_sq_base[start / kCutNumel] = static_cast<std::uint16_t>(base_for(largest_sq, kHighestCodeSq));
-    write_params<kSplit>(block, run.to, start);
+    write_params<kSplit>(block, run, start, streams);
     write_moments(block, s.dither, block_at(to, start));
-    if (out != nullptr) write_bf16(block.param, out + start, streams);
   }
   return count;
 }

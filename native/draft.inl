@@ -16,8 +16,7 @@ inline void stream_array(const void* fresh, std::int64_t begin, std::int64_t n, 
     copy_array(fresh, begin, n, width, home);
     return;
   }
-  const char* from = static_cast<const char*>(fresh);
-  for (std::int64_t at = 0; at < n * width; at += kLine) stream_line(from + at, to + at);
+  write_lines(fresh, n * width, to, true);
 }
 
 void stream_block(const AdamArrays& to, Format moments, const Block& block, const LogBlock& fresh) {

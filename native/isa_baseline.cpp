@@ -1,6 +1,7 @@
 // The kernels compiled for whatever the platform guarantees: SSE2 on x86-64, NEON on aarch64.
 #include "copy.inl"
 #include "draft.inl"
+#include "in_place.inl"
 #include "mean.inl"
 #include "one_pass.inl"
 #include "redo_log.inl"

@@ -1,6 +1,7 @@
 // The kernels compiled for x86-64-v3 (AVX2, FMA).
 #include "copy.inl"
 #include "draft.inl"
+#include "in_place.inl"
 #include "mean.inl"
 #include "one_pass.inl"
 #include "redo_log.inl"

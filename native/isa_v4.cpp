@@ -1,6 +1,7 @@
 // The kernels compiled for x86-64-v4 (AVX-512 F, BW, CD, DQ, VL).
 #include "copy.inl"
 #include "draft.inl"
+#include "in_place.inl"
 #include "mean.inl"
 #include "one_pass.inl"
 #include "redo_log.inl"

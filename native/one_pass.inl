@@ -70,8 +70,7 @@ void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const flo
     return;
   }
   write_floats(staging.out, run.out_format, 0, n, values);
-  const char* from = reinterpret_cast<const char*>(staging.out);
-  for (std::int64_t at = 0; at < n * width; at += kLine) stream_line(from + at, to + at);
+  write_lines(staging.out, n * width, to, true);
 }
 
 // Points at the moments of a format that the loop knows, from element start on.
@@ -161,42 +160,21 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
 }
 
 // n elements from start, a multiple of kCutNumel.
-std::int32_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+std::int64_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
                          Staging& staging) {
-#if defined(ZERO_OPT_HAS_WIDE)
-  if (steps_blocks8(scalars, run)) {
-    std::int32_t nonfinite = 0;
-    for (const std::int64_t end = start + n; start < end;) {
-      start += adam_blocks8(scalars, run, start, end) * kCutNumel;
-      const std::int64_t rest = end - start < kCutNumel ? end - start : kCutNumel;
-      if (rest > 0) nonfinite += adam_by_staging(scalars, run, start, rest, staging);
-      start += rest;
-    }
-    return nonfinite;
-  }
-#endif
-  return adam_by_staging(scalars, run, start, n, staging);
-}
-
-std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
-  Staging staging;
-  const bool as_it_lies = run.grad_format == Format::kFloat32 && run.moment_format == Format::kFloat32 &&
-                          run.from.remainder == nullptr && run.out == nullptr;
-  if (as_it_lies) return adam_staged(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
+  for (const std::int64_t end = start + n; start < end;) {
+    std::int64_t most = kStaged;
 #if defined(ZERO_OPT_HAS_WIDE)
-  if (steps_blocks8(scalars, run)) {
-    nonfinite = adam_staged(scalars, run, begin, end - begin, staging);
-    if (run.out != nullptr) end_streams();
-    return nonfinite;
-  }
+    if (steps_blocks8(scalars, run)) {
+      start += adam_blocks8(scalars, run, start, end) * kCutNumel;
+      most = kCutNumel;
+    }
 #endif
-  for (std::int64_t start = begin; start < end; start += kStaged) {
-    const std::int64_t n = end - start < kStaged ? end - start : kStaged;
-    if (start + kAhead + kStaged <= end) prefetch_run(run, start + kAhead, kStaged);
-    nonfinite += adam_staged(scalars, run, start, n, staging);
+    const std::int64_t next = end - start < most ? end - start : most;
+    if (next > 0) nonfinite += adam_by_staging(scalars, run, start, next, staging);
+    start += next;
   }
-  if (run.out != nullptr) end_streams();
   return nonfinite;
 }
 

@@ -1,7 +1,7 @@
 // A step that survives the death of its process at any instruction, by a redo log.
 //
-// A lane is a fixed range of the step's blocks, which one thread steps. It computes block k from its home into log k % 2, commits k,
-// and then copies the block home. The commit word says what a successor has to do: with n blocks committed, block n - 1
+// A lane is a fixed range of the step's blocks, which one thread steps. It computes block k from its home into log k % 2,
+// commits k, and then copies the block home. The commit word says what a successor has to do: with n blocks committed, block n - 1
 // is in its log and may be home in part, all before it are home, and of those after it nothing has been written but
 // ``out``, which nothing reads. So the successor copies block n - 1 home, once more or for the first time, and goes on.
 //

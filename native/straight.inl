@@ -1,4 +1,5 @@
-// The usual runs, stepped into a log a whole block at a time: included once by each isa_*.cpp, by redo_log.inl.
+// The usual runs, stepped a whole block at a time, in place or into a log: included once by each isa_*.cpp, by those who
+// do either.
 #pragma once
 
 #include "one_pass.inl"
@@ -9,20 +10,21 @@
 namespace zero_opt {
 namespace {
 
-// Whether a run's whole blocks can be stepped by Straight: fp32 state, lerps that start from the moment, and parameters
-// of the gradient's 16-bit format, if that is one.
+// Whether a run's whole blocks can be stepped by Straight: fp32 moments, lerps that start from the moment, and parameters
+// of the gradient's 16-bit format, if that is one; of split masters the usual step only.
 inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
-  return run.moment_format == Format::kFloat32 && run.from.remainder == nullptr && scalars.weight1 < 0.5f &&
-         (run.out == nullptr || run.out_format == run.grad_format ||
-          (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32));
+  if (run.moment_format != Format::kFloat32 || !(scalars.weight1 < 0.5f)) return false;
+  if (run.from.remainder != nullptr) return run.out == nullptr && converts(scalars, run.from.max_exp_avg_sq != nullptr);
+  return run.out == nullptr || run.out_format == run.grad_format ||
+         (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32);
 }
 
 // Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a
 // constant, from which the compiler makes straight code that decides nothing: for so few elements that would take as long
 // as the step.
-template <Format kGrad, bool kL2, bool kAmsgrad>
+template <Format kGrad, bool kL2, bool kAmsgrad, bool kSplit>
 struct Straight {
-  static_assert(kLogNumel == kParts * kWide, "a block of the log is what write_bf16 takes");
+  static constexpr std::int64_t kParts = kLogNumel / kWide;
 
   AdamScalars scalars;
   LaneArrays home_arrays;
@@ -42,8 +44,43 @@ struct Straight {
     to_bf16 = run.out_format == Format::kBfloat16;
   }
 
-  // A block into the log. Returns how many of its gradients are not finite.
+  // A block into the arrays it was read from. Returns how many of its gradients are not finite.
+  ZERO_OPT_INLINE std::int64_t step() { return step_to(home_arrays); }
+
+  // The same, into a log; in registers it stays.
   ZERO_OPT_INLINE std::int64_t step(LogBlock& log) {
+    LaneArrays arrays = {};
+    arrays.param = log.param;
+    arrays.half_param = reinterpret_cast<std::uint16_t*>(log.param);
+    arrays.remainder = log.remainder;
+    arrays.exp_avg = log.exp_avg;
+    arrays.exp_avg_sq = log.exp_avg_sq;
+    arrays.max_exp_avg_sq = log.max_exp_avg_sq;
+    return step_to(arrays);
+  }
+
+  ZERO_OPT_INLINE void home(const LogBlock&) {
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) write(part, home_arrays);
+  }
+
+  ZERO_OPT_INLINE void next() {
+    if (kSplit) {
+      home_arrays.half_param += kLogNumel;
+      home_arrays.remainder += kLogNumel;
+    } else {
+      home_arrays.param += kLogNumel;
+    }
+    home_arrays.exp_avg += kLogNumel;
+    home_arrays.exp_avg_sq += kLogNumel;
+    if (kAmsgrad) home_arrays.max_exp_avg_sq += kLogNumel;
+    grad += kLogNumel;
+    half_grad += kLogNumel;
+    if (out != nullptr) out += kLogNumel;
+  }
+
+ private:
+  ZERO_OPT_INLINE std::int64_t step_to(const LaneArrays& to) {
     alignas(kLine) float widened_grad[kLogNumel];
     const float* grads = grad;
     if constexpr (kGrad == Format::kFloat16) {
@@ -62,17 +99,19 @@ struct Straight {
       }
       spoilt |= words_of(g * 0.0f);
       Element<WideFloats> old = {};
-      old.param = read_floats_at(home_arrays.param + at);
+      old.param = kSplit ? joined_at(home_arrays.half_param + at, home_arrays.remainder + at)
+                         : read_floats_at(home_arrays.param + at);
       old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
       old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
       if constexpr (kAmsgrad) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
       const Element<WideFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
-      store(param[part] = stepped.param, log.param + at);
-      store(exp_avg[part] = stepped.exp_avg, log.exp_avg + at);
-      store(exp_avg_sq[part] = stepped.exp_avg_sq, log.exp_avg_sq + at);
-      if constexpr (kAmsgrad) store(max_exp_avg_sq[part] = stepped.max_exp_avg_sq, log.max_exp_avg_sq + at);
+      param[part] = stepped.param;
+      exp_avg[part] = stepped.exp_avg;
+      exp_avg_sq[part] = stepped.exp_avg_sq;
+      max_exp_avg_sq[part] = stepped.max_exp_avg_sq;
+      write(part, to);
     }
-    if (out != nullptr) write(log.param);
+    if (out != nullptr) write_out();
     return any_set(spoilt & kMagnitude) ? count(grads) : 0;
   }
 
@@ -84,51 +123,45 @@ struct Straight {
     return count_nonfinite(scalars.grad_factor, seen);
   }
 
-  ZERO_OPT_INLINE void write(const float* params) const {
+  ZERO_OPT_INLINE void write_out() const {
     if (kGrad == Format::kBfloat16 || (kGrad == Format::kFloat32 && to_bf16)) {
-      write_bf16(param, out, streams);
+      for (std::int64_t part = 0; part < kParts; part += 2) {
+        write_bf16(param[part], param[part + 1], out + part * kWide, streams);
+      }
       return;
     }
+    alignas(kLine) float wide[kLogNumel];
     alignas(kLine) std::uint16_t narrow[kLogNumel];
-    narrow_fp16(params, kLogNumel, narrow);
-    const char* from = reinterpret_cast<const char*>(narrow);
-    char* to = reinterpret_cast<char*>(out);
-    for (std::int64_t at = 0; at < kLogNumel * 2; at += kLine) {
-      streams ? stream_line(from + at, to + at) : static_cast<void>(__builtin_memcpy(to + at, from + at, kLine));
-    }
+    __builtin_memcpy(wide, param, sizeof(wide));
+    narrow_fp16(wide, kLogNumel, narrow);
+    write_lines(narrow, sizeof(narrow), out, streams);
   }
 
-  ZERO_OPT_INLINE void home(const LogBlock&) {
-#pragma GCC unroll 8
-    for (std::int64_t part = 0; part < kParts; ++part) {
-      const std::int64_t at = part * kWide;
-      store(param[part], home_arrays.param + at);
-      store(exp_avg[part], home_arrays.exp_avg + at);
-      store(exp_avg_sq[part], home_arrays.exp_avg_sq + at);
-      if constexpr (kAmsgrad) store(max_exp_avg_sq[part], home_arrays.max_exp_avg_sq + at);
+  // Vector ``part``, or, of halves, it and the one before.
+  ZERO_OPT_INLINE void write(std::int64_t part, const LaneArrays& to) const {
+    const std::int64_t at = part * kWide;
+    if constexpr (!kSplit) {
+      store(param[part], to.param + at);
+    } else if (part % 2 != 0) {
+      write_split(param[part - 1], param[part], to.half_param + at - kWide, to.remainder + at - kWide);
     }
-  }
-
-  ZERO_OPT_INLINE void next() {
-    home_arrays.param += kLogNumel;
-    home_arrays.exp_avg += kLogNumel;
-    home_arrays.exp_avg_sq += kLogNumel;
-    if (kAmsgrad) home_arrays.max_exp_avg_sq += kLogNumel;
-    grad += kLogNumel;
-    half_grad += kLogNumel;
-    if (out != nullptr) out += kLogNumel;
+    store(exp_avg[part], to.exp_avg + at);
+    store(exp_avg_sq[part], to.exp_avg_sq + at);
+    if constexpr (kAmsgrad) store(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
   }
 };
 
 template <Format kGrad, typename Use>
 void with_straight_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
   const bool amsgrad = run.from.max_exp_avg_sq != nullptr;
-  if (scalars.has_l2) {
-    amsgrad ? use(Straight<kGrad, true, true>(scalars, run, begin))
-            : use(Straight<kGrad, true, false>(scalars, run, begin));
+  if (run.from.remainder != nullptr) {
+    use(Straight<kGrad, false, false, true>(scalars, run, begin));
+  } else if (scalars.has_l2) {
+    amsgrad ? use(Straight<kGrad, true, true, false>(scalars, run, begin))
+            : use(Straight<kGrad, true, false, false>(scalars, run, begin));
   } else {
-    amsgrad ? use(Straight<kGrad, false, true>(scalars, run, begin))
-            : use(Straight<kGrad, false, false>(scalars, run, begin));
+    amsgrad ? use(Straight<kGrad, false, true, false>(scalars, run, begin))
+            : use(Straight<kGrad, false, false, false>(scalars, run, begin));
   }
 }
 

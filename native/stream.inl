@@ -1,4 +1,4 @@
-// Memory ahead of the loops, and stores past the caches: included once by each isa_*.cpp, like adam.inl.
+// Stores past the caches: included once by each isa_*.cpp, like adam.inl.
 #pragma once
 
 #include <cstdint>
@@ -42,39 +42,14 @@ inline void end_streams() {
 #endif
 }
 
-// Asks for the memory that the loops come to next but three. They are too short for the processor to see by itself
-// where they are going.
-constexpr std::int64_t kAhead = 2048;
-
-inline void prefetch(const void* array, std::int64_t bytes, std::int64_t start, std::int64_t n) {
-  if (array == nullptr) return;
-  const char* first = static_cast<const char*>(array) + start * bytes;
-  for (std::int64_t at = 0; at < n * bytes; at += 64) __builtin_prefetch(first + at, 1);
-}
-
-inline void prefetch_run(const AdamRun& run, std::int64_t start, std::int64_t n) {
-  prefetch(run.from.param, run.from.remainder == nullptr ? 4 : 2, start, n);
-  prefetch(run.from.remainder, 2, start, n);
-  prefetch(run.grad, bytes_of(run.grad_format), start, n);
-  prefetch(run.from.exp_avg, bytes_of(run.moment_format), start, n);
-  prefetch(run.from.exp_avg_sq, bytes_of(run.moment_format), start, n);
-  prefetch(run.from.max_exp_avg_sq, 4, start, n);
-  if (run.numel < kStreamNumel) prefetch(run.out, bytes_of(run.out_format), start, n);
-}
-
-#if defined(ZERO_OPT_HAS_WIDE)
-// A block of parameters in registers, in bf16 to where they go.
-constexpr std::int64_t kParts = kCutNumel / kWide;
-
-ZERO_OPT_INLINE void write_bf16(const WideFloats* params, std::uint16_t* to, bool streams) {
-#pragma GCC unroll 4
-  for (std::int64_t part = 0; part < kParts; part += 2, to += 2 * kWide) {
-    const WideWords halves =
-        upper_halves(rounded_bf16<WideWords>(params[part]), rounded_bf16<WideWords>(params[part + 1]));
-    streams ? stream(halves, to) : store(halves, to);
+// Whole lines, both aligned to them.
+ZERO_OPT_INLINE void write_lines(const void* lines, std::int64_t bytes, void* to, bool streams) {
+  const char* from = static_cast<const char*>(lines);
+  char* at = static_cast<char*>(to);
+  for (const char* end = from + bytes; from < end; from += kLine, at += kLine) {
+    streams ? stream_line(from, at) : static_cast<void>(__builtin_memcpy(at, from, kLine));
   }
 }
-#endif
 
 }  // namespace
 }  // namespace zero_opt

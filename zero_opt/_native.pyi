@@ -249,7 +249,9 @@ class Control:
     def progress(self) -> tuple[int, ...]:
         """A number per lane that changes whenever the lane has got on, and :attr:`drafts_done`."""
 
-def worker_run(arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], threads: int) -> None:
+def worker_run(
+    arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], threads: int
+) -> None:
     """The life of a worker process, which ends in here; see native/worker.hpp. ``cpus`` may be empty: all there are."""
 
 def isas() -> list[str]:

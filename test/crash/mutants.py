@@ -23,10 +23,11 @@ COUNT = "    log.nonfinite = nonfinite;\n"
 COMMIT = "    commit(lane, progress_word(sequence, ++done));\n"
 HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
+STRAIGHT_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
-LANES = "  if (head.numel > kAloneNumel) {\n"
+LANES = "  share_out(lanes, head.numel > kAloneNumel ? threads : 1, work);\n"
 DRAFTS_DONE = "    control.drafts_done.store(done, std::memory_order_release);\n"
-MAKE_DRAFTS = "      batch.make(arena.base(), mapped_bytes, lanes);\n"
+MAKE_DRAFTS = "      batch.make(arena, mapped_bytes, threads);\n"
 DRAFTED = "    stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);\n"
 DRAFT_ENDS = "range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;\n"
 
@@ -95,20 +96,12 @@ MUTANTS = (
     ),
     Mutant(
         "a moment of the usual runs is written home at once",
-        (
-            ("stepped.exp_avg, log.exp_avg + at", "stepped.exp_avg, home_arrays.exp_avg + at"),
-            ("      store(exp_avg[part], home_arrays.exp_avg + at);\n", ""),
-        ),
+        ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.", "home_arrays.")),),
         file="straight.inl",
     ),
     Mutant(
         "a moment of the usual runs is not in the log",
-        (
-            (
-                "      store(exp_avg[part] = stepped.exp_avg, log.exp_avg + at);\n",
-                "      exp_avg[part] = stepped.exp_avg;\n",
-            ),
-        ),
+        ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.exp_avg", "log.max_exp_avg_sq")),),
         file="straight.inl",
     ),
     Mutant(

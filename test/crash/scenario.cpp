@@ -127,6 +127,9 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
   } else if (name == "amsgrad") {
     found.out = Format::kFloat16;
     found.has_out = found.amsgrad = true;
+  } else if (name == "split") {
+    found.grad = Format::kBfloat16;
+    found.has_remainder = true;
   } else if (name == "compact") {
     found.grad = Format::kFloat16;
     found.moments = Format::kBlock8;

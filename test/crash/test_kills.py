@@ -40,7 +40,7 @@ def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, in
 
 @WAYS
 def test_workers_die_and_stop_in_training(way: dict[str, Any]) -> None:
-    offload = zero_opt.WorkerOffload(**way, hang_timeout=0.3)
+    offload = zero_opt.WorkerOffload(**way, hang_timeout=0.3, max_deaths=50)
 
     def run(rank: int, world_size: int) -> Any:
         strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))

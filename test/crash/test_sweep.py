@@ -14,7 +14,7 @@ from zero_opt import _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memfd are Linux's")
 
-SCENARIOS = ("plain", "bf16", "amsgrad", "compact")
+SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact")
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.

@@ -92,11 +92,12 @@ def test_bits_of_the_step_in_place(form: str, isa: str, lanes: int) -> None:
         check(banks, groups, isa)
 
 
-def test_long_runs_are_made_in_pieces() -> None:
+@pytest.mark.parametrize(("lanes", "threads"), [(2, 2), (64, 3)])
+def test_long_runs_are_made_in_pieces(lanes: int, threads: int) -> None:
     groups = [group_of([LARGE, 5], "bf16 in and out")]
-    with banks_for(groups, 2) as (arena, banks):
+    with banks_for(groups, lanes) as (arena, banks):
         assert arena.control.draft([banks[0].batch()], arena.wake) == 4
-        arena.control.finish(arena.lanes)
+        arena.control.finish(threads)
         check(banks, groups)
 
 

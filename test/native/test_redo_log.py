@@ -50,13 +50,13 @@ def group_of(sizes: list[int], form: str, *, amsgrad: bool = False, **options: o
     return Group(runs, grads, options)
 
 
-def check(groups: list[Group], lanes: int, isa: str = "") -> None:
+def check(groups: list[Group], lanes: int, isa: str = "", threads: int = 2) -> None:
     """The step here through the log, against the one in place."""
     expected = copied(groups)
     nonfinite = _native.adam_step([group.batch() for group in expected], isa=isa)
     with arena_for(groups, lanes) as (arena, placed):
         assert arena.submit(placed, isa=isa) == 1
-        arena.control.finish(arena.lanes)
+        arena.control.finish(threads)
         assert arena.control.completed == 1
         assert arena.control.nonfinite == nonfinite
         assert all_same(placed, expected)
@@ -81,8 +81,9 @@ def test_any_sizes_over_any_lanes(sizes: list[int], lanes: int) -> None:
     check([group_of(sizes[:2], "fp32"), *(group_of(sizes[i:], "8-bit moments") for i in (2,) if sizes[i:])], lanes)
 
 
-def test_a_step_large_enough_for_threads() -> None:
-    check([group_of([300_001, 5, 100_000], "bf16 in and out")], 2)
+@pytest.mark.parametrize(("lanes", "threads"), [(2, 2), (7, 2), (2, 5), (64, 3), (3, 1), (3, 0)])
+def test_a_step_large_enough_for_threads(lanes: int, threads: int) -> None:
+    check([group_of([300_001, 5, 100_000], "bf16 in and out")], lanes, threads=threads)
 
 
 def test_a_step_of_nothing() -> None:
