@@ -397,7 +397,8 @@ class WorkerProcess:
     def _watch(self, wait: Callable[..., str]) -> None:
         """Wait for a worker by a call of the control area's, replacing those that die or get stuck."""
         self.require_own()
-        idle, seen = 0.0, self._control.progress
+        idle = 0.0
+        seen: tuple[int, ...] = ()
         while True:
             child = self._held.child or self._spawn()
             before = time.monotonic()
