@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import threading
 
 import pytest
 import torch
 
 from zero_opt import ConfigError, WorkerOffload
+from zero_opt.placement import cores
 from zero_opt.placement.cores import Confined, CoreSplit, split_cores
 
 EIGHT = tuple(range(8))
@@ -107,3 +109,15 @@ def test_a_thread_may_leave_its_cores_for_a_while() -> None:
     with confined.lifted():
         assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_that_ends_while_threads_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    listed = cores._tids
+    monkeypatch.setattr(cores, "_tids", lambda: [*listed(), gone.pid])
+    allowed = os.sched_getaffinity(0)
+    confined = Confined(sorted(allowed)[:1])
+    assert os.sched_getaffinity(0) == {min(allowed)}
+    confined.restore()
+    assert os.sched_getaffinity(0) == allowed

@@ -28,8 +28,8 @@ class BackgroundGather(ParamGather):
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
-    Which modules are called is what the first forward showed; until then the outermost module waits for everything, and
-    it always does in evaluation, which may call others.
+    Which modules are called is what the first forward showed; until then the outermost module waits for everything. In
+    evaluation, which may call others, every module does.
     """
 
     def __init__(
@@ -45,15 +45,22 @@ class BackgroundGather(ParamGather):
         self._arriving: dict[int, Future[None]] = {}
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
-        me = weakref.ref(self)
         self._handles: list[Any] = []
-        for module in model.modules():
-            # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
-            self._handles.append(module.register_forward_pre_hook(_waiter(me), prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(_flusher(me)))  # type: ignore[no-untyped-call]
-        _forget_compiled()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hook_modules()
         announce(self)
+
+    def _hook_modules(self) -> None:
+        """Let all modules wait that there are by now."""
+        me, fresh = weakref.ref(self), [module for module in self._model.modules() if module not in self._hooked]
+        for module in fresh:
+            self._hooked.add(module)
+            # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
+            self._handles.append(module.register_forward_pre_hook(_Waiter(me), prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+        if fresh:
+            _forget_compiled()
 
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """See :class:`ParamGather`."""
@@ -68,6 +75,7 @@ class BackgroundGather(ParamGather):
 
     def watch(self) -> None:
         """See :class:`ParamGather`."""
+        self._hook_modules()
         self._plan_waits()
 
     def _plan_waits(self) -> None:
@@ -89,7 +97,7 @@ class BackgroundGather(ParamGather):
     def called(self, module: nn.Module) -> None:
         """A module's forward begins: wait for what it needs."""
         self._called.add(module)
-        if module is self._model and not module.training:
+        if not self._model.training:
             self.flush()
         for index in self._needs.get(module, ()):
             self._arrive(index)
@@ -134,22 +142,35 @@ class BackgroundGather(ParamGather):
         self.flush()
 
 
-def _waiter(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
-    def before_forward(module: nn.Module, _: Any) -> None:
-        target = gather()
+class _Hook:
+    """Called with a module, before something; that of a copy of a module, or of one that was saved, does nothing."""
+
+    def __init__(self, gather: weakref.ReferenceType[BackgroundGather] | None = None) -> None:
+        self._gather = gather
+
+    def _target(self) -> BackgroundGather | None:
+        return None if self._gather is None else self._gather()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Waiter(_Hook):
+    """Before forward."""
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        target = self._target()
         if target is not None:
             target.called(module)
 
-    return before_forward
 
+class _Flusher(_Hook):
+    """Before state is read or written."""
 
-def _flusher(gather: weakref.ReferenceType[BackgroundGather]) -> Any:
-    def before_state_dict(*_: Any) -> None:
-        target = gather()
+    def __call__(self, *_: Any) -> None:
+        target = self._target()
         if target is not None:
             target.flush()
-
-    return before_state_dict
 
 
 def _forget_compiled() -> None:

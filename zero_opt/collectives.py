@@ -480,9 +480,9 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     pg = resolve_group(process_group)
     world_size = 1 if pg is None else pg.size()
     check_rank(src, world_size, "src")
+    bring(list(model.parameters()))
     if pg is None or world_size == 1:
         return
-    bring(list(model.parameters()))
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -31,8 +31,13 @@ class ArrivalHooks:
         """Listen to ``param``; harmless if it is watched already."""
         if index in self._handles:
             return
-        hook = partial(_announce, self._arrived, index)
-        self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hook, frozen = partial(_announce, self._arrived, index), not param.requires_grad
+        # torch registers none on a frozen one, which may be one that has state from before, and is thawed later.
+        param.requires_grad_()
+        try:
+            self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        finally:
+            param.requires_grad_(not frozen)
 
     def close(self) -> None:
         """Stop listening."""

@@ -57,7 +57,7 @@ def _check_dtype(owner: str, field: str, value: Any) -> None:
 
 
 def _check_model(owner: str, value: object) -> None:
-    if value is not None and not hasattr(value, "named_modules"):
+    if value is not None and (isinstance(value, type) or not hasattr(value, "named_modules")):
         raise ConfigTypeError(f"{owner}.overlap_param_gather must be the torch.nn.Module being trained, got {value!r}")
 
 

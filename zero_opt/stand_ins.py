@@ -152,7 +152,7 @@ class StandIns:
             model = self._new(kind, groups).trial
             model.step()
             like = model.state
-            mine = {key: _fitted(value, like.get(key)) for key, value in state.items()}
+            mine = {key: _fitted(value, like.get(key), model.param) for key, value in state.items()}
             made.trial.optimizer.load_state_dict(
                 {"state": {0: mine}, "param_groups": model.optimizer.state_dict()["param_groups"]}
             )
@@ -187,8 +187,14 @@ def _number(value: Any) -> Any:
     return value.item() if value.dim() == 0 else ()
 
 
-def _fitted(value: Any, like: Any) -> Any:
-    """A loaded value in the shape that a stand-in has: where ``like`` is not a scalar, only its being there counts."""
+def _fitted(value: Any, like: Any, param: Tensor) -> Any:
+    """A loaded value in the shape that a stand-in has: of what is no scalar only its being there counts.
+
+    Args:
+        like: what the stand-in has there, if anything. param: its parameter.
+    """
     if isinstance(like, Tensor) and like.dim():
         return torch.zeros_like(like)
+    if like is None and isinstance(value, Tensor) and value.dim():
+        return torch.zeros_like(param, dtype=value.dtype)
     return apart(value)

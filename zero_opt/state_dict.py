@@ -18,7 +18,7 @@ from .errors import StateDictError
 from .flat_param import FlatParam
 from .layout import ParamSlice
 from .placement import hypers_of, steps_params_apart
-from .placement.column_state import PER_COLUMN_KEYS, WINDOW, column_shape
+from .placement.column_state import COLUMN_STEPS, PER_COLUMN_KEYS, WINDOW, check_window, column_shape
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
@@ -171,6 +171,9 @@ def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> d
 def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
+    wrong = check_window(state) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
+    if wrong is not None:
+        raise StateDictError(f"parameter {index}: {wrong}")
     for key, value in state.items():
         if key == "step" and not _is_count(value):
             raise StateDictError(f"state 'step' of parameter {index} is {value!r}, not a number of steps")

@@ -36,7 +36,7 @@ def built_mutant(mutant: Mutant, isa: str) -> Path:
     folder = BUILD / "mutants" / mutant.name.replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     # A file includes those that lie beside it before others of the same name.
-    for name in {mutant.file, PROTOCOL, "draft.inl", f"isa_{isa}.cpp"}:
+    for name in {mutant.file, PROTOCOL, "draft.inl", "in_place.inl", f"isa_{isa}.cpp"}:
         text = (NATIVE / name).read_text()
         text, target = mutant.applied(text) if name == mutant.file else text, folder / name
         if not target.exists() or target.read_text() != text:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -97,3 +101,68 @@ def _write(rank: int, world_size: int, late: bool) -> list[Tensor]:
 def test_whoever_writes_parameters_waits_for_them(world_size: int) -> None:
     within, late = (run_processes(world_size, _write, way, timeout=SECONDS) for way in (False, True))
     assert_bitwise(late, within)
+
+
+class Adapted(nn.Module):
+    """To which a module is added after the optimizer was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 20, bias=False)
+        self.block = ByMode()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.block(self.adapter(x) if hasattr(self, "adapter") else x)  # type: ignore[no-any-return]
+
+
+def _read_parts(rank: int, world_size: int, late: bool) -> list[Tensor]:
+    """What modules give when they are called, or saved, by themselves."""
+    slowly(pytest.MonkeyPatch())
+    torch.manual_seed(0)
+    model, found = Adapted(), []
+    optimizer = optimizer_of(model, late, NOW)
+    model.adapter = nn.Linear(20, 20, bias=False)
+    optimizer.add_param_group({"params": list(model.adapter.parameters())})
+    for step in range(6):
+        model.train()
+        x = values(step, 1, rank, 0, (3, 20))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if step % 3 == 0:
+                found.append(model.adapter(x).clone())
+            elif step % 3 == 1:
+                found.append(model.adapter.state_dict()["weight"].clone())
+            else:
+                model.eval()
+                found.append(model.block(x).clone())
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_by_themselves(world_size: int) -> None:
+    within, late = (run_processes(world_size, _read_parts, way, timeout=SECONDS) for way in (False, True))
+    assert_bitwise(late, within)
+
+
+def _copy(rank: int, world_size: int) -> bool:
+    """Copies of a model are models of their own, and nothing keeps them."""
+    model = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 5))
+    optimizer, x = optimizer_of(model, True, NOW), torch.ones(2, 20)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.flush()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    same = all(torch.equal(other(x), model(x)) for other in copies)
+    forgotten = [weakref.ref(other) for other in copies]
+    copies.clear()
+    gc.collect()
+    optimizer.close()
+    return same and not any(found() is not None for found in forgotten)
+
+
+def test_copies_of_the_model() -> None:
+    assert run_processes(1, _copy, timeout=SECONDS) == [True]

@@ -379,3 +379,34 @@ def test_backwards_are_added_up_in_the_accumulation_dtype(dtype: torch.dtype | N
     assert_bitwise(optimizer.state[params[0]]["master"], torch.full((200,), -expected))
     assert optimizer.memory_report()["grad_shards"] >= 200 * (4 if dtype else 2)
     optimizer.close()
+
+
+def _edited_and_saved(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The parameter as edited, its master in a state dict taken then, and the parameter after that and a step."""
+    param = nn.Parameter(values(3, 0, 0, 0, (40, 9)).bfloat16())
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=0.01, reduction=OVERLAPPED, **options)
+    for step in range(2):
+        param.backward(values(step, 2, rank, 0, (40, 9)).bfloat16())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with torch.no_grad():
+                param[:, 2:5].mul_(100)
+            edited = param.detach().clone()
+            state_dict = optimizer.state_dict()
+            optimizer.load_state_dict(state_dict)
+    optimizer.close()
+    return edited, state_dict["state"][0]["master"], param.detach().clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_saved_after_an_edit_has_it(world_size: int, tmp_path: Any) -> None:
+    ways: list[dict[str, Any]] = [ON_DEVICE, ON_HOST]
+    ways += [{"offload": zero_opt.WorkerOffload()}, {"offload": zero_opt.NVMeOffload(tmp_path)}]
+    ways += [{"offload": zero_opt.CPUOffload(selective=zero_opt.Selective(ratio, 4, 1))} for ratio in (0.0, 0.5, 1.0)]
+    after = []
+    for way in ways:
+        for edited, master, param in run_processes(world_size, _edited_and_saved, way, timeout=SECONDS):
+            assert torch.equal(master.reshape(edited.shape).bfloat16(), edited)
+            after.append(param)
+    assert all(torch.equal(param, after[0]) for param in after)

@@ -426,3 +426,70 @@ def _hooks(rank: int, world_size: int) -> list[str]:
 def test_hooks_run_once_as_in_torch(world_size: int) -> None:
     called = run_threads(world_size, _hooks)[-1]
     assert called == ["before step", "after step", "before saving", "after loading"]
+
+
+def _reload(rank: int, world_size: int, cls: Any, options: dict[str, Any]) -> bool:
+    """A state dict with masters goes back to where it is from, on ranks with and without a part of them."""
+    layer = nn.Linear(16, 6).bfloat16()
+    optimizer = zero_opt.ShardedOptimizer(layer.parameters(), cls, **options)
+    for step in range(2):
+        layer(torch.full((2, 16), rank + step + 1.0).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    now = optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(now[index][key], value) for index, state in saved["state"].items() for key, value in state.items()
+    )
+    optimizer.close()
+    return True
+
+
+@pytest.mark.parametrize("cls", [zero_opt.CPUAdam, zero_opt.CPUAdamW])
+@pytest.mark.parametrize("options", [
+    {"offload": zero_opt.CPUOffload()},
+    {"offload": zero_opt.WorkerOffload()},
+    {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
+], ids=["host", "worker", "device"])  # fmt: skip
+def test_masters_load_where_they_are_from(cls: Any, options: dict[str, Any]) -> None:
+    assert run_processes(3, _reload, cls, options, timeout=30) == [True] * 3
+
+
+def _thaw(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
+    """Trained, then loaded with one parameter frozen, which is thawed later."""
+    layers = [nn.Linear(12, 12, bias=False) for _ in range(2)]
+    plain_layers = copy.deepcopy(layers)
+    params, plain_params = ([layer.weight for layer in found] for found in (layers, plain_layers))
+    options = {"lr": 0.1, "fused": True}
+    saved = None
+    for frozen in (False, True):
+        params[0].requires_grad_(not frozen)
+        plain_params[0].requires_grad_(not frozen)
+        optimizer = zero_opt.ShardedOptimizer(
+            params, torch.optim.AdamW, reduction=reduction, offload=offload, **options
+        )
+        plain = torch.optim.AdamW(plain_params, **options)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+            plain.load_state_dict(copy.deepcopy(saved))
+        assert params[0].requires_grad is not frozen
+        for step in range(4):
+            if frozen and step == 2:
+                params[0].requires_grad_()
+                plain_params[0].requires_grad_()
+            for first, second, stepped in ((*layers, optimizer), (*plain_layers, plain)):
+                second(first(torch.full((2, 12), step + 1.0))).square().mean().backward()
+                stepped.step()
+                stepped.zero_grad()
+            assert_bitwise([param.detach() for param in params], [param.detach() for param in plain_params])
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+def test_state_of_a_frozen_parameter_loads(world_size: int, reduction: Any, offload: Any) -> None:
+    run_processes(world_size, _thaw, reduction, offload, timeout=30)

@@ -225,7 +225,7 @@ class ColumnShard(FollowedParams):
         found.put(run, found.at_home, at_home[: found.home_numel])
         if found.compact:
             found.put(run, found.selected, found.compact["param" if key == "master" else key])
-        return run
+        return self.saved_master(position, run) if key == "master" else run
 
     def select(self, position: int, chosen: Tensor, home: ParamState) -> None:
         """Select other columns; everything moves to its new place. :meth:`read_params` comes before."""
@@ -238,8 +238,9 @@ class ColumnShard(FollowedParams):
     def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
         """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are."""
         found, run = self.slices[position], self.param_run(position)
-        self._fill(position, self._homes[position].param, run)
         values = {key: value.to(torch.float32) for key, value in values.items()}
+        # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.
+        self._fill(position, self._homes[position].param, values.get("master", run).to(run.dtype))
         for key, value in values.items():
             self._fill(position, home[key], value)
         found.compact = {}

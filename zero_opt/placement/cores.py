@@ -96,7 +96,10 @@ class Confined:
 
     def __init__(self, cores: Collection[int]) -> None:
         own = os.sched_getaffinity(0)
-        before = {tid: os.sched_getaffinity(tid) for tid in _tids()}
+        before = {}
+        for tid in _tids():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                before[tid] = os.sched_getaffinity(tid)
         threads = torch.get_num_threads()
         for tid in before:
             _set_affinity(tid, cores)

@@ -62,6 +62,15 @@ class FollowedParams:
         """Whether the user has written to the parameter since it was last read or written here."""
         return position in self._stale or self.flats[position].edits != self._known[position]
 
+    def saved_master(self, position: int, master: Tensor) -> Tensor:
+        """A master as users see it, or, if they have written to the parameter since, a copy that has followed it."""
+        if not self.edited(position):
+            return master
+        copy = master.clone()
+        self.flats[position].load()
+        follow_param(copy.as_strided((copy.numel(),), (1,)), self.param_run(position))
+        return copy
+
     def follow(self, position: int) -> None:
         """What was made of the parameter is right as it is, whatever was written to that."""
         self._stale.discard(position)

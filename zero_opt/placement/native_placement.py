@@ -96,7 +96,11 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
 
     def saved(self) -> Iterator[tuple[int, ParamState]]:
         """See :class:`Placement`; it is plain."""
-        return self.state()
+        for index, state in self.state():
+            shard, position = self._places[index]
+            if shard.edited(position) and "master" in state:
+                state = {**state, "master": shard.saved_master(position, state["master"])}
+            yield index, state
 
     def resident(self) -> Iterator[Tensor]:
         """See :class:`Placement`; none is."""

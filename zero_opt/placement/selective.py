@@ -6,7 +6,8 @@ form (:class:`ColumnShard`) and knows nothing of selection. What is no matrix is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,8 +104,7 @@ class SelectivePlacement:
         for shard in added.values():
             for position, piece in enumerate(shard.pieces):
                 self._places[piece.param] = (shard, position)
-                amsgrad = self._amsgrad[piece.group]
-                self._home.adopt(piece.param, shard.blank_state(position, amsgrad=amsgrad))
+                self._load_slice(piece.param, {}, self._first_columns(piece.param))
 
     def repoint(self, params: Sequence[int]) -> None:
         """See :class:`Placement`."""
@@ -144,9 +144,9 @@ class SelectivePlacement:
     def _home_state(self, index: int) -> ParamState:
         return dict(self._home.state())[index]
 
-    def _columns_of(self, index: int) -> SavedColumns:
+    def _columns_of(self, index: int, home: Callable[[], ParamState]) -> SavedColumns:
         shard, position = self._places[index]
-        return SavedColumns(shard, position, self._schedule, partial(self._home_state, index))
+        return SavedColumns(shard, position, self._schedule, home)
 
     def _stepped(self) -> Iterator[int]:
         for index, (shard, position) in self._places.items():
@@ -158,14 +158,15 @@ class SelectivePlacement:
         yield from self._small.state()
         for index in self._stepped():
             if index not in self._shown:
-                self._shown[index] = ColumnState(self._columns_of(index))
+                self._shown[index] = ColumnState(self._columns_of(index, partial(self._home_state, index)))
             yield index, self._shown[index]
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """See :class:`Placement`."""
         yield from self._small.saved()
+        homes = dict(self._home.state())  # values may still be read, for another rank, when this one has closed
         for index in self._stepped():
-            yield index, self._columns_of(index)
+            yield index, self._columns_of(index, partial(homes.__getitem__, index))
 
     def resident(self) -> Iterator[Tensor]:
         """See :class:`Placement`."""
@@ -218,10 +219,7 @@ class SelectivePlacement:
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
-            # Without state it had no gradient when columns were selected, of which the first were taken then.
-            selecting = self._schedule.since_selection >= 0 and not saved
-            count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
-            self._load_slice(index, saved, torch.arange(count))
+            self._load_slice(index, saved, torch.arange(0) if saved else self._first_columns(index))
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
@@ -240,6 +238,11 @@ class SelectivePlacement:
         if known[0]:
             return self._schedule.at([int(number) for number in known[1:]])
         return Schedule(self._policy, done=int(known[1]))
+
+    def _first_columns(self, index: int) -> Tensor:
+        """What is selected of a matrix that had no gradient, or was not there, when columns were."""
+        selecting = self._schedule.since_selection >= 0
+        return torch.arange(selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0)
 
     def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.
@@ -295,10 +298,12 @@ class SelectivePlacement:
     def _updated(self, grads: Sequence[GradShard]) -> list[int]:
         """The buckets whose parameters the next step changes, on whatever rank, in order."""
         used = {shard.bucket for shard in grads if shard.used}
-        selecting = self._chosen is not None or self._schedule.since_selection >= 0
-        if self._schedule.closes and not self._delay:
+        ahead = replace(self._schedule)  # as it is when columns have been selected, which may end the window
+        if self._chosen is not None:
+            ahead.selected(self._chosen[1])
+        if ahead.closes and not self._delay:
             return sorted(used | self._waiting | self._landing)
-        if selecting and self._policy.topk_ratio > 0:
+        if ahead.since_selection >= 0 and self._policy.topk_ratio > 0:
             return sorted(used | self._landing)
         return sorted((used & self._small_buckets) | self._landing)
 

@@ -197,6 +197,13 @@ class Mastered(MasterShard, Unit):
             self.stepped[position].copy_(master)
             self.follow(position)
 
+    def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
+        """See :class:`Unit`."""
+        plain = super().saved(position, state)
+        if "master" not in plain or not self.edited(position):
+            return plain
+        return {**plain, "master": self.saved_master(position, plain["master"])}
+
     def resident(self) -> Sequence[Tensor]:
         """See :class:`Unit`."""
         self._copies.clear()
