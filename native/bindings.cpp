@@ -302,11 +302,11 @@ Control make_control(std::uintptr_t address, std::size_t nbytes, std::size_t lan
 }
 
 std::uint64_t submit(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
-                     const std::string& isa) {
+                     bool past_caches, const std::string& isa) {
   const std::string name = table(isa).name;
   const std::vector<AdamBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
-  return control.submit(work, wake_fd, flush_denormals, name);
+  return control.submit(work, wake_fd, flush_denormals, past_caches, name);
 }
 
 std::uint64_t draft(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
@@ -352,7 +352,7 @@ void bind_worker(py::module_& m) {
       .def(py::init(&make_control), py::arg("address"), py::arg("nbytes"), py::kw_only(), py::arg("lanes"),
            py::arg("max_runs"))
       .def("submit", &submit, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
-           py::arg("flush_denormals") = false, py::arg("isa") = "")
+           py::arg("flush_denormals") = false, py::arg("past_caches") = false, py::arg("isa") = "")
       .def("wait", &wait_for<&Control::wait>, py::arg("sequence"), py::arg("done_fd"), py::arg("worker_pidfd"),
            py::arg("seconds"))
       .def("draft", &draft, py::arg("batches"), py::arg("wake_fd"), py::kw_only(),
@@ -370,6 +370,7 @@ void bind_worker(py::module_& m) {
       .def_property_readonly("drafts_done", &Control::drafts_done)
       .def_property_readonly("generation", &Control::generation)
       .def_property_readonly("nonfinite", &Control::nonfinite)
+      .def_property_readonly("step_seconds", &Control::step_seconds)
       .def_property_readonly("error", &Control::error)
       .def_property_readonly("progress", [](const Control& control) { return py::tuple(py::cast(control.progress())); });
   m.def("control_nbytes", &control_nbytes, py::arg("lanes"), py::arg("max_runs"));

@@ -150,13 +150,14 @@ StepRun Control::translated(const AdamRun& run) const {
 }
 
 std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals,
-                              const std::string& isa) {
+                              bool past_caches, const std::string& isa) {
   ControlBlock& block = control();
   const std::uint64_t sequence = submitted();
   if (completed() != sequence) {
     throw std::invalid_argument("step " + std::to_string(sequence) + " is not finished");
   }
   StepHead head = this->head(flush_denormals || FlushDenormals::own(), isa);
+  head.past_caches = past_caches;
   std::int64_t scalars = 0;
   for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
     if (head.runs == static_cast<std::int64_t>(max_runs_)) {

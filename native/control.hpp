@@ -24,7 +24,9 @@ class Control {
   // Tells the worker to make the step, by the kernels of that name. All arrays must lie in the arena, behind the
   // control area, and no ``out`` over a gradient; throws std::invalid_argument, with nothing submitted, if they do not,
   // if there are too many runs, or if the last step is not finished. Returns the step's sequence number.
-  std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
+  // past_caches: what is written is not kept in caches that the worker shares with others, and the step takes longer.
+  std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, bool past_caches,
+                       const std::string& isa);
 
   // Has the worker make the runs from where they are read to where they are written, after the drafts before. Likewise
   // checked; no array that is written may overlap one that is read. Throws std::overflow_error if there is no room until
@@ -59,6 +61,7 @@ class Control {
   std::uint64_t drafts_done() const { return control().drafts_done.load(std::memory_order_acquire); }
   std::uint64_t generation() const { return control().generation.load(std::memory_order_acquire); }
   std::uint64_t nonfinite() const { return control().nonfinite.load(std::memory_order_acquire); }
+  double step_seconds() const { return 1e-9 * static_cast<double>(control().step_ns.load(std::memory_order_relaxed)); }
   std::string error() const;
   std::vector<std::uint64_t> progress() const;
 

@@ -20,7 +20,7 @@ using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
 
 constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
-constexpr std::uint64_t kControlVersion = 3;
+constexpr std::uint64_t kControlVersion = 4;
 constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
 
 // A step as submitted; the runs and scalars follow in their tables.
@@ -28,6 +28,7 @@ struct StepHead {
   std::int64_t runs, blocks, numel;
   std::uint64_t arena_bytes;  // as the trainer maps it
   std::uint64_t flush_denormals;
+  std::uint64_t past_caches;  // see LoggedStep
   char isa[kIsaBytes];
 };
 
@@ -54,6 +55,7 @@ struct alignas(64) ControlBlock {
   Word generation;            // raised by every worker when it is ready
   Word touched;               // bytes of the arena whose pages have been taken
   Word nonfinite;             // of the last completed step
+  Word step_ns;               // how long it took who completed it
   Word error_bytes;           // of error, what a worker said before it gave up; 0 for nothing
   char error[kErrorBytes];
   StepHead step;

@@ -1,6 +1,7 @@
 #include "logged_step.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 
@@ -18,9 +19,10 @@ void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int threads) 
   ControlBlock& control = arena.control();
   const std::uint64_t sequence = control.submitted.load(std::memory_order_acquire);
   if (control.completed.load(std::memory_order_acquire) == sequence) return;
+  const auto begin = std::chrono::steady_clock::now();
   const StepHead& head = control.step;
   if (head.arena_bytes > mapped_bytes) throw std::runtime_error("the arena has grown since this worker was started");
-  const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), sequence};
+  const LoggedStep step = {arena.base(), arena.runs(), arena.scalars(), sequence, head.past_caches != 0};
   const Kernels& kernels = kernels_named(std::string(head.isa));
   std::atomic<std::int64_t> nonfinite{0};
   const std::int64_t lanes = arena.lane_count();
@@ -29,6 +31,8 @@ void finish_step(const ArenaView& arena, std::size_t mapped_bytes, int threads) 
     nonfinite += kernels.run_lane(step, blocks_of_lane(head.blocks, lane, lanes), arena.lanes()[lane]);
   };
   share_out(lanes, head.numel > kAloneNumel ? threads : 1, work);
+  const auto took = std::chrono::steady_clock::now() - begin;
+  control.step_ns.store(static_cast<std::uint64_t>(std::chrono::nanoseconds(took).count()), std::memory_order_relaxed);
   control.nonfinite.store(static_cast<std::uint64_t>(nonfinite.load()), std::memory_order_relaxed);
   control.completed.store(sequence, std::memory_order_release);
 }

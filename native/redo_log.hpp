@@ -64,6 +64,7 @@ struct LoggedStep {
   const StepRun* runs;
   const AdamScalars* scalars;
   std::uint64_t sequence;
+  bool past_caches;  // blocks of the usual runs go home past the caches
 };
 
 // The step's blocks from first on, before last.

@@ -123,6 +123,8 @@ struct Staged {
 
   void home(const LogBlock& log) const { copy_home(run, block, log); }
 
+  void leave_caches() {}
+
   void next() { block = {block.run, block.end, end_of_block(run.numel, block.end)}; }
 };
 
@@ -158,7 +160,10 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
     const std::int64_t whole = goes_straight(run, scalars) ? (run.numel - block.begin) / kLogNumel : 0;
     const std::int64_t blocks = whole > 0 ? whole : log_blocks(run.numel - block.begin);
     const std::int64_t end = blocks < count - done ? done + blocks : count;
-    const auto log_all = [&](const auto& at) { log_blocks_of(at, step.sequence, done, end, lane); };
+    const auto log_all = [&](auto at) {
+      if (step.past_caches) at.leave_caches();
+      log_blocks_of(at, step.sequence, done, end, lane);
+    };
     if (whole > 0) {
       with_straight(scalars, run, block.begin, log_all);
     } else {

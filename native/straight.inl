@@ -31,7 +31,7 @@ struct Straight {
   const float* grad;
   const std::uint16_t* half_grad;  // in place of grad: bf16, or fp16
   std::uint16_t* out;
-  bool streams, to_bf16;
+  bool streams, to_bf16, past_caches = false;
   WideFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
 
   Straight(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
@@ -59,10 +59,15 @@ struct Straight {
     return step_to(arrays);
   }
 
-  ZERO_OPT_INLINE void home(const LogBlock&) {
-#pragma GCC unroll 8
-    for (std::int64_t part = 0; part < kParts; ++part) write(part, home_arrays);
+  // Blocks go home past the caches from here on, if they are whole lines there.
+  void leave_caches() {
+    const auto place = [](const float* array) { return reinterpret_cast<std::uintptr_t>(array); };
+    const std::uintptr_t arrays = place(home_arrays.param) | place(home_arrays.exp_avg) | place(home_arrays.exp_avg_sq) |
+                                  place(home_arrays.max_exp_avg_sq);
+    past_caches = arrays % kLine == 0;
   }
+
+  ZERO_OPT_INLINE void home(const LogBlock&) { past_caches ? home<true>() : home<false>(); }
 
   ZERO_OPT_INLINE void next() {
     if (kSplit) {
@@ -109,7 +114,7 @@ struct Straight {
       exp_avg[part] = stepped.exp_avg;
       exp_avg_sq[part] = stepped.exp_avg_sq;
       max_exp_avg_sq[part] = stepped.max_exp_avg_sq;
-      write(part, to);
+      write<false>(part, to);
     }
     if (out != nullptr) write_out();
     return any_set(spoilt & kMagnitude) ? count(grads) : 0;
@@ -137,17 +142,29 @@ struct Straight {
     write_lines(narrow, sizeof(narrow), out, streams);
   }
 
+  template <bool kPast>
+  ZERO_OPT_INLINE void home() const {
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) write<kPast>(part, home_arrays);
+  }
+
+  template <bool kPast>
+  ZERO_OPT_INLINE static void put(WideFloats values, float* to) {
+    kPast ? stream((WideWords)values, to) : store(values, to);
+  }
+
   // Vector ``part``, or, of halves, it and the one before.
+  template <bool kPast>
   ZERO_OPT_INLINE void write(std::int64_t part, const LaneArrays& to) const {
     const std::int64_t at = part * kWide;
     if constexpr (!kSplit) {
-      store(param[part], to.param + at);
+      put<kPast>(param[part], to.param + at);
     } else if (part % 2 != 0) {
       write_split(param[part - 1], param[part], to.half_param + at - kWide, to.remainder + at - kWide);
     }
-    store(exp_avg[part], to.exp_avg + at);
-    store(exp_avg_sq[part], to.exp_avg_sq + at);
-    if constexpr (kAmsgrad) store(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
+    put<kPast>(exp_avg[part], to.exp_avg + at);
+    put<kPast>(exp_avg_sq[part], to.exp_avg_sq + at);
+    if constexpr (kAmsgrad) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
   }
 };
 

@@ -156,9 +156,12 @@ class Control:
         wake_fd: int,
         *,
         flush_denormals: bool = False,
+        past_caches: bool = False,
         isa: str = "",
     ) -> int:
         """Hand a step, as for adam_step, to the worker; GIL released. Kept steps are read and not raised.
+
+        With ``past_caches`` the worker takes longer, and leaves the caches that it shares to others.
 
         Returns the step's sequence number, counted from 1. Raises ValueError, with nothing submitted, for an array
         outside the arena's data, an output over the gradient, more runs than ``max_runs`` (those of no elements do not
@@ -240,6 +243,10 @@ class Control:
     @property
     def nonfinite(self) -> int:
         """What adam_step would have returned for the last completed step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the last completed step took who completed it."""
 
     @property
     def error(self) -> str:

@@ -335,14 +335,19 @@ class WorkerProcess:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def submit(self, batches: Batches, *, flush_denormals: bool = False) -> int:
+    def submit(self, batches: Batches, *, flush_denormals: bool = False, past_caches: bool = False) -> int:
         """Have the worker take a step; returns its sequence number.
 
         Raises:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
         self.require_own()
-        return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals)
+        return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals, past_caches=past_caches)
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the last step took, of which a successor counts its own part."""
+        return self._control.step_seconds
 
     def draft(self, batches: Batches, *, flush_denormals: bool = False) -> int:
         """Have the worker make runs from bank to bank, on any one thread at a time; returns :attr:`drafted`.

@@ -120,7 +120,7 @@ class Event {
 }  // namespace
 
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes) {
-  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted"};
+  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted", shape == "cut"};
   if (name == "bf16") {
     found.grad = found.out = Format::kBfloat16;
     found.has_out = true;
@@ -175,14 +175,14 @@ Case::Case(const Scenario& scenario, const std::string& isa)
   Arena arena(bytes_);
   fill(arena.base());
   zero_opt::Control control(arena.base(), bytes_, scenario_.lanes, kMaxRuns);
-  control.submit(batches(arena.base(), 1.0), wake.fd(), false, isa_);
+  control.submit(batches(arena.base(), 1.0), wake.fd(), false, scenario_.past_caches, isa_);
   control.finish(static_cast<int>(scenario_.lanes));
   fill_gradients(arena.base(), 2);
   if (scenario_.drafted) {
     control.draft_sums(sums(arena.base()), wake.fd(), false, isa_);
     control.draft(batches(arena.base(), 2.0), wake.fd(), false, isa_);
   } else {
-    control.submit(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+    control.submit(batches(arena.base(), 2.0), wake.fd(), false, scenario_.past_caches, isa_);
   }
   begun_ = arena.image();
 }

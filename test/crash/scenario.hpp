@@ -22,6 +22,7 @@ struct Scenario {
   std::vector<std::int64_t> numels;
   std::size_t lanes;
   bool drafted;  // the second step is a draft, to another bank, and so are sums
+  bool past_caches;
 };
 
 // The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.

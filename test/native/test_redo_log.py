@@ -71,6 +71,19 @@ def test_bits_of_the_step_in_place(form: str, isa: str, lanes: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("form", FORMS)
+def test_bits_past_the_caches(form: str, isa: str) -> None:
+    groups = [group_of(EDGES, form), group_of([700, 64, 9], form, amsgrad=True)]
+    expected = copied(groups)
+    _native.adam_step([group.batch() for group in expected], isa=isa)
+    with arena_for(groups, 3) as (arena, placed):
+        arena.submit(placed, isa=isa, past_caches=True)
+        arena.control.finish(2)
+        assert arena.control.step_seconds > 0
+        assert all_same(placed, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMS)
 def test_the_maximum_and_l2_decay(form: str, isa: str) -> None:
     check([group_of(EDGES, form, amsgrad=True, decoupled=False), group_of(EDGES, form, beta1=0.3)], 2, isa)
 

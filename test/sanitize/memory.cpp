@@ -172,7 +172,7 @@ void check_threads(std::int64_t numel) {
   const int wake = eventfd(0, EFD_NONBLOCK);
   const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, false, true};
   for (int step = 1; step <= 2; ++step) {
-    control.submit({{hypers, {{run, static_cast<double>(step), nullptr}}}}, wake, true, "baseline");
+    control.submit({{hypers, {{run, static_cast<double>(step), nullptr}}}}, wake, true, false, "baseline");
     control.finish(kLanes);
     require(control.completed() == static_cast<std::uint64_t>(step), "not completed");
   }
@@ -202,7 +202,7 @@ void check_refusals() {
   const int wake = eventfd(0, EFD_NONBLOCK);
   const auto submitted = [&](const AdamRun& run, int count) {
     const std::vector<zero_opt::CountedRun> runs(static_cast<std::size_t>(count), {run, 1.0, nullptr});
-    return [&, runs] { control.submit({{{}, runs}}, wake, false, "baseline"); };
+    return [&, runs] { control.submit({{{}, runs}}, wake, false, false, "baseline"); };
   };
   require(refused(submitted(outside.run, 1)), "an array outside");
   float* first = reinterpret_cast<float*>(arena.base() + control_bytes);

@@ -86,7 +86,7 @@ void train(zero_opt::Control& control, float* arrays, int wake, int done, int pi
   for (int step = 1; step <= kSteps; ++step) {
     fill_gradient(arrays, step);
     fill_gradient(own.data(), step);
-    const std::uint64_t sequence = control.submit(batch_at(arrays, step), wake, false, "baseline");
+    const std::uint64_t sequence = control.submit(batch_at(arrays, step), wake, false, step % 2 == 0, "baseline");
     await(
         [&] {
           (void)control.progress();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
 from .native_placement import NativePlacement
+from .pace import Pace
 from .results import ParamWriter, Results, Used
 
 _log = logging.getLogger("zero_opt")
@@ -75,6 +77,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._confined = Confined(split.trainer) if split.trainer else None
         self._writer = ParamWriter(split, self._confined)
         self._locked: PageLock | None = None
+        self._pace = Pace()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -165,7 +168,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def wait(self) -> None:
         """See :class:`Placement`."""
         if self._pending is not None and self._pending.sequence is not None:
+            asked_for = time.monotonic()
             self._await(self._pending.sequence)
+            self._pace.end(asked_for, self._worker.step_seconds)
 
     def _drop_pending(self) -> None:
         self._results.forget_overtaken()
@@ -247,4 +252,5 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         return Pending(sequence, self._in_order(grads), used)
 
     def _send(self, batches: Batches) -> int:
-        return self._worker.submit(batches, flush_denormals=self._flush_denormals)
+        self._pace.begin(time.monotonic())
+        return self._worker.submit(batches, flush_denormals=self._flush_denormals, past_caches=self._pace.past_caches)
