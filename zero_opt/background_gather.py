@@ -75,11 +75,11 @@ class BackgroundGather(ParamGather):
 
     def watch(self) -> None:
         """See :class:`ParamGather`."""
-        self._hook_modules()
         self._plan_waits()
 
     def _plan_waits(self) -> None:
-        """Per module, the buckets its forward needs; see the class."""
+        """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
+        self._hook_modules()
         places = self._partition.places
         of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
 

@@ -103,6 +103,17 @@ def test_whoever_writes_parameters_waits_for_them(world_size: int) -> None:
     assert_bitwise(late, within)
 
 
+class Held(nn.Module):
+    """Takes the place of a module, with its parameter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
 class Adapted(nn.Module):
     """To which a module is added after the optimizer was made."""
 
@@ -124,6 +135,7 @@ def _read_parts(rank: int, world_size: int, late: bool) -> list[Tensor]:
     optimizer = optimizer_of(model, late, NOW)
     model.adapter = nn.Linear(20, 20, bias=False)
     optimizer.add_param_group({"params": list(model.adapter.parameters())})
+    model.layer = Held(model.layer)
     for step in range(6):
         model.train()
         x = values(step, 1, rank, 0, (3, 20))
@@ -132,7 +144,7 @@ def _read_parts(rank: int, world_size: int, late: bool) -> list[Tensor]:
         optimizer.zero_grad()
         with torch.no_grad():
             if step % 3 == 0:
-                found.append(model.adapter(x).clone())
+                found += [model.layer(x).clone(), model.adapter(x).clone()]
             elif step % 3 == 1:
                 found.append(model.adapter.state_dict()["weight"].clone())
             else:
