@@ -75,7 +75,8 @@ class Reduction:
             a norm, ``torch.func``; in training, a weight of a module that is also called), or changing any, ``p.data``
             included. A change that an update of this rank finds in its way is ``StepPending`` at the next ``step()``;
             one that is made at the same moment may be lost. What ``torch.compile`` has made before is made anew, with
-            the waits in it (``torch.compiler.reset``), which break its graphs: not with ``fullgraph=True``.
+            the waits in it (``torch.compiler.reset``), which break its graphs: not with ``fullgraph=True``, nor
+            ``torch.jit.script``.
     """
 
     bucket_mb: float = 25
