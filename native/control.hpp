@@ -24,7 +24,8 @@ class Control {
   // Tells the worker to make the step, by the kernels of that name. All arrays must lie in the arena, behind the
   // control area, and no ``out`` over a gradient; throws std::invalid_argument, with nothing submitted, if they do not,
   // if there are too many runs, or if the last step is not finished. Returns the step's sequence number.
-  // past_caches: what is written is not kept in caches that the worker shares with others, and the step takes longer.
+  // past_caches: what is written is not kept, where that can be, in caches that the worker shares with others, and the
+  // step takes longer.
   std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, bool past_caches,
                        const std::string& isa);
 

@@ -1,12 +1,15 @@
 // A step that survives the death of its process at any instruction, by a redo log.
 //
 // A lane is a fixed range of the step's blocks, which one thread steps. It computes block k from its home into log k % 2,
-// commits k, and then copies the block home. The commit word says what a successor has to do: with n blocks committed, block n - 1
-// is in its log and may be home in part, all before it are home, and of those after it nothing has been written but
-// ``out``, which nothing reads. So the successor copies block n - 1 home, once more or for the first time, and goes on.
+// commits k, and then copies the block home. The commit word says what a successor has to do: with n blocks committed,
+// block n - 1 is in its log and may be home in part, all before it are home, and of those after it nothing has been
+// written but ``out``, which nothing reads. So the successor copies block n - 1 home, once more or for the first time,
+// and goes on.
 //
 // After a process is killed, memory holds for each of its threads a prefix of the stores in the program's order. The
-// function keeps the compiler from changing that order around the commits; within a block every order will do.
+// function keeps the compiler from changing that order around the commits; within a block every order will do. Stores
+// past the caches are not ordered by the processor, but complete when it enters the kernel to die, and a successor does
+// not begin before that.
 //
 // Included by the per-ISA files, so nothing here may emit code and only <cstdint> may be included.
 #pragma once
@@ -64,7 +67,7 @@ struct LoggedStep {
   const StepRun* runs;
   const AdamScalars* scalars;
   std::uint64_t sequence;
-  bool past_caches;  // blocks of the usual runs go home past the caches
+  bool past_caches;  // blocks of the usual runs go home past the caches where they are whole lines
 };
 
 // The step's blocks from first on, before last.

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <functional>
 
 #include "flush_denormals.hpp"
 #include "thread_pool.hpp"

@@ -42,7 +42,7 @@ inline void end_streams() {
 #endif
 }
 
-// Whole lines, both aligned to them.
+// Whole lines; both aligned to them if they are streamed.
 ZERO_OPT_INLINE void write_lines(const void* lines, std::int64_t bytes, void* to, bool streams) {
   const char* from = static_cast<const char*>(lines);
   char* at = static_cast<char*>(to);

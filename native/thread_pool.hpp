@@ -33,8 +33,9 @@ constexpr std::int64_t kAloneNumel = 65536;
 // would choose the same CPUs.
 void run_parallel(int count, const std::function<void(int)>& task);
 
-// Calls task(index) for every index in [0, count), on so many threads of the pool. Every thread has a range of neighbours,
-// the same in every call, so that it keeps to the memory it touched before; who is done with theirs takes from the others.
+// Calls task(index) for every index in [0, count), on so many threads of the pool; likewise. Every thread has a range of
+// neighbours, the same for the same numbers, so that it keeps to the memory it touched before; who is done with theirs
+// takes from the others.
 void share_out(std::int64_t count, int threads, const std::function<void(std::int64_t)>& task);
 
 }  // namespace zero_opt

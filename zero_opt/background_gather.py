@@ -28,8 +28,8 @@ class BackgroundGather(ParamGather):
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
-    Which modules are called is what the first forward showed; until then the outermost module waits for everything. In
-    evaluation, which may call others, every module does.
+    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
+    While the whole model is in evaluation, which may call others, every module does.
     """
 
     def __init__(
@@ -99,6 +99,8 @@ class BackgroundGather(ParamGather):
         self._called.add(module)
         if not self._model.training:
             self.flush()
+        elif module is self._model and self._arriving:  # modules may have been added to it
+            self._plan_waits()
         for index in self._needs.get(module, ()):
             self._arrive(index)
 

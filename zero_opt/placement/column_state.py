@@ -41,11 +41,11 @@ def extra_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
 def check_window(state: Mapping[str, Any]) -> str | None:
     """What is wrong with the position of the schedule in the state of a parameter that was stepped by columns."""
     window = state.get(WINDOW)
-    if not isinstance(window, Tensor) or window.is_meta or window.is_complex() or window.numel() != _WINDOW_NUMBERS:
+    if not isinstance(window, Tensor) or window.is_meta or window.is_complex() or window.shape != (_WINDOW_NUMBERS,):
         return f"state {WINDOW!r} beside {COLUMN_STEPS!r} must be a tensor of {_WINDOW_NUMBERS} numbers, got {window!r}"
     if type(window) is not Tensor:  # a DTensor, of which this rank may have no part
         return None
-    numbers = window.reshape(-1).tolist()
+    numbers = window.tolist()
     least = (0, 0, -1, 0, 0)  # steps, of them in the window, since selection (none), the window's, gradients that wait
     if all(low <= number < math.inf and number == int(number) for low, number in zip(least, numbers, strict=True)):
         return None
