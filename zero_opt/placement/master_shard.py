@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,12 @@ class FollowedParams:
         self.flats[position].load()
         follow_param(copy.as_strided((copy.numel(),), (1,)), self.param_run(position))
         return copy
+
+    def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state whose master, if it has one, is :meth:`saved_master`."""
+        if "master" not in state or not self.edited(position):
+            return state
+        return {**state, "master": self.saved_master(position, state["master"])}
 
     def follow(self, position: int) -> None:
         """What was made of the parameter is right as it is, whatever was written to that."""

@@ -94,13 +94,11 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
             if position in shard.stepped:
                 yield index, shard.state(position)
 
-    def saved(self) -> Iterator[tuple[int, ParamState]]:
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """See :class:`Placement`; it is plain."""
         for index, state in self.state():
             shard, position = self._places[index]
-            if shard.edited(position) and "master" in state:
-                state = {**state, "master": shard.saved_master(position, state["master"])}
-            yield index, state
+            yield index, shard.saved_state(position, state)
 
     def resident(self) -> Iterator[Tensor]:
         """See :class:`Placement`; none is."""

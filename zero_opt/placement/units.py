@@ -199,10 +199,7 @@ class Mastered(MasterShard, Unit):
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
         """See :class:`Unit`."""
-        plain = super().saved(position, state)
-        if "master" not in plain or not self.edited(position):
-            return plain
-        return {**plain, "master": self.saved_master(position, plain["master"])}
+        return self.saved_state(position, super().saved(position, state))
 
     def resident(self) -> Sequence[Tensor]:
         """See :class:`Unit`."""
