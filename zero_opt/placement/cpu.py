@@ -190,26 +190,11 @@ class InHost(Mastered):
 
     def grads(self) -> Found:
         """See :class:`Unit`; what the last step brought to the parameters has left host memory then, too."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        for event in (self._arrived, self._left):
+            if event is not None:
+                event.synchronize()
         self._sources = ()
-        self._await_left()
         return super().grads()
-
-    def _await_left(self) -> None:
-        """Return when results may be overwritten."""
-        if self._left is not None:
-            self._left.synchronize()
-
-    def take_param(self, position: int) -> None:
-        """See :class:`MasterShard`."""
-        self._await_left()
-        super().take_param(position)
-
-    def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
-        """See :class:`Unit`."""
-        self._await_left()
-        super().take_master(position, saved)
 
     def result(self, position: int) -> Tensor:
         """See :class:`MasterShard`."""
