@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from ..cpu_adam import native_available
-from ..cpu_adam.state import prefer_huge_pages
 from ..policies import AdamState, CPUOffload
 from ..reduction.base import GradShard
 from ..system.devices import HOST, build_streams, is_host
@@ -69,9 +67,8 @@ class Lane:
     """The way between one device and host memory: a stream per direction, and the host memory at its end.
 
     Attributes:
-        arriving, leaving: streams beside which gradients arrive in host memory, and results leave it.
+        arriving, leaving: their side streams are those that gradients arrive on in host memory, and that results leave on.
         start: an event; see [Note: what copies wait for].
-        memory: of results.
 
     Args:
         allocate: makes host memory of so many bytes.
@@ -105,8 +102,6 @@ class Lane:
         self._largest_nbytes = max(self._largest_nbytes, room.grads)
         self._results.append(self._allocate(room.results))
         self._carved_nbytes = 0
-        if native_available():
-            prefer_huge_pages(self.memory.bytes)
 
     @property
     def memory(self) -> HostMemory:

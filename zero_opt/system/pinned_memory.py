@@ -59,14 +59,15 @@ def host_memory(nbytes: int) -> HostMemory:
 
 
 def pinned_memory(nbytes: int, device: torch.device) -> HostMemory:
-    """Return zeros in memory that is page-locked for a device where that can be had, of whole pages where not by torch.
+    """Return zeros in memory, of whole pages, that is page-locked for a device where that can be had.
 
     Raises:
         OutOfMemory: there is not enough host memory.
     """
     if runtime_of(device) is None and pins(device):
+        whole = page_aligned(max(nbytes, 1))
         try:
-            return HostMemory(torch.zeros(nbytes, dtype=torch.uint8, device=HOST, pin_memory=True), HOST)
+            return HostMemory(torch.zeros(whole, dtype=torch.uint8, device=HOST, pin_memory=True), HOST)
         except RuntimeError as error:
             _log.warning("torch does not lock %d bytes of host memory for %s: %s", nbytes, device, error)
     return HostMemory(_whole_pages(nbytes), device)
