@@ -67,7 +67,7 @@ class Lane:
     """The way between one device and host memory: a stream per direction, and the host memory at its end.
 
     Attributes:
-        arriving, leaving: their side streams are those that gradients arrive on in host memory, and that results leave on.
+        arriving, leaving: gradients arrive in host memory on the side stream of one, results leave it on that of the other.
         start: an event; see [Note: what copies wait for].
 
     Args:
