@@ -76,15 +76,15 @@ def thread_device() -> Callable[[], None]:
 
     A thread starts on device 0, and to leave a stream there would make a context on device 0, hundreds of MB.
     """
-    if not torch.accelerator.is_available() or not _has_context():
+    if not in_use():
         return _stay
     index = torch.accelerator.current_device_index()
     return lambda: torch.accelerator.set_device_index(index)
 
 
-def _has_context() -> bool:
-    """Return whether this process uses the accelerator; asking for its current device would make it begin to."""
-    accelerator = torch.accelerator.current_accelerator()
+def in_use() -> bool:
+    """Return whether this process uses an accelerator; asking for its current device would make it begin to."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return False
     initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
