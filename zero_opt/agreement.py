@@ -53,7 +53,9 @@ class StepReport:
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """As bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned)
+        header = _HEADER.pack(
+            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned
+        )
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
 
