@@ -6,7 +6,7 @@ parameter the forward read. The last layer's gradient comes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,6 +215,12 @@ class Rank:
     def snapshot(self) -> list[Tensor]:
         """Copy all parameters; the host does not wait."""
         return [_own_part(param).clone() for param in self.params]
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Write the values of a snapshot to the parameters."""
+        with torch.no_grad():
+            for param, value in zip(self.params, values, strict=True):
+                _own_part(param).copy_(value)
 
     def end(self) -> Any:
         """Return the parameters and, on rank 0, the state, all in host memory; close the optimizer."""
