@@ -190,6 +190,7 @@ def _events() -> Iterator[Case]:
         yield Case(f"uneven inputs, {reduction}", reduction, **uneven)
     yield Case("uneven inputs, host", **uneven, **TIERS["host"])
     yield Case("uneven inputs, worker", **uneven, **TIERS["worker"])
+    yield Case("uneven inputs, AlreadyReduced", "AlreadyReduced", **{**uneven, "program": programs.uneven_by_hand})
     yield Case("uneven inputs, DDP", "DDP", program=programs.uneven, **_UNDER_DDP)
     yield Case("uneven inputs, DDPHook", "DDPHook", program=programs.uneven, **_UNDER_DDP)
     for program in (programs.failed_backward, programs.failed_everywhere, programs.failed_and_dropped):
@@ -206,6 +207,8 @@ def _events() -> Iterator[Case]:
     yield Case("edited, worker", program=programs.edited, **TIERS["worker"])
     yield Case("groups are added", program=programs.groups_are_added)
     yield Case("groups are added, host", program=programs.groups_are_added, **TIERS["host"])
+    yield Case("graphs are replayed", program=programs.graph_replays)
+    yield Case("graphs are replayed, host", program=programs.graph_replays, **TIERS["host"])
     yield Case("two optimizers", program=programs.two_optimizers)
     yield Case("collectives of the program's own", program=programs.other_collectives)
     yield Case("gradients of two streams", producers=2)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 import zero_opt
 from test.accelerator.places import on_host
@@ -179,6 +179,83 @@ def uneven(rank: Rank) -> Any:
             rank.optimizer.step()
             rank.optimizer.zero_grad()
     return rank.end()
+
+
+class _ByHand(Joinable):
+    """The program's own reduction of gradients, in which a rank without inputs takes part with zeros."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def reduce(self) -> None:
+        """Replace every gradient by its mean."""
+        Join.notify_join_context(self)
+        self._rank.reduce_by_hand()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank without inputs does."""
+        return _Zeros(self._rank)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join puts its own tensors."""
+        return self._rank.place.devices[0] if self._rank.place.direct else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """Whose ranks join."""
+        return self._rank.place.group
+
+
+class _Zeros(JoinHook):
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def main_hook(self) -> None:
+        """Take part in one reduction."""
+        for param in self._rank.params:
+            self._rank.place.all_reduce_mean(torch.zeros_like(param))
+
+
+def uneven_by_hand(rank: Rank) -> Any:
+    """Train under Join with gradients that the program reduces."""
+    by_hand = _ByHand(rank)
+    with Join([by_hand, rank.optimizer]):
+        for step in range(2 + 2 * rank.rank):
+            rank.loss(step).backward()
+            by_hand.reduce()
+            rank.optimizer.step()
+            rank.optimizer.zero_grad()
+    return rank.end()
+
+
+def graph_replays(rank: Rank) -> Any:
+    """Backward gives gradients in memory that is overwritten at once, as when CUDA graphs are replayed."""
+    static = [torch.empty_like(param) for param in rank.params]
+    for step in range(STEPS):
+        outputs = [_Static.apply(*pair) for pair in zip(rank.params, static, strict=True)]
+        for index, memory in enumerate(static):
+            memory.copy_(rank.noise(index, step, 0))
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        for memory in static:
+            memory.fill_(torch.nan)
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+    return rank.end()
+
+
+class _Static(torch.autograd.Function):
+    """A part of a graph: the gradient of its input is always in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.memory = memory
+        return value.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.memory.detach(), None
 
 
 def failed_backward(rank: Rank) -> Any:

@@ -46,7 +46,7 @@ class Layer(nn.Module):
         term = self.weight * noise + self.weight * self.weight / 8
         if term.is_complex():
             term = torch.view_as_real(term)
-        added: Tensor = total.to(self.weight.device) + term.float().sum()
+        added: Tensor = total + term.float().sum()
         return added
 
 
@@ -111,7 +111,7 @@ class Rank:
         self.case, self.place = case, place
         self.rank = self.inputs = place.rank
         self.world_size = place.world_size
-        self.producers = place.streams(case.producers)
+        self.producers = place.streams(case.producers) if len(place.devices) == 1 else []
         self.make()
 
     def make(self) -> None:
@@ -233,7 +233,7 @@ class Rank:
 
 
 class _Chain(nn.Module):
-    """All layers of a rank, one after the other, on the streams of the case."""
+    """All layers of a rank, one after the other on each device, on the streams of the case."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -245,13 +245,14 @@ class _Chain(nn.Module):
         run = self._run[0]
         if run.producers:
             return self._on_streams(run, step, turn)
-        total = torch.zeros((), device=run.place.devices[0])
+        totals = [torch.zeros((), device=device) for device in run.place.devices]
         for index in run.used(step, turn):
-            total = self.layers[index](total, run.noise(index, step, turn))
-        return total
+            at = index % len(totals)
+            totals[at] = self.layers[index](totals[at], run.noise(index, step, turn))
+        return torch.stack([total.to(totals[0].device) for total in totals]).sum()
 
     def _on_streams(self, run: Rank, step: int, turn: int) -> Tensor:
-        """Run the layers in turn on streams of their own, each ordered after the one before."""
+        """Run the layers of one device in turn on streams of their own, each ordered after the one before."""
         main = torch.accelerator.current_stream(run.place.devices[0])
         before, total = main, torch.zeros((), device=run.place.devices[0])
         for index in run.used(step, turn):
