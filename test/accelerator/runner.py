@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
