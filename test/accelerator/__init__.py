@@ -8,6 +8,7 @@ backend enables it in forked ranks: `run_processes(2, fn, backend="cpu:gloo,sim:
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,7 @@ def unavailable() -> str | None:
 
 
 def enable() -> None:
-    """Give this process its two devices. In a test, a forked process: autograd's threads do not survive a later fork."""
+    """Give this process its two devices. In a test, a forked process: its autograd's threads survive no later fork."""
     global _enabled_by
     if C is None:
         raise RuntimeError(_reason)
@@ -40,6 +41,7 @@ def enable() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", device_module(C))
     C.enable()
+    atexit.register(C.stop)
     _enabled_by = os.getpid()
 
 
