@@ -77,7 +77,7 @@ def differences(case: Case, reference: Any, place: Place, seed: int | None) -> l
     C.synchronize()
     gc.collect()
     bits = [f"bits: {line}" for line in bitwise_difference(found, reference)]
-    races = [f"race: {race}" for race in C.races()]
+    races = [str(race) for race in C.races()]
     return [f"at {place.name}, seed {seed}: {line}" for line in (*races, *bits)]
 
 
