@@ -4,10 +4,6 @@
 
 namespace sim {
 
-struct CommOptions final : c10d::Backend::Options {
-  explicit CommOptions(std::chrono::milliseconds timeout) : Options("simcomm", timeout) {}
-};
-
 class Comm final : public c10d::Backend {
  public:
   using Works = c10::intrusive_ptr<c10d::Work>;

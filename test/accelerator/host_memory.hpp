@@ -60,6 +60,7 @@ struct HostCopy {
   Tensor host;   // kept alive, as page-locked memory is
   Tensor bytes;  // in the order of the host tensor: what was copied to it, or what it was at the launch
   std::atomic<bool> ran{false};
+  bool reported = false;
   std::atomic<bool> settled{false};  // shown, or compared for the last time
 
   void show() {
@@ -110,7 +111,8 @@ class HostCopies {
   }
   void host_uses(Range range, bool writes, const std::string& what) {
     for (const HostCopyPtr& copy : all_)
-      if ((writes || copy->to_host) && copy->range.overlaps(range)) {
+      if ((writes || copy->to_host) && copy->range.overlaps(range) && !copy->reported) {
+        copy->reported = true;  // operators are made of others
         report("race: " + what + " on the host " + (writes ? "writes" : "reads") + " memory that " +
                copy->access.text() + (copy->to_host ? " writes" : " reads") + ": the host has not waited for it");
         return;

@@ -69,8 +69,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", compatible);
 }
+// Where the CPU has a kernel of its own and other devices the sum of several operators: the bits are to be the CPU's.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",
+                           "any.dims", "any.dims_out", "all.dims", "all.dims_out", "linalg__powsum", "silu_backward",
+                           "mish_backward", "native_channel_shuffle"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 // torch.autocast("sim"): the operators that training uses most.
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

@@ -74,7 +74,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pthread_atfork(sim::before_fork, sim::after_fork_in_parent, sim::after_fork_in_child);
   auto backend = py::module_::import("torch._C._distributed_c10d").attr("Backend");
   py::class_<sim::Comm, c10::intrusive_ptr<sim::Comm>>(m, "Comm", backend)
-      .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>());
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>())
+      .def_property_readonly("options", &sim::Comm::getBackendOptions);
   m.attr("device_type") = static_cast<int>(sim::kType);
   m.def("enable", sim::enable);
   m.def("stop", [] { sim::ending = true; });
