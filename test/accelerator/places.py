@@ -77,11 +77,9 @@ class Place:
         """Replace a tensor by its mean over the ranks, as a user's program does."""
         if self.world_size == 1:
             return
-        if self.direct:
-            dist.all_reduce(tensor, group=self.group)
-        else:
-            staged = tensor.cpu()
-            dist.all_reduce(staged, group=self.group)
+        staged = tensor.contiguous() if self.direct else tensor.cpu()
+        dist.all_reduce(staged, group=self.group)
+        if staged is not tensor:
             tensor.copy_(staged)
         tensor.div_(self.world_size)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 LONG = os.environ.get("ZERO_OPT_ACCELERATOR") == "long"
 SEEDS = tuple(range(20 if LONG else 1))
 # Without ZERO_OPT_ACCELERATOR=long each case runs at one in so many of the places that it can run at.
-EVERY = 1 if LONG else 3
+EVERY = 1 if LONG else 4
 # How many cases share forked ranks.
 CHUNK = 8
 SECONDS = 1800 if LONG else 240  # nothing hangs
