@@ -207,6 +207,7 @@ class Comm final : public c10d::Backend {
   Works enqueue(Type type, const Tensors& outs, const Tensors& ins, bool async, Kernel kernel) {
     Failure::one().check();
     link_->check();
+    Origin origin;
     auto held = std::make_shared<Tensors>(ins);
     held->insert(held->end(), outs.begin(), outs.end());
     c10::Device device = check_tensors(*held);

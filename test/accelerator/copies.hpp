@@ -76,6 +76,7 @@ inline Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking
   Failure::one().check();
   if (!dst.numel()) return dst;
   Quiet quiet;
+  Origin origin;
   if (!self.is_cpu() && !dst.is_cpu()) {
     copy_between_devices(self, dst);
   } else if (self.is_cpu()) {
@@ -102,6 +103,7 @@ inline Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
 
 inline at::Scalar local_scalar(const Tensor& self) {
   Quiet quiet;
+  Origin origin;
   Tensor host = at::empty(self.sizes(), self.options().device(at::kCPU));
   host_wait(copy_to_host(self, host));
   return host.item();

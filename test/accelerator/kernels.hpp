@@ -296,6 +296,7 @@ class Call {
 
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Failure::one().check();
+  Origin origin;
   Call(op, stack).run();
 }
 

@@ -64,6 +64,18 @@ void synchronize_all() {
   }
   for (auto& mark : marks) host_wait(mark);
 }
+void stop() {  // at exit, once the streams had a second to end
+  for (int i = 0; i < 100; i++) {
+    bool idle = true;
+    {
+      Locked lock(world());
+      for (auto& [key, stream] : streams()) idle &= stream->idle();
+    }
+    if (idle) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  ending = true;
+}
 void set_pinned(std::optional<bool> all) { pinned = !all ? Pinned::kAllocated : *all ? Pinned::kAll : Pinned::kNone; }
 
 }  // namespace sim
@@ -78,7 +90,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("options", &sim::Comm::getBackendOptions);
   m.attr("device_type") = static_cast<int>(sim::kType);
   m.def("enable", sim::enable);
-  m.def("stop", [] { sim::ending = true; });
+  m.def("stop", sim::stop, py::call_guard<py::gil_scoped_release>());
+  m.def("label", [](const std::string& text) { sim::label = text.empty() ? "" : " [" + text + "]"; });
+  m.def("trace", [](bool on) { sim::tracing = on; });
   m.def("delays", sim::set_delays, py::arg("main"), py::arg("side"), py::arg("comm"), py::arg("seed"));
   m.def("pinned", sim::set_pinned);
   m.def("races", sim::take_races);

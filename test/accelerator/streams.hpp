@@ -33,9 +33,40 @@ inline thread_local int current_device = 0;
 inline thread_local int64_t current_stream[kDevices] = {};
 inline std::atomic<bool> context[kDevices] = {};
 
+// What a thread adds to the names of the kernels that it launches: a label, and the line of Python.
+inline thread_local std::string label, origin;
+inline std::atomic<bool> tracing{false};
+
 struct Quiet {
   Quiet() { quiet++; }
   ~Quiet() { quiet--; }
+};
+
+// The line of Python that calls an operator, while traced. Constructed where no lock is held.
+struct Origin {
+  Origin() {
+    if (tracing && origin.empty() && Py_IsInitialized()) origin = line(), outermost_ = true;
+  }
+  ~Origin() {
+    if (outermost_) origin.clear();
+  }
+
+ private:
+  static std::string line() {
+    pybind11::gil_scoped_acquire gil;
+    PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+    std::string found;
+    while (frame) {
+      auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+      auto file = code.attr("co_filename").cast<std::string>();
+      if (file.find("/torch/") == std::string::npos) found = " at " + file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      PyFrameObject* back = found.empty() ? PyFrame_GetBack(frame) : nullptr;
+      Py_DECREF(frame);
+      frame = back;
+    }
+    return found;
+  }
+  bool outermost_ = false;
 };
 
 struct Failure {  // of a kernel: as on a GPU, all that comes later fails too
@@ -73,7 +104,7 @@ struct Mark {
   void wait() {
     if (stale()) return;  // its mutex may have been locked when the process forked
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return reached; });
+    while (!reached && !ending) changed.wait_for(lock, std::chrono::milliseconds(100));
   }
   bool is_reached() {
     if (stale()) return true;
@@ -108,7 +139,7 @@ class Stream {
   // Tick and check as for a kernel, with nothing to run.
   Access note(const std::string& name, const Uses& uses) {
     clock.merge(host_clock());
-    Access access{agent, clock.tick(agent), interned(name)};
+    Access access{agent, clock.tick(agent), interned(name + label + origin)};
     accesses().add(access, uses, clock);
     return access;
   }
@@ -127,6 +158,10 @@ class Stream {
     std::lock_guard lock(mutex_);
     queue_.push_back(std::move(call));
     changed_.notify_one();
+  }
+  bool idle() {
+    std::lock_guard lock(mutex_);
+    return queue_.empty() && !busy_;
   }
   void close() {  // its thread leaves once it has run what is queued
     add(nullptr);
@@ -154,6 +189,7 @@ class Stream {
         changed_.wait(lock, [&] { return !queue_.empty() && !ending; });
         next = std::move(queue_.front());
         queue_.pop_front();
+        busy_ = bool(next);
       }
       if (!next) return;
       try {
@@ -162,12 +198,16 @@ class Stream {
         fprintf(stderr, "sim: a kernel failed: %s\n", error.what());
         Failure::one().set(error.what());
       }
+      next = nullptr;
+      std::lock_guard lock(mutex_);
+      busy_ = false;
     }
   }
 
   std::deque<std::function<void()>> queue_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  bool busy_ = false;
   std::atomic<int>* delay_;
   std::mt19937 random_;
 };
