@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from zero_opt import ConfigError, WorkerOffload
+from zero_opt.collectives import AloneGroup
 from zero_opt.placement import cores
-from zero_opt.placement.cores import Confined, CoreSplit, split_cores
+from zero_opt.placement.cores import Confined, CoreSplit, agreed_split, split_cores
 
 EIGHT = tuple(range(8))
 
@@ -121,3 +122,14 @@ def test_a_thread_that_ends_while_threads_are_listed(monkeypatch: pytest.MonkeyP
     assert os.sched_getaffinity(0) == {min(allowed)}
     confined.restore()
     assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_process_that_uses_an_accelerator_is_not_confined(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of its driver, and those of its collectives, would be confined too."""
+    monkeypatch.setattr(cores, "in_use", lambda: used)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(EIGHT))
+    monkeypatch.setattr(cores, "allowed_threads", lambda count: count)
+    split = agreed_split(WorkerOffload(1), AloneGroup())
+    assert len(split.worker) == 4
+    assert len(split.trainer) == (0 if used else 4)

@@ -13,7 +13,7 @@ import zero_opt
 from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
 from zero_opt.estimate import KINDS, Estimate
 from zero_opt.partition import Geometry
-from zero_opt.placement.cpu import HostUnits, InHost, Lane
+from zero_opt.placement.cpu import HostUnits, InHost
 from zero_opt.placement.units import Mastered, Unit
 from zero_opt.rehearsal import Rehearsal, Sketch, sketch_of
 
@@ -203,8 +203,10 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
     rehearsal, staying = Rehearsal(sketches, 2, reduction, Geometry(False, 0.1, None)), 0
     for rank in range(2):
-        units = [unit for made in HostUnits(offload, master)(rehearsal.buckets(rank)) for unit in made]
+        maker = HostUnits(offload, master)
+        units = [unit for made in maker(rehearsal.buckets(rank)) for unit in made]
         staying += compare_units(found.on_rank(rank), units, dtype, split=master == "split")
+        compare_locked(found.on_rank(rank), maker, [unit for unit in units if isinstance(unit, InHost)], dtype)
     assert (staying > 0) == (ratio < 1)
 
 
@@ -222,11 +224,18 @@ def compare_units(found: Estimate, units: Sequence[Unit], dtype: torch.dtype, *,
     assert found.nbytes("masters", "device") == masters
     staying = sum(t.numel() for unit in units if not isinstance(unit, InHost) for t in unit.stepped)
     assert told.get(("exp_avg", "device"), 0) == 4 * staying
-    lane, taken = Lane(torch.device("meta"), pinned=False, least_nbytes=int(0.05 * 2**20)), []
+    return staying
+
+
+def compare_locked(found: Estimate, maker: HostUnits, away: Sequence[InHost], dtype: torch.dtype) -> None:
+    """See that page-locked memory is what was estimated, to the byte."""
+    told = {(row.name, row.where): row.nbytes for row in found.rows}
+    results = sum(t.numel() * dtype.itemsize for unit in away for t in unit._results)
+    assert maker.spare_nbytes == results + told["padding", "host"]
+    lane, taken = away[0]._lane, []
     for unit in away:  # one ahead of what is stepped
         taken.append(lane.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
         if len(taken) > 1:
             lane.give_back(taken[-2])
     lane.give_back(taken[-1])
-    assert told["gradients on their way", "host"] == sum(buffer.numel() for buffer in lane._free)
-    return staying
+    assert maker.staging_nbytes == told["gradients on their way", "host"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.errors import ConfigError, ConfigTypeError
-from zero_opt.grad_norm import check_max_norm, clip_factor, measure, square_sum
+from zero_opt.grad_norm import all_finite, check_max_norm, clip_factor, measure, square_sum
 
 UNIT_64 = 2.0**-53
 UNIT_32 = 2.0**-24
@@ -131,3 +131,13 @@ def test_max_norms_that_are_not_positive_are_quoted(value: float) -> None:
 def test_max_norms_of_a_wrong_type_are_quoted(value: object) -> None:
     with pytest.raises(ConfigTypeError, match="max_norm must be a number, got"):
         check_max_norm(value, "max_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_whether_all_are_finite(dtype: torch.dtype, bad: float) -> None:
+    grads = [torch.full((5,), 1e30, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones((), dtype=dtype)]
+    assert all_finite([]) and all_finite(grads)
+    grads[2].fill_(bad)
+    assert not all_finite(grads)
+    assert not all_finite(torch.tensor([[1.0, bad]]).to(dtype).to_sparse() for _ in range(2))

@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -225,17 +226,24 @@ def _backends() -> Iterator[Finding]:
 
 
 def _accelerators() -> Iterator[Finding]:
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(number)
-            yield Finding(OK, f"cuda:{number}", f"{device.name}, {mib(device.total_memory)}")
-    elif torch.version.cuda is None:
-        yield Finding(
-            OFF, "cuda", f"torch {torch.__version__} was built without", "for a GPU: install a torch for CUDA"
-        )
-    else:
+    accelerator = torch.accelerator.current_accelerator()  # the one that torch was built for
+    if accelerator is None:
+        found = f"torch {torch.__version__} was built without"
+        yield Finding(OFF, "accelerator", found, "for a GPU: install a torch that was built for it")
+        return
+    kind = accelerator.type
+    for number in range(torch.accelerator.device_count()):
+        yield Finding(OK, f"{kind}:{number}", _described(torch.get_device_module(accelerator), number))
+    if not torch.accelerator.is_available():
         advice = "nvidia-smi says more; in a container: docker run --gpus all; see CUDA_VISIBLE_DEVICES"
-        yield Finding(OFF, "cuda", f"torch was built for {torch.version.cuda}, and sees no device", advice)
+        yield Finding(OFF, kind, f"torch was built for {kind}, and sees no device", advice)
+
+
+def _described(module: ModuleType, number: int) -> str:
+    """Return the name and the memory of a device, as far as the module of its type tells them."""
+    properties = getattr(module, "get_device_properties", lambda _: None)(number)
+    name, memory = getattr(properties, "name", "yes"), getattr(properties, "total_memory", None)
+    return name if memory is None else f"{name}, {mib(memory)}"
 
 
 def _path(path: str) -> Iterator[Finding]:

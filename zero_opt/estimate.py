@@ -22,6 +22,7 @@ from .recipe import Recipe
 from .reduction import Policy
 from .rehearsal import sketch_of
 from .sizing import Row, Sizing, steps_alone
+from .system.devices import HOST, is_meta
 
 # A bucket takes a tenth of a millisecond.
 _MOST_BUCKETS = 1 << 18
@@ -199,7 +200,7 @@ def _checked_device(device: object) -> torch.device | None:
         found = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {device!r}") from error
-    if found.type == "meta":
+    if is_meta(found):
         raise ConfigError("device must be where parameters will be, such as 'cuda' or 'cpu', not 'meta'")
     return torch.device(found.type)
 
@@ -249,7 +250,7 @@ class _Home(NamedTuple):
         """Where a parameter will be."""
         if self.device is not None:
             return self.device
-        if param.device.type != "meta":
+        if not is_meta(param.device):
             return param.device
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+        return HOST if accelerator is None else torch.device(accelerator.type)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +47,36 @@ def _run_of(values: Tensor) -> Tensor:
     return values.reshape(-1)
 
 
-def _squares(values: Tensor) -> Iterator[float]:
-    """Sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
-    if values.device.type != "cpu":
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+def _read(scalars: Sequence[Tensor]) -> list[Any]:
+    """Return the values of 0-dim tensors of one dtype, with one copy to the host, and one wait, per device."""
+    values: list[Any] = [None] * len(scalars)
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    places = [[at for at, scalar in enumerate(scalars) if scalar.device == device] for device in devices]
+    stacked = [torch.stack([scalars[at] for at in here]) for here in places]
+    for here, together in zip(places, stacked, strict=True):
+        for at, value in zip(here, together.tolist(), strict=True):
+            values[at] = value
+    return values
+
+
+def _finite(grads: Iterable[Tensor]) -> list[bool]:
+    """Return of each gradient whether all its elements are finite."""
+    return _read([torch.isfinite(_values(grad.detach())).all() for grad in grads])
+
+
+def all_finite(grads: Iterable[Tensor]) -> bool:
+    """Return whether all elements of all gradients are finite, with one wait per device."""
+    return all(_finite(grads))
+
+
+def _device_squares(values: Iterable[Tensor]) -> Iterator[float]:
+    """Yield the sum of squares of each tensor on an accelerator, in fp64."""
+    for norm in _read([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in values]):
         yield norm * norm
-        return
+
+
+def _squares(values: Tensor) -> Iterator[float]:
+    """Yield sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
     run = _run_of(values)
     for start in range(0, run.numel(), _PIECE_NUMEL):
         widened = run[start : start + _PIECE_NUMEL].double()
@@ -60,9 +84,10 @@ def _squares(values: Tensor) -> Iterator[float]:
 
 
 def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = ()) -> float:
-    """Sum of squares of all elements, accumulated in fp64; ``known`` as for :func:`grad_squares`."""
+    """Return the sum of squares of all elements, accumulated in fp64; ``known`` as for :func:`grad_squares`."""
     native: list[tuple[Tensor, Tensor | None]] = []
     others: list[Tensor] = []
+    elsewhere: list[Tensor] = []
     kernel = native_available()
     for grad, sums in zip(grads, known or [None] * len(grads), strict=True):
         if grad is not None:
@@ -70,11 +95,12 @@ def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = 
             if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES:
                 native.append((values, sums))
             else:
-                others.append(values)
+                (others if values.is_cpu else elsewhere).append(values)
     try:
         # In one call: of many small ones, calls are the cost.
         total = grad_squares(*zip(*native, strict=True)).total if native else 0.0
-        return math.fsum([total, *(square for values in others for square in _squares(values))])
+        squares = (square for values in others for square in _squares(values))
+        return math.fsum([total, *squares, *_device_squares(elsewhere)])
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 
@@ -132,11 +158,11 @@ def look(
 
 def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:
     """The parameter of the first gradient with a non-finite element, or -1; finite squares have none."""
-    if not math.isfinite(square):
-        for param, grad in zip(params, grads, strict=True):
-            if grad is not None and not bool(torch.isfinite(_values(grad.detach())).all()):
-                return param
-    return -1
+    if math.isfinite(square):
+        return -1
+    present = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+    finite = _finite(grad for _, grad in present)
+    return next((param for (param, _), fine in zip(present, finite, strict=True) if not fine), -1)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

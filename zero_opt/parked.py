@@ -13,6 +13,10 @@ from .errors import StateOffloaded
 class Parked:
     """Tensors that are on the CPU until they come back. They stay the same objects, with the same values.
 
+    The memory that they leave goes back to torch's allocator, which serves other tensors of this process from it. The
+    device has it for other processes, and for libraries with allocators of their own, after
+    ``torch.accelerator.empty_cache()``.
+
     Attributes:
         away: between :meth:`leave` and :meth:`come_back`.
     """

@@ -15,12 +15,12 @@ from .buckets import GradBucket
 from .construction import is_elementwise
 from .layout import ParamSlice
 from .partition import Geometry
-from .placement import grad_buffers_of
+from .placement import grad_buffers_of, steps_params_apart
 from .placement.arena_shard import ArenaShard
 from .placement.banked_shard import BankedShard, is_second, is_sums
 from .placement.column_shard import columns_of, home_bucket
 from .placement.cores import split_cores
-from .placement.cpu import HostUnits
+from .placement.cpu import HostUnits, room_for
 from .placement.master_shard import HALVES
 from .placement.nvme_extent import Extent, extents_of
 from .placement.nvme_pass import BUFFERS
@@ -31,6 +31,8 @@ from .policies import AlreadyReduced, AtStep, CPUOffload, DDPHook, NVMeOffload, 
 from .recipe import Recipe
 from .rehearsal import Rehearsal, Sketch
 from .shared_memory import page_aligned
+from .system.devices import HOST as HOST_DEVICE
+from .system.devices import is_host
 from .trial import StateSizes
 from .worker_process import allowed_threads, control_nbytes
 
@@ -94,7 +96,7 @@ class Sizing:
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""
-        with torch.device("cpu"):  # whatever the caller's default device, stand-ins need values
+        with HOST_DEVICE:  # whatever the caller's default device, stand-ins need values
             alone = steps_alone(self.world_size, self.recipe)
             found = [*self._params(), *(self._alone() if alone else self._sharded(rank))]
         return tuple(row for row in found if row.nbytes)
@@ -155,7 +157,7 @@ class Sizing:
                 homes.append(home_bucket(bucket, matrices, "meta"))
         yield from (Row(*place, nbytes) for place, nbytes in held.items())
         sketches = {
-            index: Sketch(flat, home.layout.group, torch.device("cpu"))
+            index: Sketch(flat, home.layout.group, HOST_DEVICE)
             for home in homes
             for index, flat in zip(home.layout.params, home.params, strict=True)
         }
@@ -199,7 +201,7 @@ class Sizing:
     def _of_units(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         """What is stepped by the class or the kernel in this process: parameters in place, masters, copies."""
         policy, held = self.recipe.offload, Held()
-        there = [bucket for bucket in buckets if self._rehearsal.device_of(bucket).type != "cpu"]
+        there = [bucket for bucket in buckets if not is_host(self._rehearsal.device_of(bucket))]
         leaving: Sequence[GradBucket] = there if isinstance(policy, CPUOffload) else ()
         units = HostUnits(policy, self.recipe.precision.master_dtype) if isinstance(policy, CPUOffload) else None
         staying = units.staying(leaving) if units is not None else set()
@@ -213,7 +215,7 @@ class Sizing:
                 else:
                     self._add_slice(held, piece, HOST, stays=False)
         if units is not None:
-            held["buffers", HOST, "gradients on their way"] = self._arriving(units, leaving, staying)
+            self._add_lanes(held, units, leaving, staying)
         yield from (Row(*place, nbytes) for place, nbytes in held.items())
 
     def _add_slice(self, held: Held, piece: ParamSlice, where: str, *, stays: bool, splits: bool = True) -> None:
@@ -232,25 +234,24 @@ class Sizing:
         for key, nbytes in self._sizes.of(piece.group, self.hypers[piece.group], shape, dtype).items():
             held["state", where, key] += nbytes
 
-    def _arriving(self, units: HostUnits, leaving: Sequence[GradBucket], staying: set[int]) -> int:
-        """Bytes of the host buffers that gradients arrive in, as :class:`CPUPlacement` takes and returns them."""
-        reduced = not isinstance(self.recipe.reduction, AlreadyReduced)
-        sizes: list[int] = []
+    def _add_lanes(self, held: Held, units: HostUnits, leaving: Sequence[GradBucket], staying: set[int]) -> None:
+        """Count what is page-locked beside results: the ends of pages, and the buffers that gradients arrive in."""
+        apart = steps_params_apart(self.recipe.optimizer_class)
+        by_device: dict[torch.device, list[GradBucket]] = {}
         for bucket in leaving:
-            itemsize = (bucket.shard_dtype if reduced else bucket.params[0].param.dtype).itemsize
-            members = [at for at, piece in enumerate(bucket.slices) if piece.param not in staying]
-            for group in units.sub_groups(bucket, members):
-                sizes.append(sum(-(-bucket.slices[at].in_param.numel * itemsize // 64) * 64 for at in group))
-        least, buffers, free = units.least_nbytes, list[int](), list[int]()
-        in_use: list[int] = []
-        for size in sizes:
-            fitting = next((number for number, nbytes in enumerate(free) if nbytes >= size), None)
-            if fitting is None:
-                buffers.append(max(size, least))
-            in_use.append(buffers[-1] if fitting is None else free.pop(fitting))
-            if len(in_use) > 1:
-                free.append(in_use.pop(0))
-        return sum(buffers)
+            by_device.setdefault(self._rehearsal.device_of(bucket), []).append(bucket)
+        for buckets in by_device.values():
+            parts = list(units.leaving(buckets, staying))
+            results, grads = room_for(parts)
+            owned = sum(
+                bucket.slices[at].in_param.numel * bucket.params[0].param.element_size()
+                for bucket, members in parts
+                for at in members
+            )
+            held["buffers", HOST, "padding"] += page_aligned(max(results, 1)) - owned
+            # One arrives while another is stepped; a class that is not known to step parameters apart has all at once.
+            count = min(len(parts), 2) if apart else len(parts)
+            held["buffers", HOST, "gradients on their way"] += count * page_aligned(grads)
 
     def _of_file(self, policy: NVMeOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         extents = [

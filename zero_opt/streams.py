@@ -1,9 +1,16 @@
-"""Which work must have run before a bucket is read: accelerator streams, hidden from everyone who need not know.
+"""The order of work on accelerator streams, hidden from code that runs on the CPU.
 
 [Note: producer streams]
 Autograd runs each hook on the stream that produced the gradient, and several streams may fill one bucket. The gradient
-is only enqueued at that time. So a bucket records an event of every stream that delivered to it, and the side stream on
-which the bucket is staged and reduced waits for all of them; with none recorded, for the stream current at launch.
+is only enqueued at that time. So a bucket records an event of every stream that delivered to it. The stream that
+delivered last waits for the others and copies all gradients into staging memory: what the user's program enqueues on
+that stream later, such as the replay of a graph that owns the gradients, comes after the copy.
+
+[Note: the side stream]
+Everything that touches a shard of the gradients before ``step()`` runs on one side stream per device: the collective,
+which waits for the staging copy, then the sum into the shard. So shards need no events of their own, and no stream of
+the user's ever waits for another rank during backward. ``step()`` makes its stream wait for the side stream; the next
+work on the side stream waits for the stream that ``step()`` ran on.
 """
 
 from __future__ import annotations
@@ -20,25 +27,43 @@ class Streams(Protocol):
     """The streams of one device."""
 
     def produced(self) -> tuple[Any, Any]:
-        """(current stream, an event after everything enqueued on it so far)."""
+        """Return the current stream, and an event after everything enqueued on it so far."""
+
+    @contextmanager
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
+        """Enqueue what follows on the stream of the last (stream, event) pair, after all the events.
+
+        It reads the given tensors, which those streams produced.
+        """
 
     @contextmanager
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
         """Enqueue what follows on the side stream, after the given events; it reads the given tensors.
 
-        The tensors' memory is not reused before the side stream is done with them.
+        The allocator does not reuse the tensors' memory before the side stream is done with them.
         """
 
-    def join(self) -> None:
-        """Let the current stream wait for the side stream."""
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for an event."""
+
+    def join(self, reads: Sequence[Tensor]) -> None:
+        """Make the current stream wait for the side stream, and the side stream's next work for the current stream.
+
+        The current stream reads the given tensors, which the side stream wrote.
+        """
 
 
 class NoStreams:
-    """The CPU: work is done when the call returns."""
+    """The streams of the CPU, of which there are none: work is done when the call returns."""
 
     def produced(self) -> tuple[Any, Any]:
         """See :class:`Streams`."""
         return None, None
+
+    @contextmanager
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
+        """See :class:`Streams`."""
+        yield
 
     @contextmanager
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
@@ -46,16 +71,20 @@ class NoStreams:
         del reads  # so that the caller alone decides when they are freed
         yield
 
-    def join(self) -> None:
+    def wait(self, event: Any) -> None:
+        """See :class:`Streams`."""
+
+    def join(self, reads: Sequence[Tensor]) -> None:
         """See :class:`Streams`."""
 
 
 class AcceleratorStreams:
-    """One side stream beside whatever streams the user's program runs on."""
+    """One side stream beside whatever streams the user's program runs on. Any thread may use it, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.Stream(device)
+        self._side: torch.Stream | None = None
+        self._reader: torch.Stream | None = None
 
     def produced(self) -> tuple[Any, Any]:
         """See :class:`Streams`."""
@@ -63,19 +92,51 @@ class AcceleratorStreams:
         return stream, stream.record_event()
 
     @contextmanager
-    def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
         """See :class:`Streams`."""
-        with self._side:
-            for event in after:
-                self._side.wait_event(event)
-            for tensor in reads:
-                tensor.record_stream(self._side)
+        with _own_object(events[-1][0]) as stream:
+            for _, event in events[:-1]:
+                stream.wait_event(event)
+            if len(events) > 1:  # else the memory is that stream's own
+                for tensor in reads:
+                    tensor.record_stream(stream)
             del reads
             yield
 
-    def join(self) -> None:
+    @contextmanager
+    def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
         """See :class:`Streams`."""
-        torch.accelerator.current_stream(self._device).wait_stream(self._side)
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        with _own_object(self._side) as side:
+            reader, self._reader = self._reader, None
+            if reader is not None:
+                side.wait_stream(reader)
+            for event in after:
+                side.wait_event(event)
+            for tensor in reads:
+                tensor.record_stream(side)
+            del reads
+            yield
+
+    def wait(self, event: Any) -> None:
+        """See :class:`Streams`."""
+        torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def join(self, reads: Sequence[Tensor]) -> None:
+        """See :class:`Streams`."""
+        self._reader = torch.accelerator.current_stream(self._device)
+        if self._side is not None:
+            self._reader.wait_stream(self._side)
+        for tensor in reads:
+            tensor.record_stream(self._reader)
+
+
+def _own_object(stream: torch.Stream) -> torch.Stream:
+    """Return another object for the same stream: an object remembers what to go back to, so threads cannot share it."""
+    return torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 class Producers:
@@ -86,17 +147,13 @@ class Producers:
         self._events: dict[Any, Any] = {}
 
     def note(self) -> None:
-        """The current stream has delivered."""
+        """Record that the current stream has delivered."""
         stream, event = self._streams.produced()
+        self._events.pop(stream, None)  # the last one comes last
         self._events[stream] = event
 
-    def events(self) -> list[Any]:
-        """What the reduction waits for; called once, on the thread that launches it."""
+    def events(self) -> list[tuple[Any, Any]]:
+        """Return (stream, event) pairs; of the current stream if none has delivered."""
         if not self._events:
             self.note()
-        return list(self._events.values())
-
-
-def build_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
-    return NoStreams() if device.type in ("cpu", "meta") else AcceleratorStreams(device)
+        return list(self._events.items())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_opt
@@ -393,6 +394,8 @@ def _edited_and_saved(rank: int, world_size: int, options: dict[str, Any]) -> tu
             with torch.no_grad():
                 param[:, 2:5].mul_(100)
             edited = param.detach().clone()
+            if world_size > 1:
+                dist.barrier()  # each rank serves its part as edited
             state_dict = optimizer.state_dict()
             optimizer.load_state_dict(state_dict)
     optimizer.close()

@@ -51,7 +51,6 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("loading", "wait"): _WORKER,
     ("pairwise_exchange", "wait"): _TRANSFER,
     ("param_gather", "wait"): _EXCHANGE,
-    ("placement.cpu", "join"): _STREAMS,
     ("placement.nvme", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
     ("placement.selective", "wait"): _WORKER,
     ("placement.worker", "wait"): _WORKER,

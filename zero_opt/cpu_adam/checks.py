@@ -88,7 +88,7 @@ def check_tensor(
         raise TypeError(f"{what} is not initialized yet; run a forward pass first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise TypeError(f"{what} must be on the CPU, got device {tensor.device}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")

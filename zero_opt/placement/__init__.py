@@ -13,6 +13,7 @@ from ..cpu_adam import require_native
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
+from ..system.devices import HOST, is_host
 from .base import Home, ParamState, Placement, ReadThrough, tensors_of
 from .column_shard import is_matrix
 from .column_state import extra_places, without_extra
@@ -99,14 +100,14 @@ def check_params(
     if precision.master_dtype == "split":
         _check_split_groups(policy, optimizer_class, groups)
         for index, param in enumerate(params):
-            if param.dtype is torch.float16 or (param.device.type != "cpu" and policy is None):
+            if param.dtype is torch.float16 or (policy is None and not is_host(param.device)):
                 raise UnsupportedParam(
                     f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16 on "
                     "the CPU, or with offload=CPUOffload(); use master_dtype=torch.float32"
                 )
     if isinstance(policy, CPUOffload) and policy.ratio < 1 and optimizer_class in NATIVE_CLASSES:
         for index, param in enumerate(params):
-            if param.device.type != "cpu":
+            if not is_host(param.device):
                 raise UnsupportedParam(
                     f"{describe(index)} is on {param.device}, where ratio={policy.ratio} may leave it, and "
                     f"{optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW, or ratio=1"
@@ -125,7 +126,7 @@ def _check_selective(
     if isinstance(policy, CPUOffload) and policy.ratio < 1:
         raise ConfigConflict("CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it")
     for index, param in enumerate(params):
-        if param.device.type != "cpu" and optimizer_class in NATIVE_CLASSES:
+        if not is_host(param.device) and optimizer_class in NATIVE_CLASSES:
             raise UnsupportedParam(
                 f"{describe(index)} is on {param.device}, where Selective leaves a part of it, and "
                 f"{optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW"
@@ -176,7 +177,7 @@ def home_of(policy: Policy, precision: MixedPrecision, param: Tensor) -> tuple[t
     """The dtype of what is stepped for a parameter, and the device its state is on, where it is not left there."""
     masters = policy is not None or precision.master_dtype is not None
     dtype = torch.float32 if masters and param.dtype in HALVES else param.dtype
-    return dtype, param.device if policy is None else torch.device("cpu")
+    return dtype, param.device if policy is None else HOST
 
 
 def grad_buffers_of(policy: WorkerOffload, reduction: Reduction) -> int:

@@ -13,6 +13,7 @@ from ..buckets import GradBucket
 from ..cpu_adam.checks import GRAD_DTYPES
 from ..cpu_adam.runs import BoundRun
 from ..shared_memory import Arena
+from ..system.devices import is_host
 from .master_shard import HALVES
 from .state_shard import MAXIMUM, MOMENTS, StateShard
 
@@ -41,7 +42,7 @@ class ArenaShard(StateShard):
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
-        self.lodged = bucket.shard_dtype in GRAD_DTYPES and bucket.device.type == "cpu"
+        self.lodged = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
         self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, Section] = {}
@@ -109,8 +110,8 @@ class ArenaShard(StateShard):
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
-                whole = grad.numel() == self.flats[position].param.numel()
-                (self.flats[position].shaped(target) if whole else target).copy_(grad, non_blocking=True)
+                # In one order of elements: between two, torch may copy by way of host memory that no event guards.
+                target.copy_(self.flat_grad(position, grad), non_blocking=True)
         return home
 
     def lend_grads(self) -> None:

@@ -152,11 +152,9 @@ class Home(Placement, Protocol):
 
 
 class AtOnce:
-    """The part of a :class:`Placement` that is about pending steps, for one that never has any and stages nothing."""
+    """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
 
     pending = False
-    spare_nbytes = 0
-    staging_nbytes = 0
 
     def require_own(self) -> None:
         """See :class:`Placement`."""

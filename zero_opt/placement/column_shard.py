@@ -268,10 +268,6 @@ class ColumnShard(FollowedParams):
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def flat_grad(self, position: int, grad: Tensor) -> Tensor:
-        """A gradient of a slice as 1-D in storage order."""
-        return self.flats[position].flatten(grad) if grad.dim() > 1 else grad
-
     def means(self, positions: Sequence[int]) -> list[Tensor | None]:
         """The mean gradients of these slices where the home takes them from, one per slice of its bucket."""
         by_param = {self.pieces[position].param: self.slices[position] for position in positions}

@@ -17,6 +17,7 @@ from ..collectives import Group
 from ..errors import ConfigError
 from ..host_exchange import host_id
 from ..policies import WorkerOffload
+from ..system.devices import in_use
 from ..worker_process import allowed_threads
 
 _log = logging.getLogger("zero_opt")
@@ -66,12 +67,17 @@ def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, shar
 
 
 def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
-    """The split on this rank, given which other ranks of this host share its cores; logged. Collective."""
+    """Return the split on this rank, given which other ranks of this host share its cores, and log it. Collective.
+
+    A process that uses an accelerator is not confined: the threads of its driver and of its collectives would be too.
+    """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
     mine = {"host": host_id(), "cores": usable}
     offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
     sharers = sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
     split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
+    if in_use():
+        split = split._replace(trainer=())
     _log.info(
         "rank %d: worker with %d threads on cores %s, trainer on %s%s",
         group.rank,

@@ -62,7 +62,7 @@ class DevicePlacement(AtOnce):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:
-        make_units: all units of a bucket.
+        make_units: makes all units of a bucket.
         native: what steps units that the kernel may step, where there is one for the class.
     """
 
@@ -118,6 +118,16 @@ class DevicePlacement(AtOnce):
         assert self._inner is not None, "add_group comes first"
         return self._inner
 
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return self._make_units.spare_nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return self._make_units.staging_nbytes
+
     def repoint(self, params: Sequence[int]) -> None:
         """See :class:`Placement`."""
         for index in params:
@@ -135,6 +145,7 @@ class DevicePlacement(AtOnce):
         load_mirrors(self._places.values())
         for outer, own in zip(groups, inner.param_groups, strict=True):
             own.update(hypers_of(outer))
+        self._make_units.begin()
         yield from self._step_shards(grads, grad_scale)
         for outer, own in zip(groups, inner.param_groups, strict=True):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
@@ -266,6 +277,7 @@ class DevicePlacement(AtOnce):
         """See :class:`Placement`."""
         self._places.clear()
         self._units.clear()
+        self._make_units.close()
 
 
 class BucketwisePlacement(DevicePlacement):

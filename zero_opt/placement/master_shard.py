@@ -55,6 +55,10 @@ class FollowedParams:
         """A 1-D run of a slice as users see it: in the parameter's shape where the slice is whole."""
         return self.flats[position].shaped(run) if self.is_whole(position) else run
 
+    def flat_grad(self, position: int, grad: Tensor) -> Tensor:
+        """Return a gradient of a slice as 1-D in storage order; a view where possible."""
+        return self.flats[position].flatten(grad) if self.is_whole(position) else grad
+
     def repoint(self, position: int) -> None:
         """The parameter's data moved: whatever lies there is the user's."""
         self._stale.add(position)

@@ -58,6 +58,9 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
     def _drop_pending(self) -> None:
         """Let what is under way end, and forget the step."""
 
+    def _await_copies(self) -> None:
+        """Return when no accelerator reads or writes arrays any more."""
+
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
@@ -114,6 +117,7 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
                 f"the state of {shard.flats[position].label} was replaced while a step for it was pending; "
                 f"{self._remedy} before that"
             )
+        self._await_copies()
         saved = {} if state is None else dict(state)
         shard.forget_views(position)
         shard.load(position, saved)
@@ -123,6 +127,7 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`; what is under way ends, and is forgotten."""
         self._drop_pending()
+        self._await_copies()
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
         self._make_room()
         without = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
+from ..system.devices import is_host
 from .nvme_file import BLOCK_BYTES, StateFile
 from .nvme_pass import Window
 from .state_shard import MAXIMUM, MOMENTS, StateShard
@@ -28,7 +29,7 @@ class FileShard(StateShard):
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
         self.index = bucket.layout.index
-        self.direct = self.param_dtype is torch.float32 and bucket.device.type == "cpu"
+        self.direct = self.param_dtype is torch.float32 and is_host(bucket.device)
 
     def master(self, position: int) -> Tensor:
         """See :class:`MasterShard`."""

@@ -13,6 +13,7 @@ from ..cpu_adam.checks import GRAD_DTYPES
 from ..flat_param import FlatParam, own_writes
 from ..interrupts import uninterrupted
 from ..reduction.base import GradShard
+from ..system.devices import HOST
 from .master_shard import follow_param
 from .nvme_extent import FileShard, Segment
 from .nvme_pass import Buffer, Disk, Window, WindowPass
@@ -61,8 +62,8 @@ class FileStep:
 
     def _take(self, shard: FileShard, position: int, grad: Tensor | None) -> None:
         assert grad is not None
-        key, flat = (shard.index, position), shard.flats[position]
-        self._grads[key] = flat.flatten(grad) if grad.shape == flat.param.shape else grad
+        key = (shard.index, position)
+        self._grads[key] = shard.flat_grad(position, grad)
         if shard.edited(position):
             self._following.add(key)
         shard.follow(position)
@@ -112,11 +113,10 @@ class FileStep:
             if part.of in self._following:
                 follow_param(master, target)
             if shard.param_dtype is not torch.float32:
-                apart = target.device.type != "cpu" or dropped
-                out = torch.empty_like(target, device="cpu") if apart else target
+                out = torch.empty_like(target, device=HOST) if dropped or not target.is_cpu else target
         elif dropped:
             master = target.clone()
-        grad = self._grads[part.of][part.at].to("cpu")
+        grad = self._grads[part.of][part.at].to(HOST)
         return AdamUpdate(
             name=shard.flats[part.position].label,
             hypers=self._hypers.groups[number].over(shard.gradients[part.position]),

@@ -13,6 +13,7 @@ from torch import nn
 from ..buckets import GradBucket
 from ..flat_param import FlatParam
 from ..interrupts import uninterrupted
+from ..system.devices import is_host
 from .arena_shard import ArenaShard
 from .cores import Confined, CoreSplit
 from .master_shard import write_all
@@ -110,10 +111,10 @@ class LateResults(Results):
 
     def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
         """See :class:`Results`."""
-        late = [found for found in made if found.shard.bucket.device.type == "cpu"]
+        late = [found for found in made if is_host(found.shard.bucket.device)]
         self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
         if len(late) < len(made):
-            writer.write([found for found in made if found.shard.bucket.device.type != "cpu"])
+            writer.write([found for found in made if not is_host(found.shard.bucket.device)])
 
     def bring(self, bucket: int) -> None:
         """See :class:`Results`; beside whoever computes."""

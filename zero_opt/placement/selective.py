@@ -20,6 +20,7 @@ from ..errors import StepPending, ZeroOptError
 from ..flat_param import share_counters
 from ..policies import Selective
 from ..reduction.base import GradShard
+from ..system.devices import HOST
 from .base import Home, ParamState
 from .column_shard import ColumnShard, is_matrix
 from .column_state import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, ColumnState, SavedColumns, is_trusted
@@ -29,7 +30,7 @@ from .device import BucketwisePlacement
 from .native_rules import say_without_masters
 from .native_steps import NativeSteps
 from .selection import Schedule, Selector, selected_count
-from .units import PLAIN, Unit
+from .units import PLAIN, Unit, UnitMaker
 
 
 class SelectivePlacement:
@@ -53,7 +54,7 @@ class SelectivePlacement:
     ) -> None:
         self._policy, self._home, self._group, self._delay = policy, home, group, delay
         native = NativeSteps(defaults, lambda _: True)
-        self._small = BucketwisePlacement(optimizer_class, defaults, small_units, native)
+        self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
         self._steps = ColumnSteps(defaults)
         self._schedule = Schedule(policy)
         self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
@@ -258,7 +259,7 @@ class SelectivePlacement:
         found.choose(chosen)
         runs = {key: self._run_of(shard, position, value) for key, value in saved.items() if _is_shaped(value)}
         if is_trusted(saved):
-            found.counts = saved[COLUMN_STEPS].detach().to("cpu", torch.float32).reshape(-1).clone()
+            found.counts = saved[COLUMN_STEPS].detach().to(HOST, torch.float32).reshape(-1).clone()
             found.choose(saved[COLUMN_SELECTED].detach().cpu().reshape(-1).nonzero().view(-1))
             if WAITING in saved:
                 found.waiting, found.gathered = runs[WAITING].float().clone(), int(saved[WINDOW].reshape(-1)[4])
@@ -441,14 +442,17 @@ def matrix_members(bucket: GradBucket) -> list[int]:
     return [at for at, piece in enumerate(bucket.slices) if piece.param in matrices]
 
 
-def small_units(buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-    """One unit of each bucket, on its device, of what is stepped there whole."""
-    made: list[Sequence[Unit]] = []
-    for bucket in buckets:
-        matrices = matrix_members(bucket)
-        members = [at for at in range(len(bucket.slices)) if at not in matrices]
-        made.append([on_device(bucket, members, PLAIN)] if members else [])
-    return made
+class SmallUnits(UnitMaker):
+    """The maker of one unit per bucket, on its device, of what is stepped there whole."""
+
+    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
+        """Return the unit of each bucket that has something to step whole."""
+        made: list[Sequence[Unit]] = []
+        for bucket in buckets:
+            matrices = matrix_members(bucket)
+            members = [at for at in range(len(bucket.slices)) if at not in matrices]
+            made.append([on_device(bucket, members, PLAIN)] if members else [])
+        return made
 
 
 def _is_shaped(value: object) -> bool:

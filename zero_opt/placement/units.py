@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -139,10 +139,9 @@ class Mastered(MasterShard, Unit):
         """What is stepped for each slice, not filled yet."""
         return [self._blank(position, torch.float32, device) for position in range(len(self.pieces))]
 
-    def _blank(self, position: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Zeros for a slice, as users see it."""
-        numel = self.pieces[position].in_param.numel
-        run = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+    def _blank(self, position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros for a slice, as users see it."""
+        run = torch.empty(self.pieces[position].in_param.numel, dtype=dtype, device=device)
         if run.is_cpu and native_available():
             prefer_huge_pages(run)
         return self.shaped(run.zero_(), position)
@@ -207,11 +206,32 @@ class Mastered(MasterShard, Unit):
         return self.stepped
 
 
-UnitMaker = Callable[[Sequence[GradBucket]], Sequence[Sequence[Unit]]]
+class UnitMaker:
+    """The maker of a placement's units, and the owner of what units share."""
+
+    @abstractmethod
+    def __call__(self, buckets: Sequence[GradBucket]) -> Sequence[Sequence[Unit]]:
+        """Return all units of each bucket."""
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of state that is not shown."""
+        return 0
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of memory that gradients pass through when they are stepped."""
+        return 0
+
+    def begin(self) -> None:
+        """Note that a step begins: what the current streams have to do before it comes before any copy of it."""
+
+    def close(self) -> None:
+        """Let go of what units share."""
 
 
-class DeviceUnits:
-    """Makes one unit of each bucket, on its device, with masters as :class:`MixedPrecision` says."""
+class DeviceUnits(UnitMaker):
+    """The maker of one unit per bucket, on its device, with masters as :class:`MixedPrecision` says."""
 
     def __init__(self, master_dtype: object) -> None:
         self._master_dtype = master_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StepPending, ZeroOptError
 from ..flat_param import FlatParam, share_counters
 from ..interrupts import uninterrupted
-from ..page_lock import PageLock
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
+from ..system.devices import is_host
+from ..system.pinned_memory import HostMemory
 from ..worker_process import Batches, WorkerProcess
 from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
@@ -76,7 +77,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
         self._writer = ParamWriter(split, self._confined)
-        self._locked: PageLock | None = None
+        self._mapped: HostMemory | None = None  # the arena as accelerators see it
+        self._copies: list[Any] = []  # events after those that accelerators make
         self._pace = Pace()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -109,11 +111,25 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._worker.start()
 
     def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
-        """Let GPUs, if parameters are there, read and write the arena as it is mapped now."""
-        if any(shard.bucket.device.type == "cuda" for shard in shards):
-            if self._locked is not None:
-                self._locked.release()
-            self._locked = PageLock(self._worker.arena.address, self._worker.arena.bytes.numel())
+        """Let accelerators, if parameters are there, read and write the arena as it is mapped now."""
+        devices = [shard.bucket.device for shard in shards if not is_host(shard.bucket.device)]
+        if devices:
+            if self._mapped is not None:
+                self._mapped.release()
+            self._mapped = HostMemory(self._worker.arena.bytes, devices[0])
+
+    def _note_copies(self, shards: Iterable[ArenaShard]) -> None:
+        """Record an event on the stream that has just copied to or from the arena, per device."""
+        for streams in {shard.bucket.device: shard.bucket.streams for shard in shards}.values():
+            _, event = streams.produced()
+            if event is not None and self._mapped is not None:
+                self._mapped.used(event)
+                self._copies.append(event)
+
+    def _await_copies(self) -> None:
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
 
     def require_own(self) -> None:
         """See :class:`Placement`."""
@@ -133,8 +149,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         except ZeroOptError as error:
             _log.warning("the last step is lost: %s", error)
         finally:
-            if self._locked is not None:
-                self._locked.release()
+            if self._mapped is not None:
+                self._mapped.release()
+                self._mapped = None
             if self._confined is not None:
                 self._confined.restore()
             self._worker.close()
@@ -203,6 +220,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._written()
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
             self._results.put(made, self._writer)
+            self._note_copies(shard for shard, _ in made)
             self._pending = None
         yield from pending.buckets
 
@@ -220,18 +238,14 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
+        self._await_copies()
+        arrived = self._take_grads(grads)
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
         keep: list[Tensor] = []
-        used: list[Used] = []
-        for found in grads:
-            shard = self._shards[found.bucket]
-            positions = [position for position, grad in enumerate(found.grads) if grad is not None]
-            if not positions:
-                continue
+        for (shard, positions), home in arrived:
             number = shard.bucket.layout.group
             hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
             shard.read_params(positions)
-            home = shard.take_grads(found.grads)
             for gradients in sorted({shard.gradients[position] for position in positions}):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
                 new = (hypers.over(gradients).native(grad_scale), list[Any](), list[int]())
@@ -240,16 +254,26 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                     runs.append(bound.run)
                     keep.append(home[where])
                     addresses.append(keep[-1].data_ptr())
-            used.append(Used(shard, positions))
-        # The worker reads gradients, and writes over what parameters are copied from: both copies are over by then.
-        for device in {shard.bucket.device for shard, _ in used if shard.bucket.device.type != "cpu"}:
-            torch.accelerator.current_stream(device).synchronize()
+        self._await_copies()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._send(list(batches.values()))
-        for shard, _ in used:
+        for (shard, _), _ in arrived:
             shard.lend_grads()
-        return Pending(sequence, self._in_order(grads), used)
+        return Pending(sequence, self._in_order(grads), [used for used, _ in arrived])
+
+    def _take_grads(self, grads: Sequence[GradShard]) -> list[tuple[Used, Tensor]]:
+        """Return what is used here, with the gradients of its shard in the arena, where copies may be on their way."""
+        taken = []
+        try:
+            for found in grads:
+                shard = self._shards[found.bucket]
+                positions = [position for position, grad in enumerate(found.grads) if grad is not None]
+                if positions:
+                    taken.append((Used(shard, positions), shard.take_grads(found.grads)))
+        finally:
+            self._note_copies(self._shards[found.bucket] for found in grads)
+        return taken
 
     def _send(self, batches: Batches) -> int:
         self._pace.begin(time.monotonic())

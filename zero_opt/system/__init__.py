@@ -1,0 +1,1 @@
+"""What the library asks of the machine: devices and their streams."""

@@ -1,0 +1,95 @@
+"""Every decision that depends on the kind of device: no other module compares a device type with a string.
+
+What ``torch.accelerator`` and the process group can answer is asked of them, so that CUDA, ROCm, XPU, NPU and whatever
+else registers with torch take the same road.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..streams import AcceleratorStreams, NoStreams, Streams
+
+HOST = torch.device("cpu")
+# Backends that carry tensors in host memory, or that block the calling thread with those of an accelerator.
+_HOST_BACKENDS = ("fake", "gloo", "mpi", "threaded", "ucc", "undefined")
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors of this device lie in host memory, where native code may take their address."""
+    return device.type == "cpu"
+
+
+def is_meta(device: torch.device) -> bool:
+    """Return whether tensors of this device have no memory."""
+    return device.type == "meta"
+
+
+def build_streams(device: torch.device) -> Streams:
+    """Return the streams of a device: none where work is done when a call returns."""
+    return NoStreams() if is_host(device) or is_meta(device) else AcceleratorStreams(device)
+
+
+def pins(device: torch.device) -> bool:
+    """Return whether torch can allocate page-locked host memory for copies to and from this device."""
+    if is_host(device) or is_meta(device) or not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def runtime_of(device: torch.device) -> Any:
+    """Return the runtime that can lock pages of ordinary host memory, as ``torch.cuda.cudart()``, or ``None``."""
+    if is_host(device) or is_meta(device):
+        return None
+    runtime = getattr(torch.get_device_module(device), "cudart", None)
+    return None if runtime is None else runtime()
+
+
+def device_backends(config: str) -> dict[str, str]:
+    """Return the backends of a process group that carry accelerator tensors by themselves, by device type.
+
+    Args:
+        config: as ``torch.distributed.get_backend_config`` has it, for example ``"cpu:gloo,cuda:nccl"``.
+    """
+    pairs = (entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return {kind: name for kind, name in pairs if kind != HOST.type and name.lower() not in _HOST_BACKENDS}
+
+
+def own_device(bound: torch.device | None, config: str) -> torch.device:
+    """Return the accelerator that this rank uses with a process group that carries no tensors in host memory.
+
+    Args:
+        bound: the device that the group was made for, if the user said which.
+        config: as for :func:`device_backends`.
+    """
+    if bound is not None:
+        return bound
+    return torch.device(next(iter(device_backends(config))), torch.accelerator.current_device_index())
+
+
+def thread_device() -> Callable[[], None]:
+    """Return a call for a new thread to make first, which gives it the current device of this thread.
+
+    A thread starts on device 0, and to leave a stream there would make a context on device 0, hundreds of MB.
+    """
+    if not in_use():
+        return _stay
+    index = torch.accelerator.current_device_index()
+    return lambda: torch.accelerator.set_device_index(index)
+
+
+def in_use() -> bool:
+    """Return whether this process uses an accelerator; asking for its current device would make it begin to."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return False
+    initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return bool(initialized()) if initialized is not None else True
+
+
+def _stay() -> None:
+    """Keep the device that the thread has."""
