@@ -1,0 +1,110 @@
+"""Cases on the simulated accelerator, in forked ranks: what differs from the CPU, and the races."""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from test.accelerator import C, enable
+from test.accelerator.cases import CASES
+from test.accelerator.places import Place
+from test.accelerator.training import Case, run
+from test.distributed.harness import bitwise_difference, run_processes
+
+DEVICE = "sim"
+BACKEND = "cpu:gloo,sim:simcomm"
+# At most, in microseconds, before a kernel of a default stream, of another stream, and of a communicator.
+DELAYS = ((0, 300, 1000), (300, 0, 0), (0, 1000, 0), (300, 300, 300))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which cases run where.
+
+    Attributes:
+        names: of the cases.
+        seeds: of the streams' delays; ``None``: no stream is delayed.
+        every: a case runs at one place in so many, cases at different ones.
+        places: a pattern that the names of places match.
+    """
+
+    names: tuple[str, ...]
+    seeds: tuple[int | None, ...] = (0,)
+    every: int = 1
+    places: str = ""
+
+    def runs(self, case: Case, turn: int, place: Place) -> bool:
+        """Return whether a case runs at a place, the ``turn``-th of those that can be."""
+        chosen = (turn + list(CASES).index(case.name)) % self.every == 0
+        return chosen and re.fullmatch(self.places or ".*", place.name) is not None
+
+
+def places(rank: int, world_size: int) -> list[Place]:
+    """Make the places of a rank, the CPU first. Collective."""
+    mine, both = (torch.device(DEVICE, rank),), (torch.device(DEVICE, 0), torch.device(DEVICE, 1))
+    host = (torch.device("cpu"),)
+    if world_size == 1:
+        return [
+            Place("the CPU", host, None, exchange="backend"),
+            Place("alone", mine, None),
+            Place("alone, a stream of its own", mine, None, own_stream=True),
+            Place("alone, two devices", both, None),
+            Place("alone, two devices, streams of their own", both, None, own_stream=True),
+        ]
+    comm, relay = dist.group.WORLD, dist.new_group(backend="gloo")
+    return [
+        Place("the CPU", host, comm, exchange="backend"),
+        Place("comm", mine, comm),
+        Place("comm, a stream of its own", mine, comm, own_stream=True),
+        Place("comm, two devices", both, comm),
+        Place("comm, two devices, streams of their own", both, comm, own_stream=True),
+        Place("relay", mine, relay, direct=False),
+        Place("relay, a stream of its own", mine, relay, direct=False, own_stream=True),
+        Place("relay, two devices", both, relay, direct=False),
+    ]
+
+
+def differences(case: Case, reference: Any, place: Place, seed: int | None) -> list[str]:
+    """Run a case at a place; return what is not as it should be."""
+    C.delays(*((0, 0, 0, 0) if seed is None else (*DELAYS[seed % len(DELAYS)], seed)))
+    torch.accelerator.set_device_index(place.devices[0].index)
+    found = run(case, place)
+    C.synchronize()
+    gc.collect()
+    bits = [f"bits: {line}" for line in bitwise_difference(found, reference)]
+    races = [str(race) for race in C.races()]
+    return [f"at {place.name}, seed {seed}: {line}" for line in (*races, *bits)]
+
+
+def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
+    """Run a plan on this rank; return what is wrong by case."""
+    enable()
+    cpu, *devices = places(rank, world_size)
+    wrong: dict[str, list[str]] = {}
+    for name in plan.names:
+        case, at = CASES[name], cpu
+        try:
+            reference = run(case, cpu)
+            wrong[name] = []
+            for turn, at in enumerate(at for at in devices if case.runs_at(at)):
+                if plan.runs(case, turn, at):
+                    for seed in plan.seeds:
+                        wrong[name] += differences(case, reference, at, seed)
+        except BaseException as error:
+            error.add_note(f"in the case {name!r}, at {at.name}")
+            raise
+    return wrong
+
+
+def wrong_lines(world_size: int, plan: Plan, *, timeout: float) -> dict[str, list[str]]:
+    """Run a plan on forked ranks; return, by case, what is wrong on any rank."""
+    backend = BACKEND if world_size > 1 else None
+    ranks = run_processes(world_size, run_cases, plan, backend=backend, timeout=timeout)
+    return {
+        name: [f"rank {rank} {line}" for rank, found in enumerate(ranks) for line in found[name]] for name in plan.names
+    }

@@ -1,0 +1,264 @@
+"""Faults that zero_opt had on accelerators before anyone ran it on one, by the numbers that their review gave them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_opt
+from test.accelerator import C, enable, unavailable
+from test.accelerator.places import on_host
+from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
+from test.accelerator.training import BUCKET_MB
+from test.distributed.harness import assert_bitwise, run_processes
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+SECONDS = 60  # nothing hangs
+OFFLOADS = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload())
+SEEDS = (None, 0, 1, 2)
+
+
+def _assert_right(world_size: int, places: str, *names: str) -> None:
+    """Fail unless cases have the bits of the CPU, and no race, at the places."""
+    wrong = wrong_lines(world_size, Plan(names, SEEDS, places=places), timeout=SECONDS)
+    lines = [f"{name}: {line}" for name, found in wrong.items() for line in found]
+    assert not lines, "\n".join(lines[:12])
+
+
+def _device(rank: int) -> torch.device:
+    enable()
+    device = torch.device(DEVICE, rank)
+    torch.accelerator.set_device_index(rank)
+    return device
+
+
+def _made(device: torch.device, group: Any = None, **options: Any) -> tuple[list[Tensor], zero_opt.ShardedOptimizer]:
+    """Make an optimizer over several buckets of fp32 parameters."""
+    dtype = options.pop("dtype", torch.float32)
+    params = [torch.nn.Parameter(torch.ones(numel, device=device, dtype=dtype)) for numel in (700, 64, 300, 200, 500)]
+    arguments = {"reduction": zero_opt.Overlapped(BUCKET_MB), "lr": 0.25, **options}
+    return list(params), zero_opt.ShardedOptimizer(params, torch.optim.SGD, group, foreach=False, **arguments)
+
+
+def _backward(params: list[Tensor], value: float) -> None:
+    torch.autograd.backward(params, [torch.full_like(param, value) for param in params])
+
+
+# -- F1 to F6 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_f1_buckets_on_streams_of_their_own_shared_a_staging_buffer(world_size: int) -> None:
+    _assert_right(
+        world_size,
+        "alone|comm|relay",
+        "accumulating each reduced, Overlapped",
+        "accumulating in fp32, Overlapped",
+        "accumulating bf16, summed in fp32, Overlapped",
+    )
+
+
+def test_f2_a_late_gather_did_not_wait_for_the_step_nor_the_forward_for_the_gather() -> None:
+    _assert_right(2, "(comm|relay), a stream of its own", "gathered late, Overlapped", "gathered late, host, in parts")
+
+
+def _asks_first(rank: int, world_size: int) -> Any:
+    """Rank 0 asks for the state before it takes part in a collective that rank 1 has launched."""
+    device = _device(rank)
+    params, optimizer = _made(device, momentum=0.9)
+    _backward(params, 1.0 + rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    mine = torch.ones(8, device=device)
+    dist.barrier(group=dist.new_group(backend="gloo"))
+    if rank == 0:
+        state = optimizer.state_dict()["state"]
+        dist.all_reduce(mine)
+        answer = on_host([state, mine])
+    else:
+        dist.all_reduce(mine)
+        answer = on_host([None, mine])
+    optimizer.close()
+    return answer
+
+
+def test_f3_state_was_served_only_after_collectives_that_waited_for_who_asked() -> None:
+    (state, mine), _ = run_processes(2, _asks_first, backend=BACKEND, timeout=SECONDS)
+    assert_bitwise(mine, torch.full((8,), 2.0))
+    assert_bitwise([float(entry["momentum_buffer"][0]) for entry in state.values()], [1.5] * 5)
+
+
+@pytest.mark.parametrize(
+    "name", ["failed backward", "failed everywhere", "failed and dropped", "a step after a failure"]
+)
+def test_f4_after_a_failed_backward_collectives_met_those_of_another_bucket(name: str) -> None:
+    _assert_right(2, "comm(, a stream of its own)?", name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_f5_autograd_has_a_thread_per_device_and_hooks_had_no_lock(world_size: int) -> None:
+    _assert_right(
+        world_size, ".*, two devices.*", "masters, Overlapped, bfloat16", "accumulating no_sync, Overlapped", "complex"
+    )
+
+
+def _contexts(rank: int, world_size: int, offload: Any, late: bool) -> list[bool]:
+    """Train on device 1 alone; return which devices the process has a context on."""
+    device = _device(1)
+    layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(3)).to(device)
+    reduction = zero_opt.Overlapped(BUCKET_MB, overlap_param_gather=layers if late else None)
+    optimizer = zero_opt.ShardedOptimizer(
+        layers.parameters(), torch.optim.AdamW, reduction=reduction, offload=offload, fused=True
+    )
+    for _ in range(3):
+        value = torch.ones(4, 24, device=device)
+        for layer in layers:
+            value = layer(value)
+        value.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        optimizer.state_dict()
+    optimizer.close()
+    return list(C.contexts())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("offload", OFFLOADS, ids=lambda offload: type(offload).__name__)
+@pytest.mark.parametrize("backend", [BACKEND, "gloo"], ids=["comm", "relay"])
+def test_f6_r12_a_rank_on_device_1_had_a_context_on_device_0(backend: str, offload: Any, late: bool) -> None:
+    for contexts in run_processes(2, _contexts, offload, late, backend=backend, timeout=SECONDS):
+        assert contexts == [False, True]
+
+
+# -- found by reading -------------------------------------------------------------------------------------------------
+
+
+def _closes_alone(rank: int, world_size: int) -> str:
+    """Rank 0 launches what rank 1 never does, and closes its optimizer, or lets go of it."""
+    device = _device(rank)
+    params, optimizer = _made(device)
+    _, dropped = _made(device)
+    _backward(params, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        _backward(params, 2.0)
+        optimizer.close()
+        del dropped
+    dist.barrier(group=dist.new_group(backend="gloo"))
+    if rank == 1:
+        optimizer.close()
+        dropped.close()
+    return "closed"
+
+
+def test_r1_a_rank_that_closes_alone_waited_for_the_others() -> None:
+    assert run_processes(2, _closes_alone, backend=BACKEND, timeout=SECONDS) == ["closed"] * 2
+
+
+def _large_mean(rank: int, world_size: int, reduction: Any) -> list[Tensor]:
+    params, optimizer = _made(_device(rank), reduction=reduction, dtype=torch.float16, lr=2.0**-15)
+    _backward(params, 49152.0)
+    optimizer.step()
+    values = on_host(params)
+    optimizer.close()
+    return values  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "reduction", [zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)], ids=["Overlapped", "AtStep"]
+)
+def test_r2_a_sum_in_fp16_overflowed_where_the_mean_did_not(reduction: Any) -> None:
+    for values in run_processes(2, _large_mean, reduction, backend=BACKEND, timeout=SECONDS):
+        for value in values:
+            assert_bitwise(value, torch.full_like(value, -0.5))
+
+
+def test_r3_complex_gradients_went_to_a_backend_that_knows_none() -> None:
+    _assert_right(2, "comm.*", "complex", "complex, AtStep", "complex, gathered late")
+
+
+def _launchers(rank: int, world_size: int) -> set[int]:
+    """Return which threads of Python's, but the main one, have launched collectives."""
+    params, optimizer = _made(_device(rank))
+    C.launchers()
+    for _ in range(3):
+        _backward(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    side = {thread.native_id for thread in threading.enumerate() if thread is not threading.main_thread()}
+    launched = set(C.launchers())
+    assert launched
+    optimizer.close()
+    return launched & side
+
+
+def test_r4_collectives_were_launched_by_a_thread_of_ours() -> None:
+    assert run_processes(2, _launchers, backend=BACKEND, timeout=SECONDS) == [set(), set()]
+
+
+def _host_waits(rank: int, world_size: int, count: int) -> int:
+    """Return how often the host waits for the device in one step that clips, with so many parameters."""
+    device = _device(rank)
+    params = [torch.nn.Parameter(torch.ones(64, device=device)) for _ in range(count)]
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.SGD, lr=0.5, foreach=False, max_grad_norm=1.0, reduction=zero_opt.Overlapped(BUCKET_MB)
+    )
+    waits = []
+    for _ in range(3):
+        _backward(list(params), 1.0)
+        before = C.host_waits()
+        optimizer.step()
+        waits.append(C.host_waits() - before)
+        optimizer.zero_grad()
+    optimizer.close()
+    return int(waits[-1])
+
+
+def test_r9_the_norm_took_a_host_wait_per_slice() -> None:
+    few = run_processes(2, _host_waits, 4, backend=BACKEND, timeout=SECONDS)
+    many = run_processes(2, _host_waits, 40, backend=BACKEND, timeout=SECONDS)
+    assert many == few
+    assert max(many) <= 2
+
+
+def test_r10_a_work_was_waited_for_by_a_stream_that_did_not_read_its_result() -> None:
+    _assert_right(2, "comm, a stream of its own", "uneven inputs, AlreadyReduced", "uneven inputs, DDP")
+
+
+def test_r11_ranks_without_inputs_were_sent_device_tensors_over_gloo() -> None:
+    _assert_right(2, "relay.*", "uneven inputs, AlreadyReduced", "uneven inputs, Overlapped")
+
+
+def _communicators(rank: int, world_size: int) -> list[int]:
+    """Return how many communicators the process has beside the program's own, with one optimizer and with two."""
+    device = _device(rank)
+    dist.all_reduce(torch.ones(1, device=device))
+    before, counts = C.communicators(), []
+    made = []
+    for _ in range(2):
+        params, optimizer = _made(device)
+        _backward(params, 1.0)
+        optimizer.step()
+        made.append(optimizer)
+        counts.append(C.communicators() - before)
+    for optimizer in made:
+        optimizer.close()
+    return counts
+
+
+def test_r13_an_optimizer_had_two_communicators() -> None:
+    assert run_processes(2, _communicators, backend=BACKEND, timeout=SECONDS) == [[1, 2]] * 2
+
+
+def test_r15_gradients_in_memory_of_graphs_were_staged_after_the_next_replay() -> None:
+    _assert_right(2, "comm.*|relay.*", "graphs are replayed")
+    _assert_right(1, "alone.*", "graphs are replayed, host")
