@@ -18,7 +18,7 @@ from torch import Tensor
 from .collectives import Group, tensor_bytes
 from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
-_HEADER = struct.Struct("<qqqBdQ")
+_HEADER = struct.Struct("<qqqBdQq")
 # Of the header's flags.
 _FAILED, _ABSENT, _CLIPS = 1, 2, 4
 
@@ -35,6 +35,8 @@ class StepReport:
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
         hypers: a digest of the hyperparameters.
+        abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
+            exchange of such a round on another rank would be answered by a later one here.
     """
 
     step: int
@@ -46,24 +48,26 @@ class StepReport:
     absent: bool = False
     clip_to: float | None = None
     hypers: int = 0
+    abandoned: int = 0
 
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """As bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers)
+        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned)
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
 
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """What :meth:`pack` was given."""
-        step, epoch, rounds, flags, clip_to, hypers = _HEADER.unpack_from(raw)
+        step, epoch, rounds, flags, clip_to, hypers, abandoned = _HEADER.unpack_from(raw)
         starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
         used, trainable, restarted = [
             int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
         ] or (0, 0, 0)
         absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
-        return cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers), bool(flags & _FAILED)
+        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned)
+        return report, bool(flags & _FAILED)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class StepAgreement:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
         same_hypers: whether the ranks that have inputs have the same hyperparameters.
+        abandoned: per rank, as it reports.
     """
 
     rounds: int
@@ -85,6 +90,7 @@ class StepAgreement:
     clip_to: float | None = None
     absent: Sequence[int] = ()
     same_hypers: bool = True
+    abandoned: Sequence[int] = ()
 
 
 class Agreement:
@@ -130,6 +136,7 @@ class Agreement:
             clip_to=first.clip_to,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
+            abandoned=[report.abandoned for report in reports],
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:

@@ -7,11 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, chunks_of
+from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, chunks_of
 
 
 class AloneExchange(PooledExchange):
-    """See the module."""
+    """See the module.
+
+    Args:
+        blocks: see :class:`Exchange`; work in host memory belongs on the background thread too, in order with the rest.
+    """
+
+    def __init__(self, pool: StagingPool, *, blocks: bool) -> None:
+        super().__init__(pool)
+        self.blocks = blocks
 
     def direct(self, dtype: torch.dtype) -> DirectExchange:  # noqa: ARG002  (any)
         """See :class:`Exchange`."""

@@ -1,7 +1,8 @@
 """Gradient buckets: from the gradients of one round to this rank's shard of their mean.
 
-A bucket holds references to the gradients that have arrived until it is complete, then copies them into a pooled
-staging buffer in one call; so a filling bucket takes no memory of its own.
+A bucket holds references to the gradients that have arrived until it is complete, so a filling bucket takes no memory
+of its own. On the CPU the exchange then reads them where they are, or staged in one call; on an accelerator the thread
+that completes the bucket enqueues the staging copy, see [Note: producer streams].
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from .errors import StateOffloaded
 from .exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPool
 from .flat_param import FlatParam
 from .layout import BucketLayout
-from .streams import Producers, Streams, build_streams
+from .streams import Producers, Streams
+from .system.devices import build_streams, is_host, is_meta
+
+# Slots of the pool: gradients of another dtype or order of dimensions; a mean that is added to the shard. The exchanges
+# have 0 and 1 for gathers, and 3 to 5.
+_ODD_GRADS, _MEAN = 2, 6
 
 
 class BucketState(Enum):
@@ -28,13 +34,18 @@ class BucketState(Enum):
 
 
 class Fill:
-    """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams."""
+    """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
+
+    Attributes:
+        staged: the gradients as one tensor, once launched on an accelerator. ready: the events of that copy.
+    """
 
     def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
         self.producers = Producers(streams)
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum(flat.param.requires_grad for flat in params)
         self.state = BucketState.FILLING
+        self.staged: Tensor | None = None
         self.ready: list[Any] = []
 
     def put(self, position: int, grad: Tensor) -> None:
@@ -42,11 +53,6 @@ class Fill:
         self.grads[position] = grad
         self.missing -= 1
         self.producers.note()
-
-    def launch(self) -> None:
-        """No gradient is taken any more; what the reduction waits for is settled."""
-        self.state = BucketState.REDUCING
-        self.ready = self.producers.events()
 
     @property
     def complete(self) -> bool:
@@ -84,6 +90,7 @@ class GradBucket:
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
+        streams: those of the device, which all its buckets share; made here if there are no others.
     """
 
     def __init__(
@@ -93,13 +100,14 @@ class GradBucket:
         rank: int,
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.layout, self.params, self._rank = layout, params, rank
         self.slices = layout.slices(rank)
         position_of = {index: position for position, index in enumerate(layout.params)}
         self._own = [(position_of[piece.param], piece) for piece in self.slices]
-        self.streams = build_streams(params[0].param.device)
         self.device = params[0].param.device
+        self.streams = build_streams(self.device) if streams is None else streams
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
@@ -142,6 +150,12 @@ class GradBucket:
             shard.untyped_storage().resize_(values.untyped_storage().nbytes())
             shard.copy_(values)
             self._away.pop()
+        self.streams.join(self.own_shards)
+
+    @property
+    def own_shards(self) -> Sequence[Tensor]:
+        """The memory of the shard, where it is the bucket's own."""
+        return self._shards[self._lodged :]
 
     def lodge(self, shards: Sequence[Tensor]) -> None:
         """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
@@ -215,15 +229,18 @@ class GradBucket:
         """Per parameter, its place in the staging buffer, in the parameter's shape."""
         views = self._views.get(staging.data_ptr())
         if views is None:
-            places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-            views = [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
-            self._views[staging.data_ptr()] = views
+            views = self._views[staging.data_ptr()] = self._views_of(staging)
         return views
 
-    def _stage(self, grads: Sequence[Tensor | None], staging: Tensor) -> None:
-        """Copy all gradients into the buffer, zeros where there is none."""
+    def _views_of(self, staging: Tensor) -> list[Tensor]:
+        """Per parameter, its place in a tensor that holds the bucket, in the parameter's shape."""
+        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+        return [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
+
+    def _stage(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
+        """Copy all gradients into their places in a staging buffer, zeros where there is none."""
         targets, sources = [], []
-        for view, grad in zip(self._staging_views(staging), grads, strict=True):
+        for view, grad in zip(views, grads, strict=True):
             if grad is None:
                 view.zero_()
             else:
@@ -232,16 +249,21 @@ class GradBucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _runs(self, grads: Sequence[Tensor | None], accumulate: Sequence[bool], pool: StagingPool) -> list[Run]:
+    def _runs(
+        self, grads: Sequence[Tensor | None], staged: Tensor | None, accumulate: Sequence[bool], pool: StagingPool
+    ) -> list[Run]:
         """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
+        if staged is not None:
+            places = enumerate(zip(self.layout.offsets, self.layout.numels, strict=True))
+            return [Run(at, n, staged[at : at + n], add.get(position, False)) for position, (at, n) in places]
         runs = []
         for position, (grad, start, numel) in enumerate(
             zip(grads, self.layout.offsets, self.layout.numels, strict=True)
         ):
             values = None if grad is None else self._run_of(grad, position)
             if grad is not None and values is None:
-                staging = pool.staging(2, self.layout.numel, self.dtype, self.device)
+                staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
                 self._staging_views(staging)[position].copy_(grad)
                 values = staging[start : start + numel]
             runs.append(Run(start, numel, values, add.get(position, False)))
@@ -257,12 +279,28 @@ class GradBucket:
         """An empty round of this bucket."""
         return Fill(self.params, self.streams)
 
+    def launch(self, fill: Fill) -> None:
+        """Take no gradient any more, and settle what the reduction waits for; see [Note: producer streams].
+
+        Called on the thread that completes the bucket. Waits for nothing.
+        """
+        fill.state = BucketState.REDUCING
+        if is_host(self.device) or is_meta(self.device):
+            return
+        producers = fill.producers.events()
+        with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
+            # Padding is sent too: zeros keep it finite and the transfer deterministic.
+            fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._stage(fill.grads, self._views_of(fill.staged))
+            fill.ready = [self.streams.produced()[1]]
+        fill.grads = []
+
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> bool:
         """Reduce one round into the shard, and tell :attr:`reader`; may run off the main thread.
 
-        See [Note: producer streams].
+        On an accelerator all of it is enqueued on the side stream; see [Note: the side stream].
 
         Args:
             fill: launched.
@@ -280,23 +318,25 @@ class GradBucket:
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> bool:
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
-        with torch.no_grad(), self.streams.side(fill.ready, [grad for grad in grads if grad is not None]):
+        staged, fill.staged = fill.staged, None
+        with torch.no_grad(), self.streams.side(fill.ready, [] if staged is None else [staged]):
             adding, converting = any(accumulate), self.shard_dtype is not self.dtype
             shard = self.writable(keep=adding)
             direct = exchange.direct(self.dtype)
             if direct is not None and not converting:
-                runs, sums = self._runs(grads, accumulate, pool), self._sums(direct)
+                runs, sums = self._runs(grads, staged, accumulate, pool), self._sums(direct)
                 return direct.reduce_runs(ident, runs, self.layout.bounds, shard, sums)
             apart = adding or converting
-            mean = pool.take(1, self.shard_numel, self.dtype, self.device) if apart else shard
+            mean = pool.take(_MEAN, self.shard_numel, self.dtype, self.device) if apart else shard
             if direct is not None:
-                runs = self._runs(grads, [False] * len(accumulate), pool)
+                runs = self._runs(grads, staged, [False] * len(accumulate), pool)
                 complete = direct.reduce_runs(ident, runs, self.layout.bounds, mean)
             else:
-                staging = exchange.staging(self.layout.numel, self.dtype, self.device)
-                self._stage(grads, staging)
-                grads.clear()
-                complete = exchange.reduce_scatter(ident, staging, self.layout.bounds, mean)
+                if staged is None:
+                    staged = exchange.staging(self.layout.numel, self.dtype, self.device)
+                    self._stage(grads, self._staging_views(staged))
+                    grads.clear()
+                complete = exchange.reduce_scatter(ident, staged, self.layout.bounds, mean)
             if complete and apart:
                 self._add(mean, accumulate)
             return complete

@@ -1,4 +1,4 @@
-"""The one file that names torch.distributed collectives: how bytes move, chosen per backend and torch version.
+"""Process groups of our own, and their collectives, chosen per backend and torch version.
 
 Methods of the process group object are called rather than the functions of ``torch.distributed``: they work from any
 thread, and their names have not been deprecated between torch 2.11 and 2.13.
@@ -12,8 +12,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,15 +24,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import meeting
-from .alone_exchange import AloneExchange
-from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch, StepDesync
-from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
-from .host_exchange import build_host_exchange
+from .comm.device_backends import abort_device_backend, add_device_backend
+from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch
 from .late_params import bring
 from .meeting import resolve_group
-from .pairwise_exchange import PairwiseExchange
-from .relay_exchange import RelayExchange
 from .serial_thread import SerialThread
+from .system.devices import HOST, device_backends, own_device
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 from .waiting import Watch, done_within, home_payload, homes_from
 
@@ -45,9 +43,9 @@ _inherited: list[dist.ProcessGroup] = []
 _ENVELOPE = "<32sq{}s"
 INLINE_BYTES = 216
 # Whom a collective waits for.
-_ALL = "another rank"
+ALL = "another rank"
 # The backend of a group of one.
-_ALONE = "alone"
+ALONE = "alone"
 # A tag of messages that no rank ever sends.
 _NEVER_SENT = 0
 
@@ -57,23 +55,20 @@ _NEVER_SENT = 0
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
-    """Backend of an own group: the parent's for accelerators, plus one that carries CPU tensors."""
-    config = str(dist.get_backend_config(parent))
-    if "threaded" in config:
-        return "threaded"
-    return "cpu:gloo,cuda:nccl" if "nccl" in config else "gloo"
+    """Return the backend of an own group for tensors in host memory."""
+    return "threaded" if "threaded" in str(dist.get_backend_config(parent)) else "gloo"
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
     """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
-    for device in ("cpu", "cuda"):
+    for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
         with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
             options: Any = parent._get_backend(torch.device(device)).options
             return float(options._timeout.total_seconds())
     return default_pg_timeout.total_seconds()
 
 
-def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
+def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
@@ -82,11 +77,14 @@ def _broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
     """A collective under way of tensors like this one."""
-    return Gathered(who, work) if like.device.type == "cpu" else Transfer(who, work)
+    return Gathered(who, work) if like.is_cpu else Transfer(who, work)
 
 
-def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> Any:
+def _new_group(parent: dist.ProcessGroup, description: str, timeout: timedelta, devices: Mapping[str, str]) -> Any:
     """A group of the parent's ranks, in its order, made by them alone.
+
+    Args:
+        description: for logs. devices: backends for accelerator tensors, by device type.
 
     ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
     moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
@@ -94,8 +92,8 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
     are there when they connect, which waits without looking for Ctrl-C.
     """
     ranks = dist.get_process_group_ranks(parent)
-    if backend == "threaded":  # all ranks are in every group
-        return _c10d.new_group(ranks, timeout=timeout, backend=backend)
+    if _backend_for(parent) == "threaded":  # all ranks are in every group
+        return _c10d.new_group(ranks, timeout=timeout, backend="threaded")
     rank, size = dist.get_rank(parent), len(ranks)
     name = f"zero_opt/{meeting.common_name(parent, _NameExchange)}"
     store = _c10d.PrefixStore(name, _c10d._get_default_store())
@@ -103,16 +101,12 @@ def _new_group(parent: dist.ProcessGroup, backend: str, timeout: timedelta) -> A
     kinds = _c10d.ProcessGroup.BackendType
     gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
-    pg._set_default_backend(kinds.GLOO if backend == "gloo" else kinds.NCCL)
-    pg._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if backend != "gloo":
-        options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, name
-        nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("cuda", store), rank, size, options)
-        nccl._set_sequence_number_for_group()
-        pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    pg._set_default_backend(kinds.GLOO)
+    pg._register_backend(HOST, kinds.GLOO, gloo)
     pg._set_group_name(name)
-    pg._set_group_desc("zero_opt")
+    for device_type, backend in devices.items():
+        add_device_backend(pg, device_type, backend, timeout, ranks)
+    pg._set_group_desc(description)
     return pg
 
 
@@ -120,14 +114,15 @@ class _NameExchange:
     """Names of so many bytes from every rank of a user's group, over whatever it has. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, name: bytes) -> None:
-        device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else f"cuda:{torch.cuda.current_device()}"
+        config = str(dist.get_backend_config(group))
+        device = HOST if HOST.type in config else own_device(group.bound_device_id, config)
         mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
         self._all = [torch.empty_like(mine) for _ in range(group.size())]
-        self._work = start(_ALL, group.allgather, [self._all], [mine])
+        self._work = start(ALL, group.allgather, [self._all], [mine])
 
     def done_within(self, seconds: float) -> bool:
         """See :class:`Names`."""
-        with peer_lost(_ALL):
+        with peer_lost(ALL):
             if self._all[0].is_cpu:
                 return done_within(self._work, seconds)
             if not self._work.is_completed():  # a wait would be the stream's
@@ -156,12 +151,15 @@ class Group:
 
     Attributes:
         parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
+        device_backends: backends that carry accelerator tensors, by device type.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, backend: str | None = None) -> None:
+    device_backends: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, purpose: str) -> None:
         self.inline_bytes = INLINE_BYTES
-        self.backend = _backend_for(parent) if backend is None else backend
+        self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
         self._pid, self._broken = os.getpid(), threading.Lock()
@@ -169,7 +167,9 @@ class Group:
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
         self._waits = SerialThread("zero_opt wait", self.interrupt)
-        self.pg: dist.ProcessGroup = _new_group(parent, self.backend, timedelta(seconds=self.timeout_s))
+        self.pg: dist.ProcessGroup = _new_group(
+            parent, f"zero_opt:{purpose}", timedelta(seconds=self.timeout_s), self.device_backends
+        )
 
     def watch(self, hang_timeout_s: float) -> None:
         """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective."""
@@ -220,11 +220,11 @@ class Group:
         """
         self._require_own()
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        work = start(_ALL, self.pg.allgather, [outputs], [tensor])
+        work = start(ALL, self.pg.allgather, [outputs], [tensor])
         if self._watch is None:
-            _gathered(_ALL, work, tensor).wait()
+            _gathered(ALL, work, tensor).wait()
         else:
-            with peer_lost(_ALL):
+            with peer_lost(ALL):
                 self._watch.wait(work)
         return outputs
 
@@ -259,7 +259,7 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         self._require_own()
-        _broadcast(self.pg, tensor, src).wait()
+        broadcast(self.pg, tensor, src).wait()
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
@@ -301,6 +301,13 @@ class Group:
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
                     self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait_here(0.001)
+        self._abort_devices()
+
+    def _abort_devices(self) -> None:
+        """End what carries accelerator tensors, on this rank alone."""
+        for device_type in self.device_backends:
+            with contextlib.suppress(RuntimeError):
+                abort_device_backend(self.pg, device_type)
 
     def close(self) -> None:
         """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
@@ -312,16 +319,22 @@ class Group:
             self._watch.close()
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
-                self.pg.shutdown()
+                self._abort_devices()
+                self.pg._get_backend(HOST).shutdown()
             else:
                 dist.destroy_process_group(self.pg)
 
 
-class SideGroup(Group):
-    """For messages between two ranks beside all collectives; over gloo, whatever the other groups have."""
+class DeviceGroup(Group):
+    """A group that carries accelerator tensors too, as far as the user's group does."""
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
-        super().__init__(parent, timeout, "gloo")
+    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, purpose: str) -> None:
+        self.device_backends = device_backends(str(dist.get_backend_config(parent)))
+        super().__init__(parent, timeout, purpose)
+
+
+class SideGroup(Group):
+    """For messages between two ranks beside all collectives."""
 
     @property
     def inherited(self) -> bool:
@@ -329,18 +342,18 @@ class SideGroup(Group):
         return os.getpid() != self._pid
 
 
-def build_side_group(parent: dist.ProcessGroup | None, timeout: float | None) -> SideGroup | None:
+def build_side_group(parent: dist.ProcessGroup | None, timeout: float | None, purpose: str) -> SideGroup | None:
     """A :class:`SideGroup`, if there are other ranks and they are in other processes. Collective."""
     if parent is None or parent.size() == 1 or _backend_for(parent) == "threaded":
         return None
-    return SideGroup(parent, timeout)
+    return SideGroup(parent, timeout, purpose)
 
 
 class AloneGroup(Group):
     """The group of a rank that has no others; needs no torch.distributed."""
 
     def __init__(self) -> None:
-        self.inline_bytes, self.backend, self.parent = 0, _ALONE, None
+        self.inline_bytes, self.backend, self.parent = 0, ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
         self._pid, self._watch = os.getpid(), None
 
@@ -362,102 +375,6 @@ class AloneGroup(Group):
 
     def close(self) -> None:
         """See :class:`Group`; there is nothing to destroy."""
-
-
-class _GroupExchange(PooledExchange):
-    """An exchange over process groups."""
-
-    gathers_ahead = 1
-
-    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        super().__init__(pool)
-        self._reduce, self._gather = reduce_group, gather_group
-
-
-class ListExchange(_GroupExchange):
-    """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
-        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
-        _require_same_ident(ident, idents)
-        chunks = chunks_of(bucket, bounds)
-        received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
-        Transfer(_ALL, start(_ALL, self._reduce.pg.alltoall, received, chunks)).wait()
-        mean_in_rank_order(iter(received), len(chunks), out)
-        return True
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
-        chunks = chunks_of(bucket, bounds)
-        own = chunks[self._gather.rank].clone()
-        return Gathering([Transfer(_ALL, start(_ALL, self._gather.pg.allgather, [chunks], [own]))], chunks)
-
-
-def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
-    for rank, other in enumerate(idents):
-        if other.tolist() != list(ident):
-            raise StepDesync(
-                f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
-                f"{tuple(ident)}: an exception left the ranks at different points of a backward"
-            )
-
-
-class NcclExchange(_GroupExchange):
-    """NCCL: its own reduce-scatter and all-gather where shards are equal, one reduce or broadcast per owner else."""
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        """See :class:`Exchange`; sums in NCCL's order."""
-        pg, rank = self._reduce.pg, self._reduce.rank
-        chunks = chunks_of(bucket, bounds)
-        if isinstance(bounds, range):
-            scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
-            Transfer(_ALL, start(_ALL, scatter, out, bucket)).wait()
-        else:
-            for owner, chunk in enumerate(chunks):
-                options = dist.ReduceOptions()
-                options.rootRank = owner
-                Transfer(_ALL, start(_ALL, pg.reduce, [chunk], options)).wait()
-            out.copy_(chunks[rank])
-        out.div_(self._reduce.world_size)
-        return True
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
-        pg = self._gather.pg
-        chunks = chunks_of(bucket, bounds)
-        if isinstance(bounds, range):
-            gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Gathering([Transfer(_ALL, start(_ALL, gather, bucket, chunks[self._gather.rank].clone()))], chunks)
-        return Gathering([_broadcast(pg, chunk, owner) for owner, chunk in enumerate(chunks)], chunks)
-
-
-def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
-    """A process group method under its current name, or the one torch 2.11 has."""
-    return getattr(pg, name, None) or getattr(pg, older_name)
-
-
-def build_exchange(
-    device_type: str, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
-) -> Exchange:
-    """The fastest exchange the ranks can use for tensors of one device type. Collective.
-
-    Args:
-        groups: for control, reduction and gather.
-        host_bytes: size of the largest bucket, to exchange through shared memory where all ranks are on one host;
-            0 to leave it to torch.distributed.
-    """
-    control, reduce_group, gather_group = groups
-    if control.backend == _ALONE:
-        return AloneExchange(pool)
-    if reduce_group.backend == "threaded":
-        return ListExchange(reduce_group, gather_group, pool)
-    if device_type == "cuda" and "nccl" in reduce_group.backend:
-        return NcclExchange(reduce_group, gather_group, pool)
-    host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
-    if host_bytes:
-        host = build_host_exchange(control, host, pool, host_bytes)
-    return host if device_type == "cpu" else RelayExchange(host, pool)
 
 
 def check_rank(rank: object, world_size: int, name: str) -> None:
@@ -486,5 +403,5 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            _broadcast(pg, staging.view(-1).view(torch.uint8), src).wait()  # backends do not know every dtype
+            broadcast(pg, staging.view(-1).view(torch.uint8), src).wait()  # backends do not know every dtype
             tensor.copy_(staging)

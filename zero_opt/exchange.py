@@ -102,7 +102,7 @@ def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) ->
 
 def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
     """Write the mean of one chunk per rank, as :func:`mean_in_rank_order` does, to ``out``, or add it to ``out``."""
-    if out.device.type == "cpu" and out.dtype in NATIVE_DTYPES:
+    if out.is_cpu and out.dtype in NATIVE_DTYPES:
         addresses = [part.data_ptr() for part in parts]
         _native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
     elif add:
@@ -192,10 +192,13 @@ class Exchange(Protocol):
 
     Attributes:
         gathers_ahead: how many all-gathers may be started before the oldest has been read.
+        blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
+            they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
         nbytes: memory of its own, beside the pool.
     """
 
     gathers_ahead: int
+    blocks: bool
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +230,7 @@ class Exchange(Protocol):
 class PooledExchange:
     """What exchanges have in common whose staging is ordinary memory from a pool."""
 
-    gathers_ahead, nbytes = 0, 0
+    gathers_ahead, nbytes, blocks = 0, 0, True
     adds_up: Sequence[torch.dtype] = ()
 
     def __init__(self, pool: StagingPool) -> None:

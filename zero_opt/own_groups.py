@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch.distributed as dist
 
-from .collectives import AloneGroup, Group, build_side_group
+from .collectives import AloneGroup, DeviceGroup, Group, build_side_group
 from .consolidate import LocalState
 from .partition import Partition
 from .placement import Placement
@@ -16,8 +17,13 @@ from .state_guard import StateGuard
 from .state_service import StateService
 
 
+_numbers = itertools.count()
+
+
 class OwnGroups:
     """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
+
+    Accelerator tensors all travel by one communicator, that of ``reduce``: a rank enqueues its collectives in one order.
 
     Attributes:
         neighbours: ranks of which some may share this host's cores and files with this one.
@@ -27,12 +33,15 @@ class OwnGroups:
     def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbours: Group | None = None) -> None:
         timeout = checks.timeout
         several = None if parent is None or parent.size() == 1 else parent
+        # As logs and torch's flight recorder name them: what for, and of which optimizer of this process.
+        number = next(_numbers)
         self.control, self.reduce, self.gather = (
-            AloneGroup() if several is None else Group(several, timeout) for _ in range(3)
+            AloneGroup() if several is None else kind(several, timeout, f"{purpose}:{number}")
+            for kind, purpose in ((Group, "control"), (DeviceGroup, "reduce"), (Group, "gather"))
         )
         self.control.watch(checks.hang_timeout)
         self.neighbours = neighbours or self.control
-        self._side = build_side_group(several, timeout)
+        self._side = build_side_group(several, timeout, f"state:{number}")
         self.service: StateService | None = None
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:

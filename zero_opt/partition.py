@@ -12,6 +12,8 @@ from .buckets import GradBucket
 from .collectives import Group
 from .flat_param import FlatParam
 from .layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
+from .streams import Streams
+from .system.devices import build_streams
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Partition:
         flats: sharded parameters by global index. Frozen ones are absent until they are unfrozen.
         buckets: in plan order; grows, never changes.
         places: global parameter index -> (bucket index, position in that bucket).
+        streams: by device.
     """
 
     def __init__(self, group: Group, geometry: Geometry, describe: Callable[[int], str]) -> None:
@@ -45,6 +48,7 @@ class Partition:
         self.flats: dict[int, FlatParam] = {}
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
+        self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
 
     def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
@@ -58,7 +62,9 @@ class Partition:
         for layout in layouts:
             members = [flats[index] for index in layout.params]
             dtypes = (self._geometry.reduce_dtype, self._geometry.accumulate_dtype)
-            added.append(GradBucket(layout, members, self.rank, *dtypes))
+            device = members[0].param.device
+            streams = self.streams.setdefault(device, build_streams(device))
+            added.append(GradBucket(layout, members, self.rank, *dtypes, streams))
             self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
         self.buckets.extend(added)
         return added
@@ -95,6 +101,11 @@ class Partition:
         """The rank that owns a parameter's first element, whose scalars count as the parameter's."""
         bucket, position = self.places[index]
         return self.buckets[bucket].layout.owner(position)
+
+    def join(self) -> None:
+        """Make the current stream of each device wait for the shards, and later reductions wait for that stream."""
+        for device, streams in self.streams.items():
+            streams.join([shard for bucket in self.buckets if bucket.device == device for shard in bucket.own_shards])
 
     def refresh(self) -> list[int]:
         """Follow parameters whose data was re-pointed; returns their indices.

@@ -32,6 +32,7 @@ from .pairwise_exchange import PairwiseExchange
 from .partition import Geometry
 from .policies import AlreadyReduced
 from .reduction import Policy
+from .system.devices import is_host
 
 # Messages that nobody sends hold zeros, and so this name.
 _IDENT = Ident(0, 0, 0)
@@ -177,14 +178,14 @@ class Rehearsal:
 
     def staging_nbytes(self, rank: int, buckets: Iterable[GradBucket]) -> int:
         """Bytes of staging that a step takes, of ``rank``'s buckets, which have all the shards they need after it."""
-        by_device: dict[str, list[GradBucket]] = {}
+        by_device: dict[torch.device, list[GradBucket]] = {}
         for bucket in buckets:
-            by_device.setdefault(self.device_of(bucket).type, []).append(bucket)
+            by_device.setdefault(self.device_of(bucket), []).append(bucket)
         return sum(self._staging_on(device, rank, there) for device, there in by_device.items())
 
-    def _staging_on(self, device_type: str, rank: int, buckets: Sequence[GradBucket]) -> int:
+    def _staging_on(self, device: torch.device, rank: int, buckets: Sequence[GradBucket]) -> int:
         pool = StagingPool()
-        exchange = self._exchange(device_type, rank, pool, max(bucket.staging_nbytes for bucket in buckets))
+        exchange = self._exchange(device, rank, pool, max(bucket.staging_nbytes for bucket in buckets))
         for bucket in buckets:
             bucket.reserve_staging(pool)
         if not isinstance(self._reduction, AlreadyReduced):
@@ -192,17 +193,19 @@ class Rehearsal:
                 fill = bucket.fill()
                 for position, flat in enumerate(bucket.params):
                     fill.put(position, torch.empty_like(flat.param))
-                fill.launch()
+                bucket.launch(fill)
+                if not is_host(device):  # staged in memory that is given back
+                    fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
                 bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)
         for turn, bucket in enumerate(buckets):
             _gather(bucket, turn, exchange)
         return pool.nbytes + exchange.nbytes
 
-    def _exchange(self, device_type: str, rank: int, pool: StagingPool, largest_bytes: int) -> Exchange:
+    def _exchange(self, device: torch.device, rank: int, pool: StagingPool, largest_bytes: int) -> Exchange:
         """The exchange that ranks of one host have, or, forced to the backend, those of several."""
         if self._world_size == 1:
-            return AloneExchange(pool)
-        if device_type != "cpu":
+            return AloneExchange(pool, blocks=is_host(device))
+        if not is_host(device):
             return _Backend(pool)
         post = _Silent(rank, self._world_size)
         pairwise = PairwiseExchange(post, post, pool)

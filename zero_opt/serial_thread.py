@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from .system.devices import thread_device
+
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -23,7 +25,8 @@ _over = threading.Event()
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
 
-def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> None:
+    begin()
     while (job := jobs.get()) is not None:
         future, call, arguments = job
         try:
@@ -61,10 +64,24 @@ def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
+class CallingThread:
+    """Runs each call at once, on the thread that submits it."""
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run ``call(*arguments)``; its result or exception is in the future."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments))
+        except Exception as error:  # raised where the future is read, as that of a thread
+            future.set_exception(error)
+        return future
+
+
 class SerialThread:
     """Runs calls one after the other on a daemon thread, so an exchange that a dead peer blocks cannot block exit.
 
-    ``concurrent.futures.ThreadPoolExecutor`` joins its threads at interpreter exit, which would.
+    ``concurrent.futures.ThreadPoolExecutor`` joins its threads at interpreter exit, which would. The thread has the
+    device that is current where the first call is submitted.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
@@ -84,7 +101,8 @@ class SerialThread:
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
-            thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            arguments = (self._jobs, thread_device())
+            thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
             thread.start()
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)

@@ -30,8 +30,11 @@ class Streams(Protocol):
         """Return the current stream, and an event after everything enqueued on it so far."""
 
     @contextmanager
-    def on_producer(self, events: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-        """Enqueue what follows on the stream of the last (stream, event) pair, after all the events."""
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
+        """Enqueue what follows on the stream of the last (stream, event) pair, after all the events.
+
+        It reads the given tensors, which those streams produced.
+        """
 
     @contextmanager
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
@@ -58,7 +61,7 @@ class NoStreams:
         return None, None
 
     @contextmanager
-    def on_producer(self, events: Sequence[tuple[Any, Any]]) -> Iterator[None]:  # noqa: ARG002
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
         """See :class:`Streams`."""
         yield
 
@@ -89,12 +92,15 @@ class AcceleratorStreams:
         return stream, stream.record_event()
 
     @contextmanager
-    def on_producer(self, events: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
         """See :class:`Streams`."""
         with _own_object(events[-1][0]) as stream:
-            for producer, event in events[:-1]:
-                if producer != stream:
-                    stream.wait_event(event)
+            for _, event in events[:-1]:
+                stream.wait_event(event)
+            if len(events) > 1:  # else the memory is that stream's own
+                for tensor in reads:
+                    tensor.record_stream(stream)
+            del reads
             yield
 
     @contextmanager

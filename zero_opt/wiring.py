@@ -15,7 +15,7 @@ from torch import Tensor
 from .agreement import Agreement
 from .background_gather import build_gather
 from .buckets import GradBucket
-from .collectives import build_exchange
+from .comm.backend_exchanges import build_exchange
 from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
@@ -189,11 +189,13 @@ class Wiring:
     def _connect(self) -> None:
         """Make the exchanges for device types that have none yet. Collective."""
         groups = (self._groups.control, self._groups.reduce, self._groups.gather)
-        for device_type in sorted({bucket.device.type for bucket in self.partition.buckets}):
+        by_type = {bucket.device.type: bucket.device for bucket in self.partition.buckets}
+        for device_type in sorted(by_type):
             if device_type not in self._exchanges:
                 sizes = (b.staging_nbytes for b in self.partition.buckets if b.device.type == device_type)
                 host_bytes = max(sizes) if self._recipe.reduction.exchange == "auto" else 0
-                self._exchanges[device_type] = build_exchange(device_type, groups, self._pool, host_bytes=host_bytes)
+                made = build_exchange(by_type[device_type], groups, self._pool, host_bytes=host_bytes)
+                self._exchanges[device_type] = made
 
     def finish(self, error: ZeroOptError | None = None, clip_to: float | None = None) -> Sequence[GradShard]:
         """Let parameters arrive, follow those whose data the user re-pointed, and reduce. Collective.

@@ -13,6 +13,7 @@ from ..agreement import StepAgreement
 from ..buckets import GradBucket
 from ..collectives import tensor_bytes
 from ..errors import GradientConflict, ZeroOptError
+from ..flat_param import FlatParam
 from ..layout import ParamSlice
 from ..transfers import Window
 from .base import GradShard, Parts
@@ -93,14 +94,18 @@ class AlreadyReducedGrads:
                     continue
                 flat, run = partition.flats[piece.param], None
                 if group.rank == present and flat.param.grad is not None:
-                    run = flat.flatten(flat.param.grad.detach())[slice(*piece.in_param)]
+                    run = flat.flatten(flat.param.grad.detach())[slice(*piece.in_param)].cpu()
                 elif group.rank == rank:
-                    run = torch.empty(piece.in_param.numel, dtype=flat.param.dtype, device=flat.param.device)
-                    received[piece.param] = flat.shaped(run) if run.numel() == flat.param.numel() else run
-                    self._copies.append(run)
+                    run = received[piece.param] = torch.empty(piece.in_param.numel, dtype=flat.param.dtype)
                 window.add(group.move(run, present, rank, piece.in_param.numel, flat.param.dtype), run)
         window.drain()
-        return received
+        return {index: self._received(partition.flats[index], run) for index, run in received.items()}
+
+    def _received(self, flat: FlatParam, run: Tensor) -> Tensor:
+        """Return a slice that came from another rank, on the parameter's device."""
+        run = run.to(flat.param.device)
+        self._copies.append(run)
+        return flat.shaped(run) if run.numel() == flat.param.numel() else run
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
         flat = self._parts.partition.flats[piece.param]

@@ -99,10 +99,10 @@ class AtStepReduction:
                 if flat.param.grad is not None and not apart >> members[at] & 1:
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.progress.step, parts.progress.epoch, sequence + position)
-            fill.launch()
+            bucket.launch(fill)
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
-            bucket.streams.join()
+        parts.partition.join()
         self._shards = self._sparse.merge(shard_list(parts, used)) if sparse else shard_list(parts, used)
 
     def scale(self, factor: Tensor) -> None:

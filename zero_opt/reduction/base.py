@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -10,12 +11,12 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..agreement import Agreement, StepAgreement, StepReport
-from ..buckets import GradBucket
+from ..buckets import Fill, GradBucket
 from ..errors import StepDesync, ZeroOptError
-from ..exchange import Exchange, StagingPool
+from ..exchange import Exchange, Ident, StagingPool
 from ..layout import ParamSlice
 from ..partition import Partition
-from ..serial_thread import SerialThread
+from ..serial_thread import CallingThread, SerialThread
 
 
 class GradShard(NamedTuple):
@@ -103,6 +104,17 @@ class Parts:
         """The exchange that carries a bucket."""
         return self.exchanges[bucket.device.type]
 
+    def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
+        """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now."""
+        exchange = self.exchange_of(bucket)
+        thread = self.thread if exchange.blocks else CallingThread()
+        return thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
+
+    @property
+    def must_match(self) -> bool:
+        """Whether a reduction that one rank leaves out would be answered by another rank's next one."""
+        return self.partition.world_size > 1 and not all(exchange.blocks for exchange in self.exchanges.values())
+
     def trainable_mask(self) -> int:
         """Bit per parameter: requires_grad."""
         return sum(1 << index for index, param in enumerate(self.all_params()) if param.requires_grad)
@@ -111,12 +123,14 @@ class Parts:
         """Bit per parameter: it has a gradient here."""
         return sum(1 << index for index, param in enumerate(self.all_params()) if param.grad is not None)
 
-    def agree(self, rounds: int, error: ZeroOptError | None, restarted: Iterable[int] = ()) -> StepAgreement:
+    def agree(
+        self, rounds: int, error: ZeroOptError | None, restarted: Iterable[int] = (), abandoned: int = 0
+    ) -> StepAgreement:
         """Agree with the other ranks on this step, and plan parameters that became trainable."""
         progress, mask = self.progress, sum(1 << index for index in restarted)
         masks = (self.used_mask(), self.trainable_mask(), mask)
         report = StepReport(
-            progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to, progress.hypers
+            progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to, progress.hypers, abandoned
         )
         progress.begin()
         try:

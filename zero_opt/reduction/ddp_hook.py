@@ -48,6 +48,10 @@ class DDPHookReduction(OverlappedReduction):
         Raises:
             ConfigConflict: DDP has a parameter that this optimizer has not, and would not be reduced.
         """
+        with self._lock:
+            self._take_gradients(params, buffer, first=first, last=last)
+
+    def _take_gradients(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         self._called = True
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros

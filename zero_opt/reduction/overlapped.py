@@ -12,9 +12,11 @@ complete waits for those before it. The order is the one in which rank 0 saw buc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +33,9 @@ from ..errors import (
 )
 from ..exchange import Ident
 from ..hooks import ArrivalHooks, BackwardPasses
+from ..system.devices import is_host
 from .base import GradShard, Parts, shard_list
+from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
 
@@ -47,6 +51,8 @@ class OverlappedReduction:
         self._hooks = ArrivalHooks(self._arrived)
         self._passes = BackwardPasses()
         self._squares = ShardSquares()
+        self._matching = RoundMatching(parts)
+        self._lock = threading.RLock()
         self._sync = True
         self._consumed: dict[int, ConsumedGrad] = {}
         self._live: set[int] = set()
@@ -75,7 +81,7 @@ class OverlappedReduction:
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
                 self._listen(index, flat.param)
-            if bucket.reader is None and bucket.device.type == "cpu":
+            if bucket.reader is None and is_host(bucket.device):
                 bucket.reader = self._squares
             self._ranked.append(bucket.layout.index)
         self._seen = []
@@ -103,14 +109,18 @@ class OverlappedReduction:
             self._sync = before
 
     def _arrived(self, index: int) -> None:
-        """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank."""
-        begins = self._passes.begins()
-        self._synced.add(self._sync)
-        if not self._sync:
-            return
-        if begins or not self._fills or index in self._in_round:
-            self._open_round()
-        self._take(index)
+        """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank.
+
+        Autograd has a thread per device, and these may call at the same time.
+        """
+        with self._lock:
+            begins = self._passes.begins()
+            self._synced.add(self._sync)
+            if not self._sync:
+                return
+            if begins or not self._fills or index in self._in_round:
+                self._open_round()
+            self._take(index)
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
@@ -197,7 +207,7 @@ class OverlappedReduction:
     def _launch(self) -> None:
         bucket = self._parts.partition.buckets[self._order[self._next]]
         fill = self._fills[bucket.layout.index]
-        fill.launch()
+        bucket.launch(fill)
         self._next += 1
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
@@ -205,9 +215,14 @@ class OverlappedReduction:
         progress = self._parts.progress
         ident = Ident(progress.step, progress.epoch, self._sequence)
         self._sequence += 1
-        exchange = self._parts.exchange_of(bucket)
-        future = self._parts.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self._parts.pool)
-        self._futures.append(future)
+        self._futures += self._matching.launch(partial(self._parts.reduce, bucket, fill, ident, accumulate))
+
+    def _launch_zeros(self, buckets: Iterable[GradBucket]) -> None:
+        """Launch a collective per bucket whose result nobody reads; see [Note: abandoned rounds]."""
+        for bucket in buckets:
+            fill = bucket.fill()
+            bucket.launch(fill)
+            self._parts.reduce(bucket, fill, Ident(0, 0, 0), [False] * len(bucket.slices)).result()
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
@@ -226,15 +241,17 @@ class OverlappedReduction:
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        agreed = self._parts.agree(self._rounds, error, self._restarted)
+        agreed = self._parts.agree(self._rounds, error, self._restarted, self._matching.abandoned)
+        self._launch_zeros(self._matching.missing(agreed, self._order))
+        self._futures += self._matching.settle()
         self._require_same_restarts(agreed.restarted)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
         self._exchange_late(agreed.used)
         reduced = [future.result() for future in self._futures]
-        for bucket in self._parts.partition.buckets:
-            bucket.streams.join()
+        self._parts.partition.join()
+        self._matching.agreed(agreed.rounds)
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._begin_window()
@@ -335,10 +352,12 @@ class OverlappedReduction:
         self._delivered.clear()
         self._synced.clear()
         self._squares.stepped()
+        self._matching.stepped()
         self._sequence, self._unscaled = 0, None
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
+        self._launch_zeros(self._matching.owed(self._order))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
         self._forget_dropped(self._parts.partition.flats)

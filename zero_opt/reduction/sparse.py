@@ -51,7 +51,7 @@ class SparseGrads:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
         """
         self._reduced.clear()
-        mine = {index: grad.coalesce() for index, grad in _sparse_grads(self._parts.partition).items()}
+        mine = {index: grad.coalesce().cpu() for index, grad in _sparse_grads(self._parts.partition).items()}
         described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
         described_by = [json.loads(p) for p in self._group.all_gather_bytes(json.dumps(described).encode())]
         indices = sorted({int(key) for described in described_by for key in described})
@@ -76,10 +76,10 @@ class SparseGrads:
             if part is not None:
                 total = part if total is None else (total + part).coalesce()
         if total is not None:
-            self._reduced[index] = total / partition.world_size
+            self._reduced[index] = total.to(param.device) / partition.world_size
 
     def _fetch(self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int]) -> Tensor | None:
-        """One rank's sparse gradient on the owner; ``None`` elsewhere."""
+        """Bring one rank's sparse gradient to the owner, in host memory; ``None`` elsewhere."""
         group, (sparse_dim, count) = self._group, described
         indices = torch.empty(sparse_dim, count, dtype=torch.int64) if mine is None else mine.indices().contiguous()
         shape = (count, *param.shape[sparse_dim:])

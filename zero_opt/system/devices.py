@@ -59,6 +59,18 @@ def device_backends(config: str) -> dict[str, str]:
     return {kind: name for kind, name in pairs if kind != HOST.type and name.lower() not in _HOST_BACKENDS}
 
 
+def own_device(bound: torch.device | None, config: str) -> torch.device:
+    """Return the accelerator that this rank uses with a process group that carries no tensors in host memory.
+
+    Args:
+        bound: the device that the group was made for, if the user said which.
+        config: as for :func:`device_backends`.
+    """
+    if bound is not None:
+        return bound
+    return torch.device(next(iter(device_backends(config))), torch.accelerator.current_device_index())
+
+
 def thread_device() -> Callable[[], None]:
     """Return a call for a new thread to make first, which gives it the current device of this thread.
 

@@ -1,0 +1,70 @@
+"""A simulated accelerator, for tests of what only an accelerator does: streams, its own memory, NCCL's collectives.
+
+The device type is called "sim"; its collective backend, "simcomm". An import only builds and loads the extension: the
+process has no such device until `enable()`, so that tests of other things see the machine as it is. The simcomm
+backend enables it in forked ranks: `run_processes(2, fn, backend="cpu:gloo,sim:simcomm")` is all that those need.
+`unavailable()` says why a machine cannot simulate one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .build import Unavailable, load
+
+C: Any = None
+_reason: str | None = None
+_imported_by = os.getpid()
+_enabled_by: int | None = None
+
+
+def unavailable() -> str | None:
+    """Return why there is no simulated accelerator here, or None."""
+    return _reason
+
+
+def enable() -> None:
+    """Give this process its two devices. In a test, a forked process: its autograd's threads survive no later fork."""
+    global _enabled_by
+    if C is None:
+        raise RuntimeError(_reason)
+    if _enabled_by is not None:
+        return
+    from .device_module import device_module
+
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", device_module(C))
+    C.enable()
+    atexit.register(C.stop)
+    _enabled_by = os.getpid()
+
+
+def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    if os.getpid() != _imported_by:
+        enable()
+    if _enabled_by is None:
+        raise RuntimeError("call test.accelerator.enable() first, in a process that forks no others")
+    return C.Comm(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
+
+def __getattr__(name: str) -> Any:
+    """Give what the extension has: `from test.accelerator import races`."""
+    if C is None or name.startswith("__"):
+        raise AttributeError(f"no {name} here{': ' + _reason if _reason else ''}")
+    return getattr(C, name)
+
+
+if dist.is_available() and dist.is_gloo_available():
+    try:
+        C = load()
+        dist.Backend.register_backend("simcomm", _create_backend, devices=["sim"])
+    except Unavailable as exc:
+        _reason = str(exc)
+else:
+    _reason = "the simulated accelerator needs torch.distributed with gloo"

@@ -1,0 +1,144 @@
+"""Exchanges of buckets by a backend's own collectives, and the choice of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..alone_exchange import AloneExchange
+from ..collectives import ALL, ALONE, Group, broadcast
+from ..errors import StepDesync
+from ..exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
+from ..host_exchange import build_host_exchange
+from ..pairwise_exchange import PairwiseExchange
+from ..relay_exchange import RelayExchange
+from ..system.devices import is_host
+from ..transfers import Transfer, start
+from .device_backends import wait_done
+
+
+class _GroupExchange(PooledExchange):
+    """An exchange over process groups."""
+
+    gathers_ahead = 1
+
+    def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
+        super().__init__(pool)
+        self._reduce, self._gather = reduce_group, gather_group
+
+
+class ListExchange(_GroupExchange):
+    """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
+        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
+        _require_same_ident(ident, idents)
+        chunks = chunks_of(bucket, bounds)
+        received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
+        Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
+        mean_in_rank_order(iter(received), len(chunks), out)
+        return True
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        chunks = chunks_of(bucket, bounds)
+        own = chunks[self._gather.rank].clone()
+        return Gathering([Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own]))], chunks)
+
+
+def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
+    for rank, other in enumerate(idents):
+        if other.tolist() != list(ident):
+            raise StepDesync(
+                f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
+                f"{tuple(ident)}: an exception left the ranks at different points of a backward"
+            )
+
+
+class BackendExchange(_GroupExchange):
+    """The collectives of a backend for accelerators, such as NCCL, all over one communicator.
+
+    Reduce-scatter and all-gather where shards are equal, else one reduce or broadcast per owner. Calls return at once:
+    work is enqueued on the current stream, and on the communicator's own.
+    """
+
+    blocks = False
+
+    def __init__(self, group: Group, pool: StagingPool) -> None:
+        super().__init__(group, group, pool)
+        self._last: dict[str, Any] = {}
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+        """See :class:`Exchange`. The backend computes the mean, since a sum may overflow where the mean does not."""
+        chunks = [_as_real(chunk) for chunk in chunks_of(bucket, bounds)]
+        pg = self._reduce.pg
+        if isinstance(bounds, range):
+            scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = dist.ReduceOp.AVG
+            self._wait("reduce", start(ALL, scatter, _as_real(out), _as_real(bucket), options))
+            return True
+        for owner, chunk in enumerate(chunks):
+            to_owner = dist.ReduceOptions()
+            to_owner.rootRank, to_owner.reduceOp = owner, dist.ReduceOp.AVG
+            self._wait("reduce", start(ALL, pg.reduce, [chunk], to_owner))
+        out.copy_(chunks_of(bucket, bounds)[self._reduce.rank])
+        return True
+
+    def _wait(self, name: str, work: Any) -> None:
+        """Make the current stream wait for a collective."""
+        self._last[name] = work
+        Transfer(ALL, work).wait()
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
+        """See :class:`Exchange`; in place."""
+        pg, chunks = self._gather.pg, chunks_of(bucket, bounds)
+        if not isinstance(bounds, range):
+            return Gathering([broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)], chunks)
+        gather = _method(pg, "all_gather_single", "_allgather_base")
+        work = start(ALL, gather, _as_real(bucket), _as_real(chunks[self._gather.rank]))
+        self._last["gather"] = work
+        return Gathering([Transfer(ALL, work)], chunks)
+
+    def close(self) -> None:
+        """Wait, for seconds at most, for what this rank has enqueued: the communicator is ended next."""
+        wait_done(list(self._last.values()))
+        self._last.clear()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor as the backend knows its dtype: complex numbers as pairs, which are added alike."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
+    """Return a process group method under its current name, or the one torch 2.11 has."""
+    return getattr(pg, name, None) or getattr(pg, older_name)
+
+
+def build_exchange(
+    device: torch.device, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
+) -> Exchange:
+    """Make the fastest exchange the ranks can use for tensors of one type of device. Collective.
+
+    Args:
+        groups: for control, reduction and gather.
+        host_bytes: size of the largest bucket, to exchange through shared memory where all ranks are on one host;
+            0 to leave it to torch.distributed.
+    """
+    control, reduce_group, gather_group = groups
+    if control.backend == ALONE:
+        return AloneExchange(pool, blocks=is_host(device))
+    if reduce_group.backend == "threaded":
+        return ListExchange(reduce_group, gather_group, pool)
+    if device.type in reduce_group.device_backends:
+        return BackendExchange(reduce_group, pool)
+    host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
+    if host_bytes:
+        host = build_host_exchange(control, host, pool, host_bytes)
+    return host if is_host(device) else RelayExchange(host, pool)

@@ -1,0 +1,70 @@
+"""Backends that carry accelerator tensors, made for process groups of our own.
+
+:func:`torch.distributed.new_group` cannot be used, see ``collectives._new_group``; so a backend is made here as it
+would be made there: NCCL and XCCL by their classes, any other by the function that it was registered with.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ProcessGroupError
+
+# Its private parts carry no types.
+_c10d: Any = dist.distributed_c10d
+_KINDS = _c10d.ProcessGroup.BackendType
+# How long a rank that closes waits for what it has enqueued itself, and how often it looks.
+_PATIENCE_S, _LOOK_S = 5.0, 0.005
+
+
+def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedelta, ranks: list[int]) -> None:
+    """Let a process group carry tensors of an accelerator by the named backend.
+
+    Args:
+        pg: a ``ProcessGroup`` with its name set. ranks: its members' global ranks.
+
+    Raises:
+        ProcessGroupError: the backend is neither built into torch nor registered.
+    """
+    store = _c10d.PrefixStore(device_type, pg.get_group_store())
+    kind, made = _made(backend, store, pg, timeout, ranks)
+    made._set_sequence_number_for_group()
+    pg._register_backend(torch.device(device_type), kind, made)
+
+
+def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:
+    """Return a backend's type, and a backend of the group's ranks."""
+    native = getattr(_c10d, f"ProcessGroup{backend.upper()}", None)
+    if native is not None:
+        options = native.Options()
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, pg.group_name
+        return getattr(_KINDS, backend.upper()), native(store, pg.rank(), pg.size(), options)
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None:
+        raise ProcessGroupError(f"torch.distributed has no backend {backend!r}, which the process group was made with")
+    if not plugin.extended_api:
+        return _KINDS.CUSTOM, plugin.creator_fn(store, pg.rank(), pg.size(), timeout)
+    options = _c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, pg.rank(), pg.size()
+    options.timeout, options.group_id, options.global_ranks_in_group = timeout, pg.group_name, ranks
+    return _KINDS.CUSTOM, plugin.creator_fn(options, None)
+
+
+def abort_device_backend(pg: Any, device_type: str) -> None:
+    """End a device backend of this rank alone, whatever the other ranks do.
+
+    NCCL's own shutdown would wait for the kernels of all ranks of the host, of which some may never end.
+    """
+    pg._get_backend(torch.device(device_type)).abort()
+
+
+def wait_done(works: list[Any]) -> None:
+    """Return when collectives that this rank has enqueued are over, or after a few seconds."""
+    end = time.monotonic() + _PATIENCE_S
+    while not all(work.is_completed() for work in works) and time.monotonic() < end:
+        time.sleep(_LOOK_S)

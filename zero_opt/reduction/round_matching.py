@@ -1,0 +1,100 @@
+"""Which of this rank's collectives answers which of another rank's, where a collective has no name.
+
+[Note: abandoned rounds]
+A backend such as NCCL pairs the n-th collective of one rank with the n-th of every other. A rank that leaves a forward
+or a backward early launches fewer. Three rules keep the pairs right, and none of them waits for a rank in backward:
+
+- A round that has begun is launched to its end, by ``zero_grad()`` at the latest, with zeros for what has not come.
+- Each rank counts the rounds that ``zero_grad()`` voids. ``step()`` compares the counts, and a rank that has fewer
+  launches the missing rounds before those that count.
+- A window that may follow such a ``zero_grad()`` launches nothing before ``step()`` has compared the counts. It shows
+  in how often ``zero_grad()`` was called since the ranks last agreed: not as often as the time before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+from ..agreement import StepAgreement
+from ..buckets import GradBucket
+from ..errors import StepDesync
+from .base import Parts
+
+Launch = Callable[[], Future[bool]]
+
+
+class RoundMatching:
+    """Decides when a collective may be launched, and which ones this rank still owes; see [Note: abandoned rounds].
+
+    Attributes:
+        abandoned: rounds launched since the ranks last agreed, which ``zero_grad()`` has voided.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.abandoned = 0
+        self._launched = 0
+        self._held: list[Launch] = []
+        self._agreed_epoch, self._usual_resets = 0, 1
+        self._settled = False
+
+    def _holds(self) -> bool:
+        """Return whether the ranks may have launched unequal numbers of rounds; the same on every rank that agrees."""
+        resets = self._parts.progress.epoch - self._agreed_epoch
+        return self._parts.must_match and not self._settled and resets not in (0, self._usual_resets)
+
+    def launch(self, call: Launch) -> list[Future[bool]]:
+        """Make a call that launches a bucket's collective, now or in :meth:`settle`; its future if now."""
+        if self._holds():
+            self._held.append(call)
+            return []
+        self._launched += 1
+        return [call()]
+
+    def owed(self, order: Sequence[int]) -> Iterator[GradBucket]:
+        """Yield the buckets that complete the round under way, given the launch order; their gradients are zeros."""
+        if self._parts.must_match and order:
+            for position in range(self._launched % len(order) or len(order), len(order)):
+                yield from self._unnamed([order[position]])
+            self.abandoned += -(-self._launched // len(order))
+        self._launched = 0
+        self._held.clear()
+        self._settled = False
+
+    def missing(self, agreed: StepAgreement, order: Sequence[int]) -> Iterator[GradBucket]:
+        """Yield the buckets of the rounds that other ranks have abandoned and this one has not launched.
+
+        Raises:
+            StepDesync: after all of them, on every rank, if gradients that count were launched before this was known.
+        """
+        behind, held = max(agreed.abandoned) - self.abandoned, self._holds()
+        for _ in range(behind):
+            yield from self._unnamed(order)
+        self.abandoned += behind
+        if not held and len(set(agreed.abandoned)) > 1:
+            raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
+
+    def _unnamed(self, indices: Sequence[int]) -> Iterator[GradBucket]:
+        """Yield those of the buckets whose collectives have no names."""
+        for bucket in (self._parts.partition.buckets[index] for index in indices):
+            if not self._parts.exchange_of(bucket).blocks:
+                yield bucket
+
+    def settle(self) -> list[Future[bool]]:
+        """Launch what was held: the ranks have launched equally many rounds."""
+        self._settled = True
+        held, self._held = self._held, []
+        self._launched += len(held)
+        return [call() for call in held]
+
+    def agreed(self, rounds: int) -> None:
+        """Note that all ranks have launched this window's rounds."""
+        self.abandoned = self._launched = 0
+        if rounds:
+            self._usual_resets = self._parts.progress.epoch - self._agreed_epoch
+            self._agreed_epoch = self._parts.progress.epoch
+
+    def stepped(self) -> None:
+        """Note that a step has been taken, which begins to count ``zero_grad()`` calls anew."""
+        self._agreed_epoch, self._settled = 0, False
