@@ -67,7 +67,7 @@ class Lane:
     """The way between one device and host memory: a stream per direction, and the host memory at its end.
 
     Attributes:
-        arriving, leaving: gradients arrive in host memory on the side stream of one, and results leave on the other's.
+        arriving, leaving: gradients arrive in host memory on the side stream of the one, results leave on the other's.
         start: an event; see [Note: what copies wait for].
 
     Args:
