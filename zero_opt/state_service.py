@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from . import process_end
-from .collectives import Group, SideGroup, tensor_bytes
+from .collectives import Group, SideGroup, bytes_tensor, tensor_bytes
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
@@ -106,10 +106,6 @@ class _Offer(NamedTuple):
 
 def _words(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _bytes_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def _step_failed(where: str, failure: Exception) -> StepFailed:
@@ -314,7 +310,7 @@ class StateService:
             with self._guard.after_change():
                 state, payload = self._final or self._listed(*now)
             self._send(dst, tag, *_Answer(_ERROR if state is None else Verdict.READY.value, guard.step, len(payload)))
-            text = _bytes_tensor(payload)
+            text = bytes_tensor(payload)
             return _Offer(dst, tag, state, payload, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()

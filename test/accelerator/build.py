@@ -17,7 +17,18 @@ import torch
 _HERE = Path(__file__).parent
 _BUILDS = _HERE.parent.parent / "build" / "accelerator"
 _NAME = "simulated_accelerator"
-_FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wno-unused", "-DNDEBUG"]
+_FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g0",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unused",
+    "-DNDEBUG",
+]
 
 
 class Unavailable(Exception):
