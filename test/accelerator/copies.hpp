@@ -26,25 +26,26 @@ inline void copy_between_devices(const Tensor& self, const Tensor& dst) {
 inline MarkPtr copy_from_host(const Tensor& self, const Tensor& dst) {
   bool tracked = overlaps_host(self) && same_order(self, dst);
   Tensor bytes = self.scalar_type() == dst.scalar_type() ? self.clone() : self.to(dst.scalar_type());
-  Tensor host = self.detach();
   Uses uses;
   add_ranges(dst, uses.writes);
   std::vector<HostCopyPtr> sources, dropped;
-  auto copy = std::make_shared<HostCopy>();
-  copy->host = host, copy->bytes = bytes, copy->to_host = false, copy->range = range_of(host);
+  auto copy = std::make_shared<HostCopy>(self, bytes, false);
   Locked lock(world());
   Stream& stream = here(dst.device());
   Access access = stream.note("copy_ from host memory", {});
   copy->access = access;
   if (tracked) sources = HostCopies::one().add(copy, stream.clock, dropped);
   if (!sources.empty()) copy->settled = true;  // the host memory is still to be written
-  stream.launch("copy_ from host memory", uses, [copy, sources, to = lowered(dst), tracked] {
+  stream.launch("copy_ from host memory", uses, [copy, sources, from = self.detach(), to = lowered(dst), tracked] {
     for (const HostCopyPtr& source : sources) source->show();
     if (tracked && sources.empty()) {
       Locked lock(world());
       HostCopies::compare(*copy, "before the copy ran");
     }
-    to.copy_(sources.empty() ? copy->bytes : copy->host);
+    to.copy_(sources.empty() ? copy->bytes : from);
+    c10::intrusive_ptr<c10::StorageImpl> released;  // dies after the lock is released
+    Locked lock(world());
+    released = copy->release();
     copy->ran = true;
   });
   return stream.mark();
@@ -52,17 +53,15 @@ inline MarkPtr copy_from_host(const Tensor& self, const Tensor& dst) {
 
 // A copy to the host, which sees NaN until it has waited for the copy.
 inline MarkPtr copy_to_host(const Tensor& self, const Tensor& dst) {
-  Tensor host = dst.detach();
   Uses uses;
   add_ranges(self, uses.reads);
   std::vector<HostCopyPtr> dropped;
-  auto copy = std::make_shared<HostCopy>();
-  copy->host = host, copy->bytes = at::empty_like(host), copy->to_host = true, copy->range = range_of(host);
+  auto copy = std::make_shared<HostCopy>(dst, at::empty_like(dst), true);
   Locked lock(world());
   Stream& stream = here(self.device());
   copy->access = stream.note("copy_ to host memory", {});
   HostCopies::one().add(copy, stream.clock, dropped);
-  memset(host.mutable_data_ptr(), kPoison, host.nbytes());
+  copy->poison();
   stream.launch("copy_ to host memory", uses, [copy, from = lowered(self)] {
     copy->bytes.copy_(from);
     copy->ran = true;

@@ -54,19 +54,35 @@ inline Range range_of(const Tensor& dense) {
 // A copy that the host has not waited for. A copy to the host leaves NaN there when it is launched and shows what it
 // copied once the host has waited for it. What a copy from the host reads must stay as it is until then.
 struct HostCopy {
+  const Tensor bytes;  // in the order of the host tensor: what is copied to it, or what it was at the launch
+  const Range range;
+  const bool to_host;
   Access access;
-  Range range;
-  bool to_host;
-  Tensor host;   // kept alive, as page-locked memory is
-  Tensor bytes;  // in the order of the host tensor: what was copied to it, or what it was at the launch
-  std::atomic<bool> ran{false};
   bool reported = false;
+  std::atomic<bool> ran{false};
   std::atomic<bool> settled{false};  // shown, or compared for the last time
 
+  HostCopy(const Tensor& host, Tensor bytes, bool to_host)
+      : bytes(std::move(bytes)), range(range_of(host)), to_host(to_host), kept_(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(host.storage().unsafeGetStorageImpl())),
+        storage_(kept_) {}
   void show() {
-    if (!settled.exchange(true)) memcpy(host.mutable_data_ptr(), bytes.const_data_ptr(), bytes.nbytes());
+    if (!settled.exchange(true)) memcpy(place(), bytes.const_data_ptr(), bytes.nbytes());
   }
-  bool changed() const { return memcmp(host.const_data_ptr(), bytes.const_data_ptr(), bytes.nbytes()) != 0; }
+  void poison() { memset(place(), kPoison, bytes.nbytes()); }
+  void* place() const { return reinterpret_cast<void*>(range.begin); }
+  bool changed() const { return memcmp(place(), bytes.const_data_ptr(), bytes.nbytes()) != 0; }
+  // Whether the memory is still there. Then it stays so until this object, which must not die under world(), is gone.
+  bool keep() {
+    if (!kept_) kept_ = storage_.lock();
+    return bool(kept_);
+  }
+  bool unshared() const { return storage_.use_count() <= (kept_ ? 1u : 0u); }
+  // The device has read it: the host's owners alone decide how long it lives, as they do with a real device.
+  c10::intrusive_ptr<c10::StorageImpl> release() { return std::move(kept_); }
+
+ private:
+  c10::intrusive_ptr<c10::StorageImpl> kept_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
 };
 using HostCopyPtr = std::shared_ptr<HostCopy>;
 
@@ -106,13 +122,14 @@ class HostCopies {
     count = int(all_.size());
   }
   static void compare(HostCopy& copy, const char* when) {
-    if (copy.settled || !copy.changed() || copy.settled.exchange(true)) return;
+    if (copy.settled || !copy.keep() || !copy.changed() || copy.settled.exchange(true)) return;
     report("race: the host memory that " + copy.access.text() + " reads has changed " + when);
   }
   void host_uses(Range range, bool writes, const std::string& what) {
     for (const HostCopyPtr& copy : all_)
       if ((writes || copy->to_host) && copy->range.overlaps(range) && !copy->reported) {
         copy->reported = true;  // operators are made of others
+        if (!copy->keep()) continue;  // other memory that has its addresses
         report("race: " + what + " on the host " + (writes ? "writes" : "reads") + " memory that " +
                copy->access.text() + (copy->to_host ? " writes" : " reads") + ": the host has not waited for it");
         return;
@@ -127,7 +144,7 @@ class HostCopies {
  private:
   void sweep(std::vector<HostCopyPtr>& dropped) {  // of memory that nobody else has
     std::erase_if(all_, [&](HostCopyPtr& copy) {
-      if (!copy->ran || copy->host.storage().use_count() > 1) return false;
+      if (!copy->ran || !copy->unshared()) return false;
       dropped.push_back(std::move(copy));
       return true;
     });

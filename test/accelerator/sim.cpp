@@ -97,6 +97,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned", sim::set_pinned);
   m.def("races", sim::take_races);
   m.def("launches", [] { return sim::launches.load(); });
+  m.def("delayed", [] { return sim::delayed.load(); });
   m.def("live_bytes", [] { return sim::allocator().live(); });
   m.def("contexts", [] { return std::vector<bool>(std::begin(sim::context), std::end(sim::context)); });
   m.def("synchronize", sim::synchronize_all, py::call_guard<py::gil_scoped_release>());

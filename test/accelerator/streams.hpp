@@ -27,7 +27,7 @@ inline std::atomic<bool> ending{false};  // the process exits: streams stand sti
 inline std::atomic<int> generation{0};   // forks that led to this process
 inline std::atomic<int> delay_default{0}, delay_side{0}, delay_comm{0};  // microseconds at most, before each kernel
 inline std::atomic<int> seed{0};
-inline std::atomic<int64_t> launches{0};
+inline std::atomic<int64_t> launches{0}, delayed{0};  // the latter in microseconds
 inline thread_local int quiet = 0;  // the host's accesses to host memory are the simulation's own
 inline thread_local int current_device = 0;
 inline thread_local int64_t current_stream[kDevices] = {};
@@ -133,7 +133,7 @@ class Stream {
     note(name, uses);
     int most = delay_->load();
     if (int us = most && random_() % 3 == 0 ? int(random_() % most) : 0)  // now and then
-      add([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+      delayed += us, add([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
     add(std::move(call));
   }
   // Tick and check as for a kernel, with nothing to run.
