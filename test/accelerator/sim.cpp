@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "comm_backend.hpp"
-#include "library.hpp"
+#include "sparse.hpp"
 
 namespace sim {
 

@@ -161,6 +161,26 @@ def test_a_missing_wait_is_named(waits: bool) -> None:
         assert "aten::zero_" in races[0] and "aten::add" in races[0] and "default stream of sim:0" in races[0]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_write_waits_for_reads(waits: bool) -> None:
+    def overwrite() -> list[str]:
+        x = torch.zeros(4, device="sim")
+        stream = side_stream()
+        with stream:
+            y = x * 2
+        if waits:
+            torch.accelerator.current_stream().wait_stream(stream)
+        x.copy_(torch.ones(4, device="sim"))
+        del y
+        return sim.races()
+
+    races = on_device(overwrite)
+    if waits:
+        assert races == []
+    else:
+        assert "aten::mul" in races[0] and "reads" in races[0] and "copy_ on the default stream" in races[0]
+
+
 def test_only_what_the_host_waited_for_is_ordered() -> None:
     def wait() -> tuple[list[str], list[str], list[str]]:
         x, y = torch.zeros(4, device="sim"), torch.zeros(4, device="sim")
@@ -388,6 +408,21 @@ def test_mixed_precision() -> None:
         return product.dtype == torch.bfloat16, param.tolist(), scaler.get_scale(), sim.races()
 
     assert on_device(scale) == (True, [-1] * 3, 2.0, [])
+
+
+def test_sparse_gradients_have_the_bits_of_the_cpu() -> None:
+    def train(device: str) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 3, sparse=True).to(device)
+        opt = torch.optim.SGD(table.parameters(), lr=0.5)
+        for _ in range(2):
+            opt.zero_grad()
+            table(torch.tensor([1, 1, 4], device=device)).square().sum().backward()
+            assert table.weight.grad is not None and table.weight.grad.is_sparse
+            opt.step()
+        return table.weight.detach().cpu()
+
+    assert on_device(lambda: (torch.equal(train("sim"), train("cpu")), sim.races())) == (True, [])
 
 
 def test_draws_are_those_of_the_cpu() -> None:
