@@ -45,7 +45,7 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as exc:
+    except (ImportError, RuntimeError) as exc:
         raise Unavailable(f"the simulated accelerator does not load: {_line(str(exc))}") from exc
     return module
 

@@ -39,7 +39,11 @@ class Link {
     {
       std::unique_lock lock(shared_->mutex);
       shared_->changed.wait(lock, [&] { return *done || !shared_->ended.empty(); });
-      TORCH_CHECK(*done, shared_->ended);
+      if (!*done) {
+        // Gloo's destructor would wait for its thread, which waits for a peer that may be lost.
+        new c10::intrusive_ptr<c10d::Backend>(gloo_);
+        TORCH_CHECK(false, shared_->ended);
+      }
     }
     work->wait();
   }
@@ -62,8 +66,6 @@ class Link {
       shared_->ended = reason;
       shared_->changed.notify_all();
       peer_work.swap(peer_work_);
-      // Its destructor would wait for threads that may wait for lost peers.
-      new c10::intrusive_ptr<c10d::Backend>(gloo_);
     }
     if (peer_work) peer_work->abort();
   }

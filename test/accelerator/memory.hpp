@@ -8,7 +8,7 @@
 #include "streams.hpp"
 
 namespace sim {
-constexpr size_t kSpan = size_t(1) << 38;  // of addresses
+constexpr size_t kSpan = size_t(1) << 36;  // of addresses
 constexpr int kPoison = 0xff;              // NaN in each floating-point type
 
 inline char *device_base, *memory_base;

@@ -38,7 +38,8 @@ inline Tensor& add_sparse_(Tensor& self, const Tensor& other, const at::Scalar& 
                            at::cat({self._values(), other._values() * alpha}), self);
     return at::native::copy_sparse_(self, sum, false);
   }
-  TORCH_CHECK(other.is_sparse() && other.sparse_dim() == 1, "sim: only sparse tensors with one sparse dimension");
+  TORCH_CHECK(other.is_sparse() && other.sparse_dim() == 1,
+              "sim: only sparse tensors with one sparse dimension");
   self.index_add_(0, other._indices()[0], other._values(), alpha);
   return self;
 }
@@ -55,7 +56,8 @@ inline Tensor sparse_mask(const Tensor& self, const Tensor& mask) {
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   namespace native = at::native;
-  m.impl("_sparse_coo_tensor_with_dims_and_tensors", TORCH_FN(native::new_with_dims_and_tensor_sparse_symint));
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors",
+         TORCH_FN(native::new_with_dims_and_tensor_sparse_symint));
   m.impl("_sparse_coo_tensor_with_dims", TORCH_FN(native::new_with_dims_sparse));
   m.impl("empty.memory_format", TORCH_FN(native::empty_sparse_symint));
   m.impl("_indices", TORCH_FN(native::_indices_sparse));
