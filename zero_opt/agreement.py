@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Group, tensor_bytes
+from .collectives import Group, bytes_tensor, tensor_bytes
 from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
 _HEADER = struct.Struct("<qqqBdQq")
@@ -53,7 +53,9 @@ class StepReport:
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """As bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned)
+        header = _HEADER.pack(
+            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned
+        )
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
 
@@ -217,7 +219,7 @@ class Agreement:
         listed = [[name, value] for name, value in entries]
         encoded = json.dumps(listed).encode()
         digest = hashlib.sha256(encoded).digest()
-        digests = self.group.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        digests = self.group.all_gather(bytes_tensor(digest))
         if all(torch.equal(digests[0], other) for other in digests):
             return
         gathered = [json.loads(payload) for payload in self.group.all_gather_bytes(encoded)]

@@ -17,14 +17,16 @@ from .late_params import announce
 from .param_gather import ParamGather
 from .partition import Partition
 from .placement import Results
-from .serial_thread import SerialThread
+from .serial_thread import CallingThread, SerialThread
 
 
 class BackgroundGather(ParamGather):
     """:meth:`run` returns once every bucket is stepped; gathers run on ``thread``, in order with all other exchanges.
 
     So does, before the gather of a bucket, the copy of its results, where they lie elsewhere. As reductions run there
-    too, nothing that a backward makes can overtake one.
+    too, nothing that a backward makes can overtake one. On an accelerator a gather is enqueued on the side stream, at
+    once where its exchange does not block, after an event that :meth:`run` records; the stream on which a forward
+    needs the parameters waits for the event after it.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
@@ -42,7 +44,8 @@ class BackgroundGather(ParamGather):
     ) -> None:
         super().__init__(partition, exchanges)
         self._thread, self._model, self._results = thread, model, results
-        self._arriving: dict[int, Future[None]] = {}
+        self._arriving: dict[int, Future[Any]] = {}
+        self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
         self._handles: list[Any] = []
@@ -65,13 +68,18 @@ class BackgroundGather(ParamGather):
     def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
         """See :class:`ParamGather`."""
         self._plan_waits()
+        self._arrived.clear()
         for turn, bucket in enumerate(buckets):
-            self._arriving[bucket.layout.index] = self._thread.submit(self._gather_one, step, turn, bucket)
+            blocks = self._exchanges[bucket.device.type].blocks
+            thread, (_, stepped) = self._thread if blocks else CallingThread(), bucket.streams.produced()
+            self._arriving[bucket.layout.index] = thread.submit(self._gather_one, step, turn, bucket, stepped)
 
-    def _gather_one(self, step: int, turn: int, bucket: GradBucket) -> None:
-        with torch.no_grad():
+    def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any) -> Any:
+        """Bring a bucket's results and the other ranks' shards; the event after that."""
+        with torch.no_grad(), bucket.streams.side([stepped], bucket.written_elsewhere()):
             self._results.bring(bucket.layout.index)
             self._gather(step, turn, bucket)()
+            return bucket.streams.produced()[1]
 
     def watch(self) -> None:
         """See :class:`ParamGather`."""
@@ -114,17 +122,19 @@ class BackgroundGather(ParamGather):
         arriving = self._arriving.get(index)
         if arriving is not None:
             try:
-                arriving.result()
+                self._arrived[index] = arriving.result()
             finally:
                 if arriving.done():  # no Ctrl-C
                     self._arriving.pop(index, None)
+        if index in self._arrived:  # every stream waits for itself
+            self._partition.buckets[index].streams.wait(self._arrived[index])
         # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
         self._results.bring(index)
 
     def flush(self) -> None:
         """See :class:`ParamGather`. What is on this rank arrives, whatever becomes of the other ranks' parts."""
         try:
-            for index in list(self._arriving):
+            for index in [*self._arriving, *self._arrived]:
                 self._arrive(index)
         except Exception:
             self._arriving.clear()

@@ -345,6 +345,10 @@ class GradBucket:
         """What :attr:`reader` wants added up, as far as the exchange does that."""
         return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
 
+    def written_elsewhere(self) -> Sequence[Tensor]:
+        """The parameters' memory, which a stream is about to use that did not allocate it."""
+        return () if is_host(self.device) else [flat.param for flat in self.params]
+
     def param_runs(self) -> list[Run]:
         """The parameters as they lie in memory."""
         places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)

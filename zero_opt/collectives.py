@@ -116,7 +116,7 @@ class _NameExchange:
     def __init__(self, group: dist.ProcessGroup, name: bytes) -> None:
         config = str(dist.get_backend_config(group))
         device = HOST if HOST.type in config else own_device(group.bound_device_id, config)
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+        mine = bytes_tensor(name).to(device)
         self._all = [torch.empty_like(mine) for _ in range(group.size())]
         self._work = start(ALL, group.allgather, [self._all], [mine])
 
@@ -139,6 +139,11 @@ class _NameExchange:
 def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
     """:func:`meeting.resolve_group` where all ranks of the group are about to make groups. They must all call it."""
     return meeting.agreed_group(process_group, _NameExchange)
+
+
+def bytes_tensor(payload: bytes) -> Tensor:
+    """A CPU tensor with these bytes."""
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -241,10 +246,7 @@ class Group:
         """
         envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
         first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
-        envelopes = [
-            envelope.unpack(tensor_bytes(t))
-            for t in self.all_gather(torch.frombuffer(bytearray(first), dtype=torch.uint8))
-        ]
+        envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
         for rank, (other, *_) in enumerate(envelopes):
             if other != envelopes[0][0]:
                 here, there = (name.rstrip(b"\0").decode() for name in (envelopes[0][0], other))
@@ -253,7 +255,7 @@ class Group:
         if longest <= self.inline_bytes:
             return [inline[:length] for _, length, inline in envelopes]
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        padded[: len(payload)] = bytes_tensor(payload) if payload else 0
         return [tensor_bytes(t[:length]) for t, (_, length, _) in zip(self.all_gather(padded), envelopes, strict=True)]
 
     def broadcast(self, tensor: Tensor, src: int) -> None:

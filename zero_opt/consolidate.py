@@ -109,12 +109,6 @@ class LocalState:
                 if entry.kind == "slice" or start == 0:
                     yield entry
 
-    def synchronize(self) -> None:
-        """Wait for what other threads have had accelerators do; this one may read the state then."""
-        tensors = (value for state in self._state.values() for value in state.values() if isinstance(value, Tensor))
-        for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-            torch.accelerator.synchronize(device)
-
     def run(self, entry: Entry) -> Tensor:
         """The elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()

@@ -226,7 +226,7 @@ def checked_groups(
         reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
-        if param.device.type == "meta":
+        if param.is_meta:
             raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
         if param.is_complex() and reduce_dtype is not None:
             raise UnsupportedParam(
@@ -286,7 +286,7 @@ class HyperDigest:
             (key, _comparable(value))
             for group in groups
             for key, value in hypers_of(group).items()
-            if not (isinstance(value, Tensor) and value.device.type != "cpu")
+            if not (isinstance(value, Tensor) and not value.is_cpu)
         ]
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()

@@ -113,7 +113,7 @@ def whole(value: Any) -> Any:
         found = wrapped(local.to(device_type), value)
     with torch.no_grad():
         full: Tensor = found.full_tensor()  # type: ignore[attr-defined]
-    return full.cpu().clone() if full.device.type == "cpu" else full.cpu()
+    return full.cpu().clone() if full.is_cpu else full.cpu()
 
 
 def shown(state: Mapping[str, Any], param: Tensor, local: Tensor) -> dict[str, Any]:

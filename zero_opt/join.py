@@ -7,11 +7,14 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .collectives import Group
 from .placement import hypers_of
+from .system.devices import HOST, carries
 
 
 class ShadowSteps(JoinHook):
@@ -42,6 +45,16 @@ def join_notice(joinable: Joinable) -> Callable[[], None]:
             Join.notify_join_context(alive)
 
     return notify
+
+
+def device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Return where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
+
+    DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
+    """
+    if group is None:
+        return device
+    return device if carries(str(dist.get_backend_config(group)), device) else HOST
 
 
 def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:

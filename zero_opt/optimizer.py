@@ -28,7 +28,7 @@ from .dtensors import local_of
 from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
 from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
-from .join import ShadowSteps, join_notice
+from .join import ShadowSteps, device_for, join_notice
 from .loading import Loading
 from .local_wiring import build_wiring, own_groups
 from .loss_scale import LossScaled, overflowed, unscaling
@@ -310,7 +310,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
 
         Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
-        """
+        The memory goes to torch's allocator, and from there to the device by ``torch.accelerator.empty_cache()``."""
         self._require_open()
         if self._sharded is not None:
             self._sharded.leave_device()
@@ -418,7 +418,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """See ``torch.distributed.algorithms.Joinable``."""
-        return torch.device(self._params()[0].device)
+        return device_for(self._params()[0].device, self.join_process_group)
 
     @property
     def join_process_group(self) -> Any:

@@ -16,14 +16,13 @@ from .policies import Checks
 from .state_guard import StateGuard
 from .state_service import StateService
 
-
 _numbers = itertools.count()
 
 
 class OwnGroups:
     """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
 
-    Accelerator tensors all travel by one communicator, that of ``reduce``: a rank enqueues its collectives in one order.
+    Accelerator tensors all travel by the communicator of ``reduce``, since a rank enqueues them in one order.
 
     Attributes:
         neighbours: ranks of which some may share this host's cores and files with this one.

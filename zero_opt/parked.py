@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .dtensors import local_of
 from .errors import StateOffloaded
 
 
@@ -28,7 +29,7 @@ class Parked:
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Re-point the data of those that are not on the CPU to host memory."""
         self.away = True
-        for tensor in tensors:
+        for tensor in map(local_of, tensors):  # a DTensor's memory is its part's
             if not tensor.is_cpu:
                 self._homes.append((tensor, tensor.device))
                 tensor.data = tensor.data.cpu()

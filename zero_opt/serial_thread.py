@@ -101,8 +101,7 @@ class SerialThread:
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
-            begins = (self._jobs, thread_device())
-            thread = threading.Thread(target=_run, args=begins, name=self._name, daemon=True)
+            thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name, daemon=True)
             thread.start()
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)

@@ -6,15 +6,26 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
 
 from .errors import PeerLost, StepDesync
+from .streams import Streams
+from .system.devices import build_streams, is_host
 
 _log = logging.getLogger("zero_opt")
+Mark = tuple[torch.device, Any]
 
 # Seconds after which a wait for another rank is mentioned in the log.
 WARN_AFTER_S = 30.0
+
+
+def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
+    """Return, per accelerator, an event after what the current stream has been given."""
+    return [(device, there.produced()[1]) for device, there in streams.items() if not is_host(device)]
 
 
 class Verdict(enum.Enum):
@@ -31,12 +42,16 @@ class StateGuard:
     A change begins when every rank has entered the call that makes it, and ends with :meth:`commit`, on every rank the
     same number of times. State whose change has failed half-way is at no point until the next commit.
 
+    Args:
+        mark: returns :func:`marks`; called where a change ends.
+
     Attributes:
         changes: changes committed. step: optimizer steps among them.
         failure: why the last step failed on this rank, if so and the other ranks do not know.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple) -> None:
+        self._mark, self._marks = mark, tuple[Mark, ...]()
         self.changes = self.step = 0
         self.failure: Exception | None = None
         self._condition = threading.Condition()
@@ -79,10 +94,15 @@ class StateGuard:
         self.commit(step)
 
     def commit(self, step: int) -> None:
-        """The change is complete; ``step`` optimizer steps have been taken."""
+        """The change is complete, as far as this rank enqueues it; ``step`` optimizer steps have been taken."""
+        self.mark()
         with self._condition:
             self.changes, self.step, self._changing = self.changes + 1, step, False
             self._condition.notify_all()
+
+    def mark(self) -> None:
+        """Let readers wait for what this thread has enqueued so far."""
+        self._marks = tuple(self._mark())
 
     def finish(self) -> None:
         """There will be no more changes."""
@@ -115,6 +135,18 @@ class StateGuard:
         with self._condition:
             self._readers -= 1
             self._condition.notify_all()
+
+    @contextmanager
+    def after_change(self) -> Iterator[None]:
+        """Enqueue what follows on streams of its own, after the last change and nothing else.
+
+        A reader's thread has no part in what the training thread enqueues. Were it to wait for the whole device, it
+        would wait for collectives of a later backward, which may wait for the rank that reads.
+        """
+        with ExitStack() as streams:
+            for device, event in self._marks:
+                streams.enter_context(build_streams(device).side([event], ()))
+            yield
 
     @contextmanager
     def reading(self) -> Iterator[int]:

@@ -36,11 +36,12 @@ import torch
 from torch import Tensor
 
 from . import process_end
-from .collectives import Group, SideGroup, tensor_bytes
+from .collectives import Group, SideGroup, bytes_tensor, tensor_bytes
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
+from .system.devices import thread_device
 from .transfers import Transfer, Window
 
 _log = logging.getLogger("zero_opt")
@@ -107,10 +108,6 @@ def _words(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _bytes_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
 def _step_failed(where: str, failure: Exception) -> StepFailed:
     return StepFailed(
         f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
@@ -163,6 +160,7 @@ class StateService:
         self._serving = process_end.Serving()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
+        self._use_device = thread_device()
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring", daemon=True)
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end", daemon=True)
         process_end.add(self)
@@ -172,6 +170,7 @@ class StateService:
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        self._use_device()
         try:
             while self._open:
                 words = _words(*[0] * len(_Message._fields))
@@ -259,6 +258,7 @@ class StateService:
 
     def _answer(self, message: _Message) -> None:
         """Answer one pull from beginning to end."""
+        self._use_device()
         with self._served(message.origin):
             offer = self._offer(message)
             if offer is not None:
@@ -270,6 +270,7 @@ class StateService:
 
     def _deliver_all(self) -> None:
         """Do what remains of the pulls after close(), and break off what is not over when their time is."""
+        self._use_device()
         while True:
             left = None if self._expires is None else max(0.0, self._expires - time.monotonic())
             try:
@@ -306,9 +307,10 @@ class StateService:
             return None
         try:
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
-            state, payload = self._final or self._listed(*now)
+            with self._guard.after_change():
+                state, payload = self._final or self._listed(*now)
             self._send(dst, tag, *_Answer(_ERROR if state is None else Verdict.READY.value, guard.step, len(payload)))
-            text = _bytes_tensor(payload)
+            text = bytes_tensor(payload)
             return _Offer(dst, tag, state, payload, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()
@@ -321,7 +323,8 @@ class StateService:
             self._side.receive_from(word, offer.dst, offer.tag + 1).wait(self._side.timeout_s + _MARGIN_S)
             if word.item() == _GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
-                self._send_elements(offer, offer.state)
+                with self._guard.after_change():
+                    self._send_elements(offer, offer.state)
         finally:
             self._guard.leave()
 
@@ -331,9 +334,7 @@ class StateService:
         """The state and its listing, or ``None`` and the error that there is instead."""
         try:
             state = self._own_state("it", capture, failure)
-            found = FrozenState(state) if freeze else state
-            state.synchronize()
-            return found, listing(state)
+            return (FrozenState(state) if freeze else state), listing(state)
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
             return None, json.dumps([type(error).__name__, str(error)]).encode()
 
@@ -362,7 +363,7 @@ class StateService:
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
-        with self._asking, self._guard.reading() as changes:
+        with self._asking, self._guard.reading() as changes, self._guard.after_change():
             own = self._own_state("this rank", self._capture, self._guard.failure)
             self._pulls += 1
             unasked = set(self._others)
@@ -484,7 +485,9 @@ class StateService:
 
     def _freeze(self) -> None:
         """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
-        self._final = self._listed(self._capture, self._guard.failure, freeze=True)
+        with self._guard.after_change():
+            self._final = self._listed(self._capture, self._guard.failure, freeze=True)
+            self._guard.mark()
         self._flats = self._capture = self._control = None
         self._guard.failure = None  # its traceback leads to them
 

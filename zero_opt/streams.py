@@ -134,9 +134,7 @@ class AcceleratorStreams:
 
 def _own_object(stream: torch.Stream) -> torch.Stream:
     """Return another object for the same stream: an object remembers what to go back to, so threads cannot share it."""
-    return torch.Stream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class Producers:

@@ -33,7 +33,7 @@ from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
 from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
-from .state_guard import StateGuard
+from .state_guard import StateGuard, marks
 from .whole_state import WholeState
 
 _log = logging.getLogger("zero_opt")
@@ -64,7 +64,6 @@ class Wiring:
         self._known_groups = 0
         self._digest = HyperDigest()
         self._nonfinite = build_nonfinite(recipe.checks, describe)
-        self._guard = StateGuard()
         self._closed = False
         self._parked = parked
         self._owed = False  # ranks may not have all of each other's updates
@@ -73,6 +72,7 @@ class Wiring:
         self.agreement = Agreement(groups.control, describe)
         self.agreement.on_contents(recipe.entries())  # what comes below is collective, and differs with it
         self.partition = Partition(groups.control, geometry, describe)
+        self._guard = StateGuard(partial(marks, self.partition.streams))
         self._exchanges: dict[str, Exchange] = {}
         self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
         parts = Parts(self.partition, self.agreement, self._exchanges, self._thread, lambda: self._params, self._admit)

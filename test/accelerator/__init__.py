@@ -1,9 +1,23 @@
 """A simulated accelerator, for tests of what only an accelerator does: streams, its own memory, NCCL's collectives.
 
 The device type is called "sim"; its collective backend, "simcomm". An import only builds and loads the extension: the
-process has no such device until `enable()`, so that tests of other things see the machine as it is. The simcomm
-backend enables it in forked ranks: `run_processes(2, fn, backend="cpu:gloo,sim:simcomm")` is all that those need.
-`unavailable()` says why a machine cannot simulate one.
+process has no such device until `enable()`, so that tests of other things see the machine as it is. In forked ranks
+the simcomm backend enables it, so tests need no more than
+
+    if sim.unavailable():
+        pytest.skip(sim.unavailable(), allow_module_level=True)
+    run_processes(2, fn, backend="cpu:gloo,sim:simcomm")
+
+with `sim.assert_no_races()` at the end of `fn`. Never enable the device in pytest's own process: autograd then has
+threads, which do not survive the forks of later tests. Tensors of the device cannot be unpickled in that process.
+
+From the extension: `races()` takes the races found since it was last asked, with delays or without; `label(text)` and
+`trace(True)` add a label, and the line of Python, to the kernels' names in them. `delays(main, side, comm, seed)` sets
+the microseconds that a kernel may be delayed at most, on default streams, other streams and communicators;
+`delayed()` is their sum so far. `pinned(True)` has copies from and to all host memory overlap with the host (the
+default), `pinned(False)` none, `pinned(None)` those of page-locked memory. `contexts()` says which devices the process
+has used, `launches()` and `live_bytes()` count, `synchronize()` waits for all streams of all devices. `Comm(gloo, rank,
+size)` is the communicator, to register with a process group by hand.
 """
 
 from __future__ import annotations
@@ -43,6 +57,12 @@ def enable() -> None:
     C.enable()
     atexit.register(C.stop)
     _enabled_by = os.getpid()
+
+
+def assert_no_races() -> None:
+    """Fail with the races found since they were last taken."""
+    found = C.races()
+    assert not found, "\n".join(found)
 
 
 def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

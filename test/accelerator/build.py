@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -16,8 +17,20 @@ import torch
 
 _HERE = Path(__file__).parent
 _BUILDS = _HERE.parent.parent / "build" / "accelerator"
+_RETRY_S = 600  # a full disk, or memory, may have been the reason
 _NAME = "simulated_accelerator"
-_FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wno-unused", "-DNDEBUG"]
+_FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g0",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unused",
+    "-DNDEBUG",
+]
 
 
 class Unavailable(Exception):
@@ -32,7 +45,7 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as exc:
+    except (ImportError, RuntimeError) as exc:
         raise Unavailable(f"the simulated accelerator does not load: {_line(str(exc))}") from exc
     return module
 
@@ -47,7 +60,7 @@ def _built() -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         failure = folder / "failure"
-        if failure.exists():
+        if failure.exists() and time.time() - failure.stat().st_mtime < _RETRY_S:
             raise Unavailable(failure.read_text())
         if not library.exists():
             # A process may be killed while the compiler writes: nobody loads half a file.

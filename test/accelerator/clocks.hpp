@@ -10,8 +10,8 @@
 
 namespace sim {
 
-// Guards clocks, accesses, streams and the allocator: the order of launches is the order of the clocks' ticks. Nothing
-// that may need the interpreter's lock is destroyed under it.
+// Guards clocks, accesses, streams and the allocator: the order of launches is the order of the clocks'
+// ticks. Nothing that may need the interpreter's lock is destroyed under it.
 inline std::mutex& world() {
   static auto* one = new std::mutex;
   return *one;
@@ -82,7 +82,8 @@ inline void report(std::string text) {
 // The last writer of every byte of device memory, and its readers since.
 class Accesses {
  public:
-  // Check a kernel against what came before it, then remember it. `clock` has what is ordered before the kernel.
+  // Check a kernel against what came before it, then remember it. `clock` has what is ordered before the
+  // kernel.
   void add(const Access& access, const Uses& uses, const Clock& clock) {
     reported_.clear();
     for (const Range& range : uses.reads) read(range, access, clock);
@@ -134,8 +135,8 @@ class Accesses {
   void check(const Access& earlier, const char* did, const Access& access, const char* does, Range range,
              const Clock& clock) {
     if (earlier.before(clock) || !reported_.emplace(earlier.agent, earlier.tick).second) return;
-    report("race: " + access.text() + " " + does + " " + describe(range) + ", which " + earlier.text() + " " + did +
-           ": nothing orders the two");
+    report("race: " + access.text() + " " + does + " " + describe(range) + ", which " + earlier.text() + " " +
+           did + ": nothing orders the two");
   }
   void read(Range range, const Access& access, const Clock& clock) {
     cut(range.begin), cut(range.end);

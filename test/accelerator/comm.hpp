@@ -1,5 +1,5 @@
-// A communicator with NCCL's semantics, over gloo: its collectives run on a stream of its own, in the order of the
-// calls, and return at once; wait() makes the current stream wait.
+// A communicator with NCCL's semantics, over gloo: its collectives run on a stream of its own, in the order
+// of the calls, and return at once; wait() makes the current stream wait.
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -13,7 +13,8 @@ namespace sim {
 class Link {
  public:
   const int rank, size;
-  Link(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : rank(rank), size(size), gloo_(std::move(gloo)) {}
+  Link(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
+      : rank(rank), size(size), gloo_(std::move(gloo)) {}
 
   // Run a kernel that talks to the other ranks. What it was to write is NaN if it cannot.
   void run(const char* what, const std::vector<Tensor>& outputs, const std::function<void()>& call) {
@@ -25,7 +26,8 @@ class Link {
       for (const Tensor& tensor : outputs) memset(tensor.mutable_data_ptr(), kPoison, tensor.nbytes());
     }
   }
-  // Wait for what gloo does, unless the communicator is aborted. Gloo then keeps waiting, with memory of its own.
+  // Wait for what gloo does, unless the communicator is aborted. Gloo then keeps waiting, with memory of its
+  // own.
   void await(const c10::intrusive_ptr<c10d::Work>& work) {
     auto done = std::make_shared<std::atomic<bool>>(false);
     auto self = shared_;
@@ -37,7 +39,11 @@ class Link {
     {
       std::unique_lock lock(shared_->mutex);
       shared_->changed.wait(lock, [&] { return *done || !shared_->ended.empty(); });
-      TORCH_CHECK(*done, shared_->ended);
+      if (!*done) {
+        // Gloo's destructor would wait for its thread, which waits for a peer that may be lost.
+        new c10::intrusive_ptr<c10d::Backend>(gloo_);
+        TORCH_CHECK(false, shared_->ended);
+      }
     }
     work->wait();
   }
@@ -60,8 +66,6 @@ class Link {
       shared_->ended = reason;
       shared_->changed.notify_all();
       peer_work.swap(peer_work_);
-      // Its destructor would wait for threads that may wait for lost peers.
-      new c10::intrusive_ptr<c10d::Backend>(gloo_);
     }
     if (peer_work) peer_work->abort();
   }
@@ -77,7 +81,8 @@ class Link {
 
   static Tensor bytes_of(const Tensor& of) {  // of memory that gloo may have for as long as it likes
     Tensor own = of.clone(at::MemoryFormat::Contiguous);
-    return at::from_blob(own.data_ptr(), {int64_t(own.nbytes())}, [own](void*) {}, at::TensorOptions(at::kByte));
+    return at::from_blob(
+        own.data_ptr(), {int64_t(own.nbytes())}, [own](void*) {}, at::TensorOptions(at::kByte));
   }
   static void put(const Tensor& bytes, const Tensor& to) {
     memcpy(to.mutable_data_ptr(), bytes.const_data_ptr(), to.nbytes());
@@ -92,7 +97,8 @@ class Link {
   }
   // NCCL would hang, or give one rank's half of another collective: here the communicator fails.
   void agree(int kind, const Tensor& like, int detail) {
-    Tensor mine = at::tensor({int64_t(kind), like.numel(), int64_t(like.scalar_type()), int64_t(detail)}, at::kLong);
+    Tensor mine =
+        at::tensor({int64_t(kind), like.numel(), int64_t(like.scalar_type()), int64_t(detail)}, at::kLong);
     auto all = gathered_bytes(bytes_of(mine));
     for (int other = 0; other < size; other++) {
       const auto* theirs = static_cast<const int64_t*>(all[other].const_data_ptr());
@@ -111,7 +117,8 @@ class Link {
       TORCH_CHECK(false, mismatch);
     }
   }
-  // The sum over the ranks, in their order, rounded after each as NCCL does; of an average, each is scaled first.
+  // The sum over the ranks, in their order, rounded after each as NCCL does; of an average, each is scaled
+  // first.
   Tensor reduced(const Tensor& mine, c10d::ReduceOp::RedOpType op, int kind, int detail) {
     Tensor scaled = op == c10d::ReduceOp::AVG ? mine * (1.0 / size) : mine;
     auto all = gathered(scaled, kind, detail * 16 + op);
@@ -150,9 +157,15 @@ struct CommWork final : c10d::Work {
   LinkPtr link;
   uint64_t number;
   bool host_waits;  // for a barrier
-  CommWork(MarkPtr done, c10::Stream stream, Held held, std::vector<Tensor> outputs, LinkPtr link, c10d::OpType type,
-           uint64_t number)
-      : Work(link->rank, type), done(done), stream(stream), held(held), outputs(outputs), link(link), number(number),
+  CommWork(MarkPtr done, c10::Stream stream, Held held, std::vector<Tensor> outputs, LinkPtr link,
+           c10d::OpType type, uint64_t number)
+      : Work(link->rank, type),
+        done(done),
+        stream(stream),
+        held(held),
+        outputs(outputs),
+        link(link),
+        number(number),
         host_waits(type == c10d::OpType::BARRIER) {}
   bool isCompleted() override { return host_asks(done); }
   bool isSuccess() const override { return link->ended().empty(); }

@@ -11,7 +11,9 @@ class Comm final : public c10d::Backend {
   using Tensors = std::vector<Tensor>;
 
   Comm(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
-      : Backend(rank, size), link_(std::make_shared<Link>(gloo, rank, size)), timeout_(gloo->getBackendOptions()->timeout) {
+      : Backend(rank, size),
+        link_(std::make_shared<Link>(gloo, rank, size)),
+        timeout_(gloo->getBackendOptions()->timeout) {
     static std::atomic<int> made{0};
     number_ = kFirstOfComms + made++;
   }
@@ -28,7 +30,9 @@ class Comm final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<c10d::Backend::Options>("simcomm", timeout_);
   }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout, link_->gloo().setTimeout(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    timeout_ = timeout, link_->gloo().setTimeout(timeout);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   c10d::ErrorType getError() override {
@@ -51,9 +55,9 @@ class Comm final : public c10d::Backend {
 
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto op = reduce_op(options.reduceOp, tensors);
-    return each(Type::ALLREDUCE, tensors, tensors, options.asyncOp, [op](Link& link, const Tensor& to, const Tensor& from) {
-      to.copy_(link.reduced(from, op, 1, 0));
-    });
+    return each(
+        Type::ALLREDUCE, tensors, tensors, options.asyncOp,
+        [op](Link& link, const Tensor& to, const Tensor& from) { to.copy_(link.reduced(from, op, 1, 0)); });
   }
   Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return allreduce(tensors, options);
@@ -79,7 +83,8 @@ class Comm final : public c10d::Backend {
     Tensors outs{out}, ins{in};
     return reduce_scatter_tensor_coalesced(outs, ins, options);
   }
-  Works reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& options) override {
+  Works reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                        const c10d::ReduceScatterOptions& options) override {
     auto op = reduce_op(options.reduceOp, ins);
     for (size_t i = 0; i < ins.size(); i++) check_sizes(ins[i], outs[i]);
     return each(Type::_REDUCE_SCATTER_BASE, outs, ins, options.asyncOp,
@@ -88,29 +93,34 @@ class Comm final : public c10d::Backend {
                   to.copy_(sum.narrow(0, link.rank * to.numel(), to.numel()).view(to.sizes()));
                 });
   }
-  Works reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
+  Works reduce_scatter(Tensors& outs, std::vector<Tensors>& ins,
+                       const c10d::ReduceScatterOptions& options) override {
     auto op = reduce_op(options.reduceOp, ins.at(0));
     check_parts(ins.at(0), outs.at(0));
-    return enqueue(Type::REDUCE_SCATTER, outs, ins[0], options.asyncOp, [op](Link& link, Tensors& to, Tensors& from) {
-      to[0].copy_(link.reduced(at::stack(from), op, 5, 0)[link.rank]);
-    });
+    return enqueue(Type::REDUCE_SCATTER, outs, ins[0], options.asyncOp,
+                   [op](Link& link, Tensors& to, Tensors& from) {
+                     to[0].copy_(link.reduced(at::stack(from), op, 5, 0)[link.rank]);
+                   });
   }
   Works _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
     Tensors outs{out}, ins{in};
     return allgather_into_tensor_coalesced(outs, ins, options);
   }
-  Works allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
+  Works allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                        const c10d::AllgatherOptions& options) override {
     for (size_t i = 0; i < ins.size(); i++) check_sizes(outs[i], ins[i]);
-    return each(Type::_ALLGATHER_BASE, outs, ins, options.asyncOp, [](Link& link, const Tensor& to, const Tensor& from) {
-      to.view(-1).copy_(at::cat(link.gathered(from.reshape({-1}), 6, 0)));
-    });
+    return each(Type::_ALLGATHER_BASE, outs, ins, options.asyncOp,
+                [](Link& link, const Tensor& to, const Tensor& from) {
+                  to.view(-1).copy_(at::cat(link.gathered(from.reshape({-1}), 6, 0)));
+                });
   }
   Works allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     check_parts(outs.at(0), ins.at(0));
-    return enqueue(Type::ALLGATHER, outs[0], ins, options.asyncOp, [](Link& link, Tensors& to, Tensors& from) {
-      auto all = link.gathered(from[0], 7, 0);
-      for (size_t i = 0; i < to.size(); i++) to[i].copy_(all[i].view(to[i].sizes()));
-    });
+    return enqueue(Type::ALLGATHER, outs[0], ins, options.asyncOp,
+                   [](Link& link, Tensors& to, Tensors& from) {
+                     auto all = link.gathered(from[0], 7, 0);
+                     for (size_t i = 0; i < to.size(); i++) to[i].copy_(all[i].view(to[i].sizes()));
+                   });
   }
   Works gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& options) override {
     Tensors out = getRank() == options.rootRank ? outs.at(0) : Tensors();
@@ -130,21 +140,22 @@ class Comm final : public c10d::Backend {
       to[0].copy_(link.gathered(parts, 9, root)[root][link.rank]);
     });
   }
-  Works alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
-                      const c10d::AllToAllOptions& options) override {
+  Works alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits,
+                      std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) override {
     Tensors outs{out}, ins{in};
     auto scaled = [](std::vector<int64_t> splits, const Tensor& of) {
       int64_t row = of.dim() && of.size(0) ? int64_t(of.nbytes()) / of.size(0) : of.element_size();
       for (auto& split : splits) split *= row;
       return splits;
     };
-    return enqueue(Type::ALLTOALL_BASE, outs, ins, options.asyncOp,
-                   [os = scaled(out_splits, out), is = scaled(in_splits, in)](Link& link, Tensors& to, Tensors& from) {
-                     Tensor sent = Link::bytes_of(from[0]), received = at::empty({int64_t(to[0].nbytes())}, at::kByte);
-                     auto os_ = os, is_ = is;
-                     link.await(link.gloo().alltoall_base(received, sent, os_, is_));
-                     Link::put(received, to[0]);
-                   });
+    return enqueue(
+        Type::ALLTOALL_BASE, outs, ins, options.asyncOp,
+        [os = scaled(out_splits, out), is = scaled(in_splits, in)](Link& link, Tensors& to, Tensors& from) {
+          Tensor sent = Link::bytes_of(from[0]), received = at::empty({int64_t(to[0].nbytes())}, at::kByte);
+          auto os_ = os, is_ = is;
+          link.await(link.gloo().alltoall_base(received, sent, os_, is_));
+          Link::put(received, to[0]);
+        });
   }
   Works send(Tensors& tensors, int to, int tag) override {
     return enqueue(Type::SEND, {}, tensors, true, [to, tag](Link& link, Tensors&, Tensors& from) {
@@ -161,9 +172,8 @@ class Comm final : public c10d::Backend {
   }
   Works barrier(const c10d::BarrierOptions&) override {
     Tensors one{at::zeros({1}, at::TensorOptions(Guard().getDevice()))};
-    return enqueue(Type::BARRIER, one, one, true, [](Link& link, Tensors&, Tensors& from) {
-      link.gathered(from[0], 10, 0);
-    });
+    return enqueue(Type::BARRIER, one, one, true,
+                   [](Link& link, Tensors&, Tensors& from) { link.gathered(from[0], 10, 0); });
   }
 
  private:
@@ -199,7 +209,8 @@ class Comm final : public c10d::Backend {
       TORCH_CHECK(tensor.is_privateuseone(), "simcomm: tensors must be on the device, not ", tensor.device());
       TORCH_CHECK(tensor.device() == tensors[0].device(), "simcomm: tensors on two devices");
       TORCH_CHECK(tensor.is_contiguous(), "simcomm: Tensors must be contiguous");
-      TORCH_CHECK(!tensor.is_complex(), "simcomm: dtype ", tensor.scalar_type(), " is not supported, as in NCCL");
+      TORCH_CHECK(!tensor.is_complex(), "simcomm: dtype ", tensor.scalar_type(),
+                  " is not supported, as in NCCL");
       TORCH_CHECK(!tensor.is_sparse(), "simcomm: Tensors must be dense");
     }
     return tensors[0].device();
@@ -232,11 +243,13 @@ class Comm final : public c10d::Backend {
       unshelve(over);
       if (async) shelf_.push_back({done, held, {stream.agent, stream.clock.ticks[stream.agent], nullptr}});
     }
-    auto work = c10::make_intrusive<CommWork>(done, Guard::named(device, number_), held, outs, link_, type, ++calls_);
+    auto work =
+        c10::make_intrusive<CommWork>(done, Guard::named(device, number_), held, outs, link_, type, ++calls_);
     if (!async) held->clear();
     return work;
   }
-  // Tensors of a work that nobody waits for live until its kernel is over, which the communicator's watchdog sees.
+  // Tensors of a work that nobody waits for live until its kernel is over, which the communicator's watchdog
+  // sees.
   struct Shelved {
     MarkPtr done;
     Held held;

@@ -6,10 +6,12 @@ namespace sim {
 
 inline bool same_order(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         ((a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense()));
+         ((a.is_contiguous() && b.is_contiguous()) ||
+          (a.strides() == b.strides() && a.is_non_overlapping_and_dense()));
 }
 inline bool overlaps_host(const Tensor& host) {
-  return pinned == Pinned::kAll || (pinned == Pinned::kAllocated && PinnedAllocator::one().has(host.const_data_ptr()));
+  return pinned == Pinned::kAll ||
+         (pinned == Pinned::kAllocated && PinnedAllocator::one().has(host.const_data_ptr()));
 }
 
 inline void copy_between_devices(const Tensor& self, const Tensor& dst) {
@@ -22,47 +24,48 @@ inline void copy_between_devices(const Tensor& self, const Tensor& dst) {
   if (&source != &target) target.await(source.mark());
 }
 
-// A copy to the device. Of memory that is not page-locked, or must be converted first, the driver takes a copy at once.
+// A copy to the device. Of memory that is not page-locked, or must be converted first, the driver takes a
+// copy at once.
 inline MarkPtr copy_from_host(const Tensor& self, const Tensor& dst) {
   bool tracked = overlaps_host(self) && same_order(self, dst);
   Tensor bytes = self.scalar_type() == dst.scalar_type() ? self.clone() : self.to(dst.scalar_type());
-  Tensor host = self.detach();
   Uses uses;
   add_ranges(dst, uses.writes);
   std::vector<HostCopyPtr> sources, dropped;
-  auto copy = std::make_shared<HostCopy>();
-  copy->host = host, copy->bytes = bytes, copy->to_host = false, copy->range = range_of(host);
+  auto copy = std::make_shared<HostCopy>(self, bytes, false);
   Locked lock(world());
   Stream& stream = here(dst.device());
   Access access = stream.note("copy_ from host memory", {});
   copy->access = access;
   if (tracked) sources = HostCopies::one().add(copy, stream.clock, dropped);
   if (!sources.empty()) copy->settled = true;  // the host memory is still to be written
-  stream.launch("copy_ from host memory", uses, [copy, sources, to = lowered(dst), tracked] {
-    for (const HostCopyPtr& source : sources) source->show();
-    if (tracked && sources.empty()) {
-      Locked lock(world());
-      HostCopies::compare(*copy, "before the copy ran");
-    }
-    to.copy_(sources.empty() ? copy->bytes : copy->host);
-    copy->ran = true;
-  });
+  stream.launch("copy_ from host memory", uses,
+                [copy, sources, from = self.detach(), to = lowered(dst), tracked] {
+                  for (const HostCopyPtr& source : sources) source->show();
+                  if (tracked && sources.empty()) {
+                    Locked lock(world());
+                    HostCopies::compare(*copy, "before the copy ran");
+                  }
+                  to.copy_(sources.empty() ? copy->bytes : from);
+                  c10::intrusive_ptr<c10::StorageImpl> released;  // dies after the lock is released
+                  Locked lock(world());
+                  released = copy->release();
+                  copy->ran = true;
+                });
   return stream.mark();
 }
 
 // A copy to the host, which sees NaN until it has waited for the copy.
 inline MarkPtr copy_to_host(const Tensor& self, const Tensor& dst) {
-  Tensor host = dst.detach();
   Uses uses;
   add_ranges(self, uses.reads);
   std::vector<HostCopyPtr> dropped;
-  auto copy = std::make_shared<HostCopy>();
-  copy->host = host, copy->bytes = at::empty_like(host), copy->to_host = true, copy->range = range_of(host);
+  auto copy = std::make_shared<HostCopy>(dst, at::empty_like(dst), true);
   Locked lock(world());
   Stream& stream = here(self.device());
   copy->access = stream.note("copy_ to host memory", {});
   HostCopies::one().add(copy, stream.clock, dropped);
-  memset(host.mutable_data_ptr(), kPoison, host.nbytes());
+  copy->poison();
   stream.launch("copy_ to host memory", uses, [copy, from = lowered(self)] {
     copy->bytes.copy_(from);
     copy->ran = true;
@@ -88,7 +91,8 @@ inline Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking
     MarkPtr done = copy_to_host(self, dst);
     if (!non_blocking) host_wait(done);
   } else {
-    // Into memory in another order, or not page-locked: by way of memory of the driver's, while the host waits.
+    // Into memory in another order, or not page-locked: by way of memory of the driver's, while the host
+    // waits.
     Tensor whole = at::empty(self.sizes(), dst.options());
     host_wait(copy_to_host(self, whole));
     const_cast<Tensor&>(dst).copy_(whole);

@@ -24,14 +24,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_device = to.index();
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override { current_device = to.index(); }
-  static c10::Stream named(c10::Device device, int64_t id) { return c10::Stream(c10::Stream::UNSAFE, device, id); }
-  c10::Stream getStream(c10::Device device) const override { return named(device, current_stream[device.index()]); }
+  static c10::Stream named(c10::Device device, int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, device, id);
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return named(device, current_stream[device.index()]);
+  }
   c10::Stream getDefaultStream(c10::Device device) const override { return named(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     if (!device.has_index()) device = getDevice();
     return named(device, 1 + next_stream[device.index()]++ % (kStreams - 1));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
   c10::Stream exchangeStream(c10::Stream to) const override {
     auto before = getStream(to.device());
     current_stream[to.device_index()] = to.id();
@@ -58,10 +64,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event) host_wait(mark_of(event));
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<MarkPtr*>(event); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<MarkPtr*>(event);
+  }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     auto begin = mark_of(from), end = mark_of(to);
-    TORCH_CHECK(begin && end && begin->is_reached() && end->is_reached(), "sim: both events must have completed");
+    TORCH_CHECK(begin && end && begin->is_reached() && end->is_reached(),
+                "sim: both events must have completed");
     return std::chrono::duration<double, std::milli>(end->when - begin->when).count();
   }
   bool queryStream(const c10::Stream& stream) const override {
@@ -71,10 +80,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       mark = of(stream).mark();
     }
     // The mark is behind what is queued: a stream with nothing to do reaches it soon.
-    for (int i = 0; i < 50 && !mark->is_reached(); i++) std::this_thread::sleep_for(std::chrono::microseconds(10));
+    for (int i = 0; i < 50 && !mark->is_reached(); i++)
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
     return host_asks(mark);
   }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.device(), stream.id()); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronize(stream.device(), stream.id());
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     allocator().use_on(data, stream.id());  // autograd calls it
   }
@@ -93,7 +105,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return enabled; }
-  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device < kDevices && context[device]; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    return device < kDevices && context[device];
+  }
   c10::DeviceIndex deviceCount() const override { return Guard().deviceCount(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { Guard().setDevice({kType, device}); }
   c10::DeviceIndex getCurrentDevice() const override { return c10::DeviceIndex(current_device); }
@@ -124,7 +138,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
       };
       void *from = memory(storage.data()), *to = memory(fresh.get());
       Locked lock(world());
-      here(device).launch("resize_", {{range(storage.data())}, {range(fresh.get())}}, [=] { memcpy(to, from, kept); });
+      here(device).launch("resize_", {{range(storage.data())}, {range(fresh.get())}},
+                          [=] { memcpy(to, from, kept); });
     }
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);

@@ -6,7 +6,8 @@
 
 namespace sim {
 
-// Whether copies from and to host memory overlap with the host: of all memory, of none, or of page-locked memory.
+// Whether copies from and to host memory overlap with the host: of all memory, of none, or of page-locked
+// memory.
 enum class Pinned { kAll, kNone, kAllocated };
 inline std::atomic<Pinned> pinned{Pinned::kAll};
 
@@ -51,22 +52,43 @@ inline Range range_of(const Tensor& dense) {
   return {begin, begin + dense.nbytes()};
 }
 
-// A copy that the host has not waited for. A copy to the host leaves NaN there when it is launched and shows what it
-// copied once the host has waited for it. What a copy from the host reads must stay as it is until then.
+// A copy that the host has not waited for. A copy to the host leaves NaN there when it is launched and shows
+// what it copied once the host has waited for it. What a copy from the host reads must stay as it is until
+// then.
 struct HostCopy {
+  const Tensor bytes;  // in the order of the host tensor: what is copied to it, or what it was at the launch
+  const Range range;
+  const bool to_host;
   Access access;
-  Range range;
-  bool to_host;
-  Tensor host;   // kept alive, as page-locked memory is
-  Tensor bytes;  // in the order of the host tensor: what was copied to it, or what it was at the launch
-  std::atomic<bool> ran{false};
   bool reported = false;
+  std::atomic<bool> ran{false};
   std::atomic<bool> settled{false};  // shown, or compared for the last time
 
+  HostCopy(const Tensor& host, Tensor bytes, bool to_host)
+      : bytes(std::move(bytes)),
+        range(range_of(host)),
+        to_host(to_host),
+        kept_(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(host.storage().unsafeGetStorageImpl())),
+        storage_(kept_) {}
   void show() {
-    if (!settled.exchange(true)) memcpy(host.mutable_data_ptr(), bytes.const_data_ptr(), bytes.nbytes());
+    if (!settled.exchange(true)) memcpy(place(), bytes.const_data_ptr(), bytes.nbytes());
   }
-  bool changed() const { return memcmp(host.const_data_ptr(), bytes.const_data_ptr(), bytes.nbytes()) != 0; }
+  void poison() { memset(place(), kPoison, bytes.nbytes()); }
+  void* place() const { return reinterpret_cast<void*>(range.begin); }
+  bool changed() const { return memcmp(place(), bytes.const_data_ptr(), bytes.nbytes()) != 0; }
+  // Whether the memory is still there. Then it stays so until this object, which must not die under world(),
+  // is gone.
+  bool keep() {
+    if (!kept_) kept_ = storage_.lock();
+    return bool(kept_);
+  }
+  bool unshared() const { return storage_.use_count() <= (kept_ ? 1u : 0u); }
+  // The device has read it: the host's owners alone decide how long it lives, as they do with a real device.
+  c10::intrusive_ptr<c10::StorageImpl> release() { return std::move(kept_); }
+
+ private:
+  c10::intrusive_ptr<c10::StorageImpl> kept_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
 };
 using HostCopyPtr = std::shared_ptr<HostCopy>;
 
@@ -75,18 +97,22 @@ class HostCopies {
  public:
   std::atomic<int> count{0};
 
-  // Check a new copy against those under way, and remember it. Gives the copies to the host that it comes after.
-  std::vector<HostCopyPtr> add(const HostCopyPtr& copy, const Clock& clock, std::vector<HostCopyPtr>& dropped) {
+  // Check a new copy against those under way, and remember it. Gives the copies to the host that it comes
+  // after.
+  std::vector<HostCopyPtr> add(const HostCopyPtr& copy, const Clock& clock,
+                               std::vector<HostCopyPtr>& dropped) {
     std::vector<HostCopyPtr> sources;
     for (const HostCopyPtr& earlier : all_) {
       if (!earlier->range.overlaps(copy->range) || (!earlier->to_host && !copy->to_host)) continue;
       if (!earlier->access.before(clock)) {
-        report("race: " + copy->access.text() + (copy->to_host ? " writes" : " reads") + " host memory that " +
-               earlier->access.text() + (earlier->to_host ? " writes" : " reads") + ": nothing orders the two");
+        report("race: " + copy->access.text() + (copy->to_host ? " writes" : " reads") +
+               " host memory that " + earlier->access.text() + (earlier->to_host ? " writes" : " reads") +
+               ": nothing orders the two");
       } else if (earlier->to_host) {
         sources.push_back(earlier);
       } else {
-        compare(*earlier, "before a copy to the same memory was launched");  // the host cannot change it from here on
+        compare(*earlier,
+                "before a copy to the same memory was launched");  // the host cannot change it from here on
         earlier->settled = true;
       }
     }
@@ -106,15 +132,17 @@ class HostCopies {
     count = int(all_.size());
   }
   static void compare(HostCopy& copy, const char* when) {
-    if (copy.settled || !copy.changed() || copy.settled.exchange(true)) return;
+    if (copy.settled || !copy.keep() || !copy.changed() || copy.settled.exchange(true)) return;
     report("race: the host memory that " + copy.access.text() + " reads has changed " + when);
   }
   void host_uses(Range range, bool writes, const std::string& what) {
     for (const HostCopyPtr& copy : all_)
       if ((writes || copy->to_host) && copy->range.overlaps(range) && !copy->reported) {
-        copy->reported = true;  // operators are made of others
+        copy->reported = true;        // operators are made of others
+        if (!copy->keep()) continue;  // other memory that has its addresses
         report("race: " + what + " on the host " + (writes ? "writes" : "reads") + " memory that " +
-               copy->access.text() + (copy->to_host ? " writes" : " reads") + ": the host has not waited for it");
+               copy->access.text() + (copy->to_host ? " writes" : " reads") +
+               ": the host has not waited for it");
         return;
       }
   }
@@ -127,7 +155,7 @@ class HostCopies {
  private:
   void sweep(std::vector<HostCopyPtr>& dropped) {  // of memory that nobody else has
     std::erase_if(all_, [&](HostCopyPtr& copy) {
-      if (!copy->ran || copy->host.storage().use_count() > 1) return false;
+      if (!copy->ran || !copy->unshared()) return false;
       dropped.push_back(std::move(copy));
       return true;
     });
@@ -142,16 +170,20 @@ inline void host_knows(const Clock& clock) {
   if (HostCopies::one().count) HostCopies::one().settle(host_clock(), dropped);
 }
 
-// -- ATen's operators on host memory ---------------------------------------------------------------------------------
+// -- ATen's operators on host memory
+// ---------------------------------------------------------------------------------
 
 // Operators that look at a tensor's shape, type or storage, and never at what it holds.
 inline bool looks_only(const std::string& name) {
   static const auto* names = new std::unordered_set<std::string>{
-      "aten::empty_like", "aten::zeros_like",      "aten::ones_like",    "aten::full_like",   "aten::rand_like",
-      "aten::randn_like", "aten::new_empty",       "aten::new_zeros",    "aten::new_ones",    "aten::new_full",
-      "aten::set_",       "aten::new_empty_strided", "aten::is_pinned",  "aten::record_stream", "aten::result_type",
-      "aten::is_same_size", "aten::can_cast",      "aten::_has_compatible_shallow_copy_type", "aten::set_data",
-      "aten::requires_grad_", "aten::retain_grad", "aten::_version",     "aten::resize_",     "aten::is_set_to"};
+      "aten::empty_like",   "aten::zeros_like",     "aten::ones_like",
+      "aten::full_like",    "aten::rand_like",      "aten::randn_like",
+      "aten::new_empty",    "aten::new_zeros",      "aten::new_ones",
+      "aten::new_full",     "aten::set_",           "aten::new_empty_strided",
+      "aten::is_pinned",    "aten::record_stream",  "aten::result_type",
+      "aten::is_same_size", "aten::can_cast",       "aten::_has_compatible_shallow_copy_type",
+      "aten::set_data",     "aten::requires_grad_", "aten::retain_grad",
+      "aten::_version",     "aten::resize_",        "aten::is_set_to"};
   return names->count(name) != 0;
 }
 
@@ -168,7 +200,8 @@ inline bool of_simulation(const c10::IValue& value) {
 inline void check_host_tensor(const Tensor& tensor, bool writes, const char* name) {
   if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage() || !tensor.numel()) return;
   auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  uintptr_t size = tensor.is_contiguous() ? tensor.nbytes() : tensor.element_size();  // of others, the first element
+  uintptr_t size =
+      tensor.is_contiguous() ? tensor.nbytes() : tensor.element_size();  // of others, the first element
   Locked lock(world());
   HostCopies::one().host_uses({begin, begin + size}, writes, name);
 }
@@ -185,15 +218,18 @@ inline std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& fu
     const auto* alias = schema->arguments()[i].alias_info();
     bool writes = alias && alias->isWrite();
     if (alias && !writes) continue;  // a view
-    if (inputs[i].isTensor()) check_host_tensor(inputs[i].toTensor(), writes, function.name());
+    if (inputs[i].isTensor())
+      check_host_tensor(inputs[i].toTensor(), writes, function.name());
     else if (inputs[i].isTensorList())
-      for (const Tensor& tensor : inputs[i].toTensorVector()) check_host_tensor(tensor, writes, function.name());
+      for (const Tensor& tensor : inputs[i].toTensorVector())
+        check_host_tensor(tensor, writes, function.name());
   }
   return nullptr;
 }
 
 inline void observe_host() {
-  at::addGlobalCallback(at::RecordFunctionCallback(observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  at::addGlobalCallback(
+      at::RecordFunctionCallback(observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // namespace sim

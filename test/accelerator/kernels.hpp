@@ -24,7 +24,8 @@ inline void add_ranges(const Tensor& tensor, std::vector<Range>& to) {
   std::sort(dims.begin(), dims.end());
   int64_t row = 1;
   size_t outer = 0;
-  while (outer < dims.size() && dims[outer].first <= row) row += dims[outer].first * (dims[outer].second - 1), outer++;
+  while (outer < dims.size() && dims[outer].first <= row)
+    row += dims[outer].first * (dims[outer].second - 1), outer++;
   int64_t rows = 1;
   for (size_t i = outer; i < dims.size(); i++) rows *= dims[i].second;
   constexpr int64_t kMost = 1 << 14;
@@ -32,35 +33,42 @@ inline void add_ranges(const Tensor& tensor, std::vector<Range>& to) {
   auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   for (int64_t number = 0; number < rows; number++) {
     int64_t at = 0, rest = number;
-    for (size_t i = outer; i < dims.size(); i++) at += rest % dims[i].second * dims[i].first, rest /= dims[i].second;
+    for (size_t i = outer; i < dims.size(); i++)
+      at += rest % dims[i].second * dims[i].first, rest /= dims[i].second;
     uintptr_t from = begin + at * tensor.element_size();
     to.push_back({from, from + row * tensor.element_size()});
   }
 }
 
-inline Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                            std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+inline Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
+                            std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
+                            std::optional<c10::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(size, stride, &allocator(),
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
 }
 
-inline bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+inline bool writes(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
 
 // One call of an operator that has no kernel of its own here.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
-      : op_(op), schema_(op.schema()), stack_(stack), given_(stack->end() - schema_.arguments().size(), stack->end()) {}
+      : op_(op),
+        schema_(op.schema()),
+        stack_(stack),
+        given_(stack->end() - schema_.arguments().size(), stack->end()) {}
 
   void run() {
     find_device();
     c10::DeviceGuard guard(*device_);
     Quiet quiet;
     for (const auto& result : schema_.returns()) {
-      bool tensors =
-          result.type()->kind() == c10::TypeKind::TensorType || result.type()->kind() == c10::TypeKind::ListType;
+      bool tensors = result.type()->kind() == c10::TypeKind::TensorType ||
+                     result.type()->kind() == c10::TypeKind::ListType;
       plain_ |= !tensors, fresh_ |= tensors && !writes(result);
     }
     take_generator();
@@ -89,7 +97,8 @@ class Call {
   }
   template <typename F>
   static void each_tensor(const c10::IValue& value, const F& call) {
-    if (value.isTensor()) call(value.toTensor());
+    if (value.isTensor())
+      call(value.toTensor());
     else if (value.isTensorList())
       for (const Tensor& tensor : value.toTensorVector()) call(tensor);
     else if (value.isOptionalTensorList())
@@ -118,13 +127,13 @@ class Call {
       each_tensor(value, [&](const Tensor& tensor) {
         if (!tensor.defined()) return;
         if (!tensor.is_privateuseone()) {
-          TORCH_CHECK(tensor.dim() == 0, "Expected all tensors to be on the same device, but ", schema_.name(),
-                      " got one of ", tensor.device());
+          TORCH_CHECK(tensor.dim() == 0, "Expected all tensors to be on the same device, but ",
+                      schema_.name(), " got one of ", tensor.device());
           return;
         }
         if (!device_) device_ = tensor.device();
-        TORCH_CHECK(*device_ == tensor.device(), "Expected all tensors to be on the same device, but ", schema_.name(),
-                    " got some of ", *device_, " and of ", tensor.device());
+        TORCH_CHECK(*device_ == tensor.device(), "Expected all tensors to be on the same device, but ",
+                    schema_.name(), " got some of ", *device_, " and of ", tensor.device());
       });
       if (value.isDevice() && value.toDevice().is_privateuseone() && !device_)
         device_ = c10::device_or_default(value.toDevice());
@@ -153,12 +162,14 @@ class Call {
   void take_generator() {
     for (size_t i = 0; i < given_.size(); i++) {
       const auto& type = *schema_.arguments()[i].real_type();
-      bool here = type.kind() == c10::TypeKind::GeneratorType ||
-                  (type.kind() == c10::TypeKind::OptionalType &&
-                   type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
+      bool here =
+          type.kind() == c10::TypeKind::GeneratorType ||
+          (type.kind() == c10::TypeKind::OptionalType &&
+           type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
       if (!here) continue;
       generator_ = i;
-      at::Generator drawn = given_[i].isNone() ? at::detail::getDefaultCPUGenerator() : given_[i].toGenerator();
+      at::Generator drawn =
+          given_[i].isNone() ? at::detail::getDefaultCPUGenerator() : given_[i].toGenerator();
       std::lock_guard lock(drawn.mutex());
       generator_copy_ = drawn.clone();
     }
@@ -171,7 +182,8 @@ class Call {
       all.push_back(mapped(given_[i], [&](const Tensor& tensor) {
         if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
         int64_t extent = 1;
-        for (int64_t dim = 0; dim < tensor.dim(); dim++) extent += (tensor.size(dim) - 1) * tensor.stride(dim);
+        for (int64_t dim = 0; dim < tensor.dim(); dim++)
+          extent += (tensor.size(dim) - 1) * tensor.stride(dim);
         Tensor zeros = at::zeros({tensor.numel() ? extent : 0}, tensor.options().device(at::kCPU));
         stand_ins_.emplace_back(zeros, tensor);
         return zeros.as_strided(tensor.sizes(), tensor.strides());
@@ -190,19 +202,24 @@ class Call {
     for (size_t i : unsized) values[i] = at::empty({0}, given_[i].toTensor().options().device(at::kCPU));
     if (generator_copy_) values[*generator_] = generator_copy_->clone();
     called(op_, values);
-    for (size_t i : unsized) at::native::resize_(given_[i].toTensor(), values[i].toTensor().sizes(), std::nullopt);
+    for (size_t i : unsized)
+      at::native::resize_(given_[i].toTensor(), values[i].toTensor().sizes(), std::nullopt);
   }
   // Run the operator on stand-ins, to see which results come out. False: only what the inputs hold can tell.
   bool foretell() {
-    static const auto* by_content = new std::set<std::string>{
-        "aten::nonzero", "aten::masked_select",       "aten::_unique",                "aten::_unique2",
-        "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave", "aten::bincount",
-        "aten::native_dropout", "aten::unique_dim_consecutive", "aten::nonzero_static", "aten::_assert_async"};
+    static const auto* by_content =
+        new std::set<std::string>{"aten::nonzero",           "aten::masked_select",
+                                  "aten::_unique",           "aten::_unique2",
+                                  "aten::unique_dim",        "aten::unique_consecutive",
+                                  "aten::repeat_interleave", "aten::bincount",
+                                  "aten::native_dropout",    "aten::unique_dim_consecutive",
+                                  "aten::nonzero_static",    "aten::_assert_async"};
     if (by_content->count(schema_.name())) return false;
     for (const c10::IValue& value : given_)
       if (value.isOptionalTensorList() && fresh_)  // a mask as an index
         for (const std::optional<Tensor>& index : value.toOptionalTensorList())
-          if (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
+          if (index && index->defined() &&
+              (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
             return false;
     if (!fresh_ && !generator_) return true;
     Values values = stand_ins();
@@ -244,8 +261,11 @@ class Call {
     torch::jit::drop(*stack_, given_.size());
     size_t number = 0;
     for (const auto& result : schema_.returns()) {
-      if (writes(result)) stack_->push_back(mutated(result));
-      else stack_->push_back(mapped(results[number], [&](const Tensor& value) { return placed(value, may_alias); }));
+      if (writes(result))
+        stack_->push_back(mutated(result));
+      else
+        stack_->push_back(
+            mapped(results[number], [&](const Tensor& value) { return placed(value, may_alias); }));
       number++;
     }
     std::vector<Tensor> to;
@@ -260,8 +280,8 @@ class Call {
           if (value.defined() && next < to.size()) to[next++].copy_(value);
         });
   }
-  // Run the operator on the stream while the host waits, as where its result is a number or has a size that only the
-  // inputs tell.
+  // Run the operator on the stream while the host waits, as where its result is a number or has a size that
+  // only the inputs tell.
   void run_now() {
     auto values = lowered_all(given_);
     auto results = std::make_shared<Values>();

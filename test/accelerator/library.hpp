@@ -15,7 +15,8 @@
 namespace sim {
 
 inline Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout>,
-                    std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+                    std::optional<c10::Device> device, std::optional<bool>,
+                    std::optional<c10::MemoryFormat> format) {
   c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
@@ -33,10 +34,13 @@ inline Tensor unfold(const Tensor& self, int64_t dimension, int64_t size, int64_
 }
 inline Tensor view_as_real(const Tensor& self) { return at::native::view_as_real(self); }
 inline Tensor view_as_complex(const Tensor& self) { return at::native::view_as_complex(self); }
-inline const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+inline const Tensor& resize(const Tensor& self, c10::IntArrayRef size,
+                            std::optional<at::MemoryFormat> format) {
   return at::native::resize_(self, size, format);
 }
-inline Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
+inline Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
 inline Tensor& set_storage(Tensor& self, c10::Storage source) { return at::native::set_(self, source); }
 inline Tensor& set_strided(Tensor& self, c10::Storage source, int64_t offset, c10::IntArrayRef size,
                            c10::IntArrayRef stride) {
@@ -69,11 +73,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", compatible);
 }
-// Where the CPU has a kernel of its own and other devices the sum of several operators: the bits are to be the CPU's.
+// Where the CPU has a kernel of its own and other devices the sum of several operators: the bits are to be
+// the CPU's.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",
-                           "any.dims", "any.dims_out", "all.dims", "all.dims_out", "linalg__powsum", "silu_backward",
-                           "mish_backward", "native_channel_shuffle"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack",
+                           "_stack.out", "any.dims", "any.dims_out", "all.dims", "all.dims_out",
+                           "linalg__powsum", "silu_backward", "mish_backward", "native_channel_shuffle"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

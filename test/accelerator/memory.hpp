@@ -8,7 +8,7 @@
 #include "streams.hpp"
 
 namespace sim {
-constexpr size_t kSpan = size_t(1) << 38;  // of addresses
+constexpr size_t kSpan = size_t(1) << 36;  // of addresses
 constexpr int kPoison = 0xff;              // NaN in each floating-point type
 
 inline char *device_base, *memory_base;
@@ -36,10 +36,12 @@ struct Block {
   size_t size;
   int device;
   int64_t stream;
-  uint64_t serial = 0;           // of the allocation that has it now, or had it last
+  uint64_t serial = 0;            // of the allocation that has it now, or had it last
   std::set<int64_t> others = {};  // streams that record_stream was called for
   Range range() const { return {reinterpret_cast<uintptr_t>(at), reinterpret_cast<uintptr_t>(at) + size}; }
-  std::string text() const { return "allocation " + std::to_string(serial) + " (" + std::to_string(size) + " bytes)"; }
+  std::string text() const {
+    return "allocation " + std::to_string(serial) + " (" + std::to_string(size) + " bytes)";
+  }
 };
 
 class Allocator final : public c10::DeviceAllocator {
@@ -66,8 +68,8 @@ class Allocator final : public c10::DeviceAllocator {
     if (at == blocks_.begin()) return "host memory";
     const Block& block = *std::prev(at)->second;
     auto begin = range.begin - block.range().begin;
-    return "bytes " + std::to_string(begin) + " to " + std::to_string(begin + range.end - range.begin) + " of " +
-           block.text();
+    return "bytes " + std::to_string(begin) + " to " + std::to_string(begin + range.end - range.begin) +
+           " of " + block.text();
   }
   int64_t live() {
     Locked lock(world());
@@ -120,7 +122,8 @@ class Allocator final : public c10::DeviceAllocator {
   static Clock everything() { return {std::vector<uint64_t>(agent_names().size(), UINT64_MAX)}; }
 
   Block* take(Stream& stream, size_t size) {
-    // A new kernel may write to it at once, so to hand memory out counts as a write by the stream that it is for.
+    // A new kernel may write to it at once, so to hand memory out counts as a write by the stream that it is
+    // for.
     const std::string name = "the allocation";
     stream.clock.merge(host_clock());
     check_suspects(stream, size);
@@ -147,7 +150,8 @@ class Allocator final : public c10::DeviceAllocator {
   void collect() {
     std::erase_if(waiting_, [&](auto& one) {
       auto& [block, marks] = one;
-      if (!std::all_of(marks.begin(), marks.end(), [](auto& mark) { return mark->is_reached(); })) return false;
+      if (!std::all_of(marks.begin(), marks.end(), [](auto& mark) { return mark->is_reached(); }))
+        return false;
       for (auto& mark : marks) accesses().forget(block->range(), mark->clock);
       give_back(block);
       return true;
@@ -170,16 +174,18 @@ class Allocator final : public c10::DeviceAllocator {
     for (auto id : block->others) marks.push_back(stream_of(block->device, id).mark());
     waiting_.emplace_back(block, std::move(marks));
   }
-  // An allocation may get any free block of its stream, whether or not this one does: the real allocator splits them.
+  // An allocation may get any free block of its stream, whether or not this one does: the real allocator
+  // splits them.
   void check_suspects(Stream& stream, size_t size) {
     auto found = suspects_.find({stream.device, stream.id});
     if (found == suspects_.end()) return;
     for (const Suspect& suspect : found->second) {
       auto users = accesses().unordered(suspect.range, stream.clock);
       for (const Access& user : users)
-        report("race: " + suspect.block + " was freed while " + user.text() + " may still use it, and record_stream()"
-               " was not called; the allocation of " + std::to_string(size) + " bytes on " +
-               agent_names()[stream.agent] + " may get its memory");
+        report("race: " + suspect.block + " was freed while " + user.text() +
+               " may still use it, and record_stream()"
+               " was not called; the allocation of " +
+               std::to_string(size) + " bytes on " + agent_names()[stream.agent] + " may get its memory");
       if (!users.empty()) accesses().forget(suspect.range, everything());
     }
     suspects_.erase(found);

@@ -1,16 +1,16 @@
-// A simulated accelerator on PrivateUse1: device memory that the host cannot touch, streams that are threads with
-// random delays, a caching allocator that poisons, a communicator with NCCL's semantics, and a check that whatever
-// shares memory is ordered.
+// A simulated accelerator on PrivateUse1: device memory that the host cannot touch, streams that are threads
+// with random delays, a caching allocator that poisons, a communicator with NCCL's semantics, and a check
+// that whatever shares memory is ordered.
 #include <pthread.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "comm_backend.hpp"
-#include "library.hpp"
+#include "sparse.hpp"
 
 namespace sim {
 
-// Autograd starts its threads once, at the first backward in any process that this one was forked from. That may have
-// been before there were devices.
+// Autograd starts its threads once, at the first backward in any process that this one was forked from. That
+// may have been before there were devices.
 struct Engine : torch::autograd::Engine {
   static void start_threads() {
     pybind11::gil_scoped_release release;
@@ -76,7 +76,9 @@ void stop() {  // at exit, once the streams had a second to end
   }
   ending = true;
 }
-void set_pinned(std::optional<bool> all) { pinned = !all ? Pinned::kAllocated : *all ? Pinned::kAll : Pinned::kNone; }
+void set_pinned(std::optional<bool> all) {
+  pinned = !all ? Pinned::kAllocated : *all ? Pinned::kAll : Pinned::kNone;
+}
 
 }  // namespace sim
 
@@ -97,6 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned", sim::set_pinned);
   m.def("races", sim::take_races);
   m.def("launches", [] { return sim::launches.load(); });
+  m.def("delayed", [] { return sim::delayed.load(); });
   m.def("live_bytes", [] { return sim::allocator().live(); });
   m.def("contexts", [] { return std::vector<bool>(std::begin(sim::context), std::end(sim::context)); });
   m.def("synchronize", sim::synchronize_all, py::call_guard<py::gil_scoped_release>());

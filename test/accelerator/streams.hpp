@@ -25,9 +25,10 @@ constexpr int64_t kFirstOfComms = 1000;     // the number of the first communica
 inline std::atomic<bool> enabled{false};
 inline std::atomic<bool> ending{false};  // the process exits: streams stand still
 inline std::atomic<int> generation{0};   // forks that led to this process
-inline std::atomic<int> delay_default{0}, delay_side{0}, delay_comm{0};  // microseconds at most, before each kernel
+inline std::atomic<int> delay_default{0}, delay_side{0},
+    delay_comm{0};  // microseconds at most, before each kernel
 inline std::atomic<int> seed{0};
-inline std::atomic<int64_t> launches{0};
+inline std::atomic<int64_t> launches{0}, delayed{0};  // the latter in microseconds
 inline thread_local int quiet = 0;  // the host's accesses to host memory are the simulation's own
 inline thread_local int current_device = 0;
 inline thread_local int64_t current_stream[kDevices] = {};
@@ -57,9 +58,11 @@ struct Origin {
     PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
     std::string found;
     while (frame) {
-      auto code = pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+      auto code =
+          pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
       auto file = code.attr("co_filename").cast<std::string>();
-      if (file.find("/torch/") == std::string::npos) found = " at " + file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      if (file.find("/torch/") == std::string::npos)
+        found = " at " + file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
       PyFrameObject* back = found.empty() ? PyFrame_GetBack(frame) : nullptr;
       Py_DECREF(frame);
       frame = back;
@@ -100,7 +103,9 @@ struct Mark {
     reached = true, when = std::chrono::steady_clock::now();
     changed.notify_all();
   }
-  bool stale() const { return of_generation != generation; }  // its stream stayed behind in the parent process
+  bool stale() const {
+    return of_generation != generation;
+  }  // its stream stayed behind in the parent process
   void wait() {
     if (stale()) return;  // its mutex may have been locked when the process forked
     std::unique_lock lock(mutex);
@@ -133,7 +138,7 @@ class Stream {
     note(name, uses);
     int most = delay_->load();
     if (int us = most && random_() % 3 == 0 ? int(random_() % most) : 0)  // now and then
-      add([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+      delayed += us, add([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
     add(std::move(call));
   }
   // Tick and check as for a kernel, with nothing to run.
@@ -171,7 +176,8 @@ class Stream {
   static std::string name_of(int device, int64_t id) {
     std::string on = "sim:" + std::to_string(device);
     if (id == 0) return "the default stream of " + on;
-    if (id >= kFirstOfComms) return "the stream of communicator " + std::to_string(id - kFirstOfComms) + " on " + on;
+    if (id >= kFirstOfComms)
+      return "the stream of communicator " + std::to_string(id - kFirstOfComms) + " on " + on;
     return "stream " + std::to_string(id) + " of " + on;
   }
   static std::atomic<int>* delay_of(int64_t id) {
@@ -213,7 +219,8 @@ class Stream {
 };
 
 using Streams = std::map<std::pair<int, int64_t>, Stream*>;
-inline Streams& streams() {  // under world(); streams are never destroyed, for their threads may outlive all else
+inline Streams&
+streams() {  // under world(); streams are never destroyed, for their threads may outlive all else
   static auto* all = new Streams;
   return *all;
 }
@@ -230,7 +237,8 @@ void host_knows(const Clock& clock);
 // Have this host thread wait for a point; everything launched later, by any thread, is ordered after it.
 inline void host_wait(const MarkPtr& point) {
   {
-    std::unique_ptr<pybind11::gil_scoped_release> release;  // kernels may drop the last reference to an object
+    std::unique_ptr<pybind11::gil_scoped_release>
+        release;  // kernels may drop the last reference to an object
     if (Py_IsInitialized() && PyGILState_Check()) release = std::make_unique<pybind11::gil_scoped_release>();
     point->wait();
     host_knows(point->clock);

@@ -17,7 +17,8 @@ FILE_LINES = 500  # a file stays under this
 FUNCTION_LINES = 50  # a function, with its docstring, stays under this
 PARAMETERS = 8  # a function has at most this many, plus self or cls and **kwargs
 
-COLLECTIVES_MODULE = "collectives"
+# The module and the package that name collectives.
+COLLECTIVES_MODULES = ("collectives", "comm")
 NATIVE_MODULES = {"cpu_adam", "exchange", "host_exchange", "worker_process", "worker_main"}
 
 # What torch.distributed calls its collectives, and what a process group calls them.
@@ -45,6 +46,7 @@ _STREAMS = "one stream waits for another; the caller does not"
 BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("background_gather", "result"): _EXCHANGE,
     ("collectives", "result"): _TRANSFER,
+    ("comm.backend_exchanges", "wait"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
@@ -129,12 +131,12 @@ def collective_findings(tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(DISTRIBUTED):
             for alias in node.names:
                 if COLLECTIVE.fullmatch(alias.name) or GROUP_METHOD.fullmatch(alias.name):
-                    yield node.lineno, f"{alias.name}: only {COLLECTIVES_MODULE}.py names a collective"
+                    yield node.lineno, f"{alias.name}: only {' and '.join(COLLECTIVES_MODULES)} name a collective"
         elif isinstance(node, ast.Attribute):
             base = dotted(node.value)
             of_torch = base in aliases or any(base.startswith(f"{alias}.") for alias in aliases)
             if (of_torch and COLLECTIVE.fullmatch(node.attr)) or GROUP_METHOD.fullmatch(node.attr):
-                yield node.lineno, f"{base}.{node.attr}: only {COLLECTIVES_MODULE}.py names a collective"
+                yield node.lineno, f"{base}.{node.attr}: only {' and '.join(COLLECTIVES_MODULES)} name a collective"
 
 
 def imported_from_root(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
@@ -208,7 +210,7 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
         return
     parts = path.relative_to(package).with_suffix("").parts
     yield from wait_findings(tree, ".".join(parts))
-    if parts[0] != COLLECTIVES_MODULE:
+    if parts[0] not in COLLECTIVES_MODULES:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):
         submodules = {entry.stem for entry in package.iterdir() if not entry.name.startswith("_")}

@@ -20,6 +20,9 @@ from ..system.devices import is_host
 from ..transfers import Transfer, start
 from .device_backends import wait_done
 
+# The backend's own, since a sum may overflow where the mean does not. Its types say less than it takes.
+_MEAN: Any = dist.ReduceOp.AVG
+
 
 class _GroupExchange(PooledExchange):
     """An exchange over process groups."""
@@ -74,18 +77,18 @@ class BackendExchange(_GroupExchange):
         self._last: dict[str, Any] = {}
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        """See :class:`Exchange`. The backend computes the mean, since a sum may overflow where the mean does not."""
+        """See :class:`Exchange`; adds in the backend's order."""
         chunks = [_as_real(chunk) for chunk in chunks_of(bucket, bounds)]
         pg = self._reduce.pg
         if isinstance(bounds, range):
             scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
             options = dist.ReduceScatterOptions()
-            options.reduceOp = dist.ReduceOp.AVG
+            options.reduceOp = _MEAN
             self._wait("reduce", start(ALL, scatter, _as_real(out), _as_real(bucket), options))
             return True
         for owner, chunk in enumerate(chunks):
             to_owner = dist.ReduceOptions()
-            to_owner.rootRank, to_owner.reduceOp = owner, dist.ReduceOp.AVG
+            to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
             self._wait("reduce", start(ALL, pg.reduce, [chunk], to_owner))
         out.copy_(chunks_of(bucket, bounds)[self._reduce.rank])
         return True

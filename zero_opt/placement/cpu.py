@@ -67,7 +67,7 @@ class Lane:
     """The way between one device and host memory: a stream per direction, and the host memory at its end.
 
     Attributes:
-        arriving, leaving: on the side stream of one gradients arrive in host memory, on that of the other results leave.
+        arriving, leaving: gradients arrive in host memory on the side stream of the one, results leave on the other's.
         start: an event; see [Note: what copies wait for].
 
     Args:

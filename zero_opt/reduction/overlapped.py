@@ -32,6 +32,7 @@ from ..errors import (
     ZeroOptError,
 )
 from ..exchange import Ident
+from ..grad_norm import all_finite
 from ..hooks import ArrivalHooks, BackwardPasses
 from ..system.devices import is_host
 from .base import GradShard, Parts, shard_list
@@ -399,7 +400,7 @@ class OverlappedReduction:
                     "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
                 )
             grads = [grad for shard in shards for grad in shard.grads if grad is not None]
-            found = any(not bool(torch.isfinite(grad).all()) for grad in grads)
+            found = not all_finite(grads)
             self.scale(inv_scale)
             self._unscaled = self._parts.agreement.any(found)
         return self._unscaled

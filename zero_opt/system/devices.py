@@ -59,6 +59,11 @@ def device_backends(config: str) -> dict[str, str]:
     return {kind: name for kind, name in pairs if kind != HOST.type and name.lower() not in _HOST_BACKENDS}
 
 
+def carries(config: str, device: torch.device) -> bool:
+    """Return whether a process group of this configuration takes tensors of a device, by whatever backend."""
+    return device.type in (entry.split(":", 1)[0] for entry in config.split(","))
+
+
 def own_device(bound: torch.device | None, config: str) -> torch.device:
     """Return the accelerator that this rank uses with a process group that carries no tensors in host memory.
 
