@@ -393,6 +393,22 @@ def test_autograd_follows_the_streams_of_the_forward() -> None:
     assert on_device(backward) == ([8] * 4, [])
 
 
+def test_autograd_crosses_devices() -> None:
+    def train(devices: tuple[str, str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 8).to(devices[0]), nn.Linear(8, 8).to(devices[1])
+        x = torch.randn(4, 8).to(devices[0])
+        for _ in range(3):
+            second(first(x).to(devices[1], non_blocking=True)).square().sum().backward()
+        return [param.grad.cpu() for layer in (first, second) for param in layer.parameters() if param.grad is not None]
+
+    def both() -> tuple[bool, list[str]]:
+        sim.delays(500, 500, 500, 2)
+        return all(map(torch.equal, train(("sim:0", "sim:1")), train(("cpu", "cpu")))), sim.races()
+
+    assert on_device(both) == (True, [])
+
+
 def test_mixed_precision() -> None:
     def scale() -> tuple[Any, ...]:
         param = nn.Parameter(torch.ones(3, device="sim"))
