@@ -97,9 +97,8 @@ class AcceleratorStreams:
         with _own_object(events[-1][0]) as stream:
             for _, event in events[:-1]:
                 stream.wait_event(event)
-            if len(events) > 1:  # else the memory is that stream's own
-                for tensor in reads:
-                    tensor.record_stream(stream)
+            for tensor in reads:  # nothing to record where the memory is that stream's own
+                tensor.record_stream(stream)
             del reads
             yield
 

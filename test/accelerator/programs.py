@@ -233,16 +233,17 @@ def uneven_by_hand(rank: Rank) -> Any:
 
 
 def graph_replays(rank: Rank) -> Any:
-    """Backward gives gradients in memory that is overwritten after the step, as when CUDA graphs are replayed."""
+    """Backward gives gradients in memory that is overwritten at once, as when CUDA graphs are replayed."""
     static = [torch.empty_like(param) for param in rank.params]
     for step in range(STEPS):
         outputs = [_Static.apply(*pair) for pair in zip(rank.params, static, strict=True)]
         for index, memory in enumerate(static):
             memory.copy_(rank.noise(index, step, 0))
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        if rank.place.accelerated:  # in the order of the stream, so after who has read it; the host has no such order
+            for memory in static:
+                memory.fill_(torch.nan)
         rank.optimizer.step()
-        for memory in static:
-            memory.fill_(torch.nan)
         rank.optimizer.zero_grad()
     return rank.end()
 
