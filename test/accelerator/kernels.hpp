@@ -149,12 +149,17 @@ class Call {
       });
     return uses;
   }
+  static Tensor number(const Tensor& tensor) {
+    Tensor copy = tensor.clone();
+    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
+  }
   Values lowered_all(const Values& values) const {
     Values all;
     for (const c10::IValue& value : values)
       all.push_back(mapped(value, [](const Tensor& tensor) {
         // A number in host memory is a kernel's argument: copied at the launch.
-        return tensor.defined() && tensor.is_cpu() ? tensor.clone() : lowered(tensor);
+        return tensor.defined() && tensor.is_cpu() ? number(tensor) : lowered(tensor);
       }));
     return all;
   }
