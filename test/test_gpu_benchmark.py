@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "gpu.py"
 SECONDS = 240
@@ -14,7 +13,8 @@ SECONDS = 240
 
 def smoke(*options: str) -> list[str]:
     command = [sys.executable, str(SCRIPT), "--smoke", "--device", "cpu", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests have the other cores
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -30,9 +30,8 @@ def test_rows() -> None:
     assert absent.count("|") == 10
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_curves_agree(dtype: str) -> None:
-    lines = smoke("--convergence", "--steps", "4", "--dtypes", dtype)
-    (differences,) = (line.split("|")[2:-1] for line in lines if "largest difference" in line)
-    assert len(differences) == 4
-    assert max(map(float, differences)) < 0.01
+def test_curves_agree() -> None:
+    lines = smoke("--convergence", "--steps", "3")
+    found = [line.split("|")[2:-1] for line in lines if "largest difference" in line]
+    assert [len(differences) for differences in found] == [4, 4]
+    assert max(float(cell) for differences in found for cell in differences) < 0.01
