@@ -374,6 +374,7 @@ class Wiring:
     def leave_device(self) -> None:
         """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
         self.gather.flush()
+        self.partition.join()
         for bucket in self.partition.buckets:
             bucket.leave()
             bucket.forget_staging()

@@ -53,6 +53,9 @@ DTYPES = (torch.float32, BF16, FP16)
 # gloo has no all-reduce of the device's tensors; DDP knows no streams but those of one device.
 _UNDER_DDP: dict[str, Any] = {"world_sizes": (2,), "relayed": False, "several_devices": False, "unused": False}
 
+# All ranks, and one thread of autograd, call collectives of the program's own in the same order.
+_IN_ORDER: dict[str, Any] = {"several_devices": False, "unused": False}
+
 
 def _tiers() -> Iterator[Case]:
     """Every tier under every reduction; dtypes take turns."""
@@ -211,7 +214,7 @@ def _events() -> Iterator[Case]:
     yield Case("graphs are replayed", program=programs.graph_replays)
     yield Case("graphs are replayed, host", program=programs.graph_replays, **TIERS["host"])
     yield Case("two optimizers", program=programs.two_optimizers)
-    yield Case("collectives of the program's own", program=programs.other_collectives)
+    yield Case("collectives of the program's own", program=programs.other_collectives, **_IN_ORDER)
     yield Case("gradients of two streams", producers=2)
     yield Case("gradients of three streams, host", producers=3, **TIERS["host"])
     yield Case("gradients of two streams, AtStep", "AtStep", producers=2)

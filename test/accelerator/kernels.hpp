@@ -12,7 +12,11 @@ namespace sim {
 // The tensor as a CPU kernel sees it.
 inline Tensor lowered(const Tensor& of) {
   if (!of.defined() || !of.is_privateuseone()) return of;
-  return at::from_blob(memory(of.data_ptr()), of.sizes(), of.strides(), of.options().device(at::kCPU));
+  Tensor seen =
+      at::from_blob(memory(of.data_ptr()), of.sizes(), of.strides(), of.options().device(at::kCPU));
+  if (of.is_conj()) seen._set_conj(true);
+  if (of.is_neg()) seen._set_neg(true);
+  return seen;
 }
 
 // The bytes of a tensor: its rows, where it is not dense.
@@ -149,12 +153,17 @@ class Call {
       });
     return uses;
   }
+  static Tensor number(const Tensor& tensor) {
+    Tensor copy = tensor.clone();
+    copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
+  }
   Values lowered_all(const Values& values) const {
     Values all;
     for (const c10::IValue& value : values)
       all.push_back(mapped(value, [](const Tensor& tensor) {
         // A number in host memory is a kernel's argument: copied at the launch.
-        return tensor.defined() && tensor.is_cpu() ? tensor.clone() : lowered(tensor);
+        return tensor.defined() && tensor.is_cpu() ? number(tensor) : lowered(tensor);
       }));
     return all;
   }

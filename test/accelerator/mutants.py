@@ -26,7 +26,8 @@ class Mutant:
         name: what is wrong.
         file: below the package. replacements: texts and what comes in their place.
         case: the smallest one that notices. world_size, place: where it runs; the place is a pattern.
-        lock: whether what is missing is a lock: its absence needs luck to show, and may show as an error.
+        hidden: whether no race shows it: a lock is missing, or a wait for memory that another process reads. Some seed
+            shows wrong bits then, or an error.
     """
 
     name: str
@@ -34,13 +35,14 @@ class Mutant:
     replacements: tuple[tuple[str, str], ...]
     case: str
     world_size: int = 1
-    place: str = ""
-    lock: bool = False
+    place: str = "alone|comm"
+    hidden: bool = False
 
     @property
     def plan(self) -> Plan:
-        """What runs: without any delay, so that races alone notice; the absence of a lock with 20 seeds of delays."""
-        return Plan((self.case,), tuple(range(20)) if self.lock else (None,), 1, self.place)
+        """What runs: the case without any delay, for races to notice; what they cannot see, with 20 seeds of delays."""
+        seeds = tuple(range(20)) if self.hidden else (None,)
+        return Plan((self.case,), seeds, places=self.place, until_wrong=True)
 
     def applied(self, source: str) -> str:
         """Return the mutated source. Raises ValueError unless every text is there exactly once."""
@@ -82,7 +84,150 @@ def _main(folder: str, index: str) -> None:
     print(json.dumps(lines))
 
 
-MUTANTS: tuple[Mutant, ...] = ()
+RECORD_READS = (
+    "            for tensor in reads:  # nothing to record where the memory is that stream's own\n"
+    "                tensor.record_stream(stream)\n"
+)
+STAGED = "            self._stage(fill.grads, self._views_of(fill.staged))\n"
+READY = "            fill.ready = [self.streams.produced()[1]]\n"
+SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
+SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
+FETCH = "        with streams.side([], []):\n            try:\n                self._found"
+IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
+OVERLAPPED, HOST = "device, Overlapped, float32", "host, Overlapped, bfloat16"
+OWN = "comm, a stream of its own"
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "staging waits for no producer but the last",
+        "streams.py",
+        (("            for _, event in events[:-1]:\n                stream.wait_event(event)\n", ""),),
+        "gradients of two streams",
+        2,
+    ),
+    Mutant(
+        "staging does not record the stream that reads gradients",
+        "streams.py",
+        ((RECORD_READS, ""),),
+        "gradients of two streams",
+        2,
+    ),
+    Mutant(
+        "the side stream does not wait for staging",
+        "buckets.py",
+        (("            fill.ready = [self.streams.produced()[1]]\n", ""),),
+        HOST,
+    ),
+    Mutant(
+        "staging ends before the copies do",
+        "buckets.py",
+        ((STAGED + READY, READY + STAGED),),
+        HOST,
+    ),
+    Mutant("the side stream waits for no event", "streams.py", ((SIDE_WAITS, ""),), OVERLAPPED, 2),
+    Mutant(
+        "the side stream does not record what it reads",
+        "streams.py",
+        ((SIDE_RECORDS, ""),),
+        OVERLAPPED,
+        2,
+    ),
+    Mutant(
+        "the step does not wait for the side stream",
+        "streams.py",
+        (("            self._reader.wait_stream(self._side)\n", "            pass\n"),),
+        OVERLAPPED,
+        2,
+    ),
+    Mutant(
+        "a forward does not wait for its parameters",
+        "streams.py",
+        (("        torch.accelerator.current_stream(self._device).wait_event(event)\n", "        pass\n"),),
+        "gathered late, Overlapped",
+        2,
+        OWN,
+    ),
+    Mutant(
+        "a late gather does not wait for the step",
+        "background_gather.py",
+        (("bucket.streams.side([stepped], ", "bucket.streams.side([], "),),
+        "gathered late, Overlapped",
+        2,
+        OWN,
+    ),
+    Mutant(
+        "a late gather is over before it begins",
+        "background_gather.py",
+        (
+            (
+                "            self._results.bring(bucket.layout.index)\n            self._gather(step, turn, bucket)()\n"
+                "            return bucket.streams.produced()[1]\n",
+                "            event = bucket.streams.produced()[1]\n"
+                "            self._results.bring(bucket.layout.index)\n"
+                "            self._gather(step, turn, bucket)()\n"
+                "            return event\n",
+            ),
+        ),
+        "gathered late, Overlapped",
+        2,
+        OWN,
+    ),
+    Mutant(
+        "no stream waits for a reduce-scatter",
+        "comm/backend_exchanges.py",
+        (("        Transfer(ALL, work).wait()\n", ""),),
+        OVERLAPPED,
+        2,
+    ),
+    Mutant(
+        "no stream waits for an all-gather",
+        "comm/backend_exchanges.py",
+        (("        return Gathering([Transfer(ALL, work)], chunks)\n", "        return Gathering([], chunks)\n"),),
+        OVERLAPPED,
+        2,
+    ),
+    Mutant(
+        "the processor does not wait for gradients",
+        "placement/cpu.py",
+        (("        for event in (self._arrived, self._left):\n", "        for event in (self._left,):\n"),),
+        HOST,
+    ),
+    Mutant(
+        "copies to the host do not wait for the reduction",
+        "placement/cpu.py",
+        (("        with streams.side([self._lane.start], []):\n            try:\n                self._found", FETCH),),
+        HOST,
+    ),
+    Mutant(
+        "the next forward does not wait for results",
+        "placement/cpu.py",
+        (("        streams.wait(self._left)\n", ""),),
+        HOST,
+    ),
+    Mutant(
+        "the worker does not wait for gradients",
+        "placement/worker.py",
+        (("            event.synchronize()\n", "            pass\n"),),
+        "worker, Overlapped, bfloat16",
+        hidden=True,
+    ),
+    Mutant(
+        "state is served before the step is over",
+        "state_guard.py",
+        ((".side([event], ())", ".side([], ())"),),
+        "one rank asks, device",
+        2,
+        "comm, a stream of its own",
+    ),
+    Mutant(
+        "hooks have no lock",
+        "reduction/overlapped.py",
+        (("        self._lock = threading.RLock()\n", "        self._lock = contextlib.nullcontext()\n"), IMPORT),
+        "accumulating each reduced, Overlapped",
+        2,
+        "comm, two devices",
+        hidden=True,
+    ),
+)
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])

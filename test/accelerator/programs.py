@@ -240,8 +240,9 @@ def graph_replays(rank: Rank) -> Any:
         for index, memory in enumerate(static):
             memory.copy_(rank.noise(index, step, 0))
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        for memory in static:
-            memory.fill_(torch.nan)
+        if rank.place.accelerated:  # in the order of the stream, so after who has read it; the host has no such order
+            for memory in static:
+                memory.fill_(torch.nan)
         rank.optimizer.step()
         rank.optimizer.zero_grad()
     return rank.end()

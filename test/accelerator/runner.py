@@ -31,12 +31,14 @@ class Plan:
         seeds: of the streams' delays; ``None``: no stream is delayed.
         every: a case runs at one place in so many, cases at different ones.
         places: a pattern that the names of places match.
+        until_wrong: whether a case that shows something ends there.
     """
 
     names: tuple[str, ...]
     seeds: tuple[int | None, ...] = (0,)
     every: int = 1
     places: str = ""
+    until_wrong: bool = False
 
     def runs(self, case: Case, turn: int, place: Place) -> bool:
         """Return whether a case runs at a place, the ``turn``-th of those that can be."""
@@ -81,6 +83,25 @@ def differences(case: Case, reference: Any, place: Place, seed: int | None) -> l
     return [f"at {place.name}, seed {seed}: {line}" for line in (*races, *bits)]
 
 
+def shown(case: Case, reference: Any, place: Place, plan: Plan) -> list[str]:
+    """Run a case at a place with all seeds; return what is not as it should be."""
+    lines: list[str] = []
+    for seed in plan.seeds:
+        lines += differences(case, reference, place, seed)
+        if plan.until_wrong and _any_rank(place, bool(lines)):
+            break
+    return lines
+
+
+def _any_rank(place: Place, mine: bool) -> bool:
+    """Return whether something is so on any rank. Collective."""
+    answers: list[Any] = [mine]
+    if place.group is not None:
+        answers *= place.world_size
+        dist.all_gather_object(answers, mine, dist.new_group(backend="gloo"))
+    return any(answers)
+
+
 def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
     """Run a plan on this rank; return what is wrong by case."""
     enable()
@@ -93,8 +114,7 @@ def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
             wrong[name] = []
             for turn, at in enumerate(at for at in devices if case.runs_at(at)):
                 if plan.runs(case, turn, at):
-                    for seed in plan.seeds:
-                        wrong[name] += differences(case, reference, at, seed)
+                    wrong[name] += shown(case, reference, at, plan)
         except BaseException as error:
             error.add_note(f"in the case {name!r}, at {at.name}")
             raise

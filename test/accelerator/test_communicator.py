@@ -148,6 +148,7 @@ def test_an_abort_frees_who_waits_for_the_stream() -> None:
         work = dist.all_reduce(x, async_op=True)
         work.wait()
         y = x + 1
+        time.sleep(0.3)  # until its kernel waits for the peer
         _backend().abort()
         values = y.tolist()
         with pytest.raises(dist.DistBackendError, match="aborted"):

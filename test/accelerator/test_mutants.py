@@ -20,7 +20,7 @@ def test_it_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     mutant.copied_to(tmp_path)
     lines = noticed(mutant, tmp_path)
     assert lines
-    assert mutant.lock or any("race: " in line for line in lines), "\n".join(lines[:12])
+    assert mutant.hidden or any("race: " in line for line in lines), "\n".join(lines[:12])
 
 
 @pytest.mark.parametrize("plan", sorted({(m.world_size, m.case, m.place) for m in MUTANTS}), ids=str)

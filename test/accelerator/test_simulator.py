@@ -48,13 +48,15 @@ def side_stream() -> Any:
     return stream
 
 
-def test_a_process_has_no_device_until_it_is_enabled() -> None:
-    def before_and_after(rank: int, size: int) -> tuple[Any, ...]:
-        before = sim.device_count(), torch.accelerator.is_available()
-        sim.enable()
-        return *before, sim.device_count(), torch.accelerator.is_available()
+def test_a_process_has_no_device_until_it_uses_one() -> None:
+    def before_and_after(rank: int, size: int, use: Callable[[], object]) -> tuple[Any, ...]:
+        before = torch.accelerator.device_count(), torch.accelerator.is_available()
+        use()
+        return *before, torch.accelerator.device_count(), torch.accelerator.is_available()
 
-    assert run_processes(1, before_and_after, backend=None) == [(0, False, 2, True)]
+    uses: list[Callable[[], object]] = [sim.enable, lambda: torch.ones(1, device="sim"), lambda: sim.C.races()]
+    for use in uses:
+        assert run_processes(1, before_and_after, use, backend=None) == [(0, False, 2, True)]
 
 
 def test_a_machine_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +393,22 @@ def test_autograd_follows_the_streams_of_the_forward() -> None:
         return x.grad.tolist(), sim.races()
 
     assert on_device(backward) == ([8] * 4, [])
+
+
+def test_autograd_crosses_devices() -> None:
+    def train(devices: tuple[str, str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 8).to(devices[0]), nn.Linear(8, 8).to(devices[1])
+        x = torch.randn(4, 8).to(devices[0])
+        for _ in range(3):
+            second(first(x).to(devices[1], non_blocking=True)).square().sum().backward()
+        return [param.grad.cpu() for layer in (first, second) for param in layer.parameters() if param.grad is not None]
+
+    def both() -> tuple[bool, list[str]]:
+        sim.delays(500, 500, 500, 2)
+        return all(map(torch.equal, train(("sim:0", "sim:1")), train(("cpu", "cpu")))), sim.races()
+
+    assert on_device(both) == (True, [])
 
 
 def test_mixed_precision() -> None:
