@@ -9,7 +9,7 @@ RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 3
 
-.PHONY: demo test test-clients lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-clients test-gpu lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -38,6 +38,12 @@ unit: setup
 test-clients: $(CLIENTS)/.installed setup
 	@echo "== pytest test/clients"
 	$(CLIENTS)/bin/python -m pytest test/clients
+
+# On a machine with a CUDA GPU; NCCL between ranks needs two. SANITIZE=1: under torch's sanitizer of streams, which raises
+# an error where one stream reads what another still writes. GPU_ARGS: more for pytest, as GPU_ARGS="-k graphs".
+test-gpu: setup
+	@echo "== pytest test/gpu"
+	$(if $(SANITIZE),TORCH_CUDA_SANITIZER=1) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rfE test/gpu $(GPU_ARGS)
 
 # What the tests show of crashes, in full: about ten minutes.
 crash: setup

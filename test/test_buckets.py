@@ -87,7 +87,7 @@ def launched(bucket: GradBucket, grads: Sequence[Tensor | None]) -> Fill:
     for position, grad in enumerate(grads):
         if grad is not None:
             fill.put(position, grad)
-    fill.launch()
+    bucket.launch(fill)
     return fill
 
 
@@ -131,7 +131,7 @@ def test_a_fill_is_complete_when_every_trainable_param_has_delivered() -> None:
             assert not fill.complete
             fill.put(position, torch.zeros_like(flat.param))
     assert fill.complete
-    fill.launch()
+    bucket.launch(fill)
     assert fill.state is BucketState.REDUCING
 
 

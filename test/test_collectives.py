@@ -98,7 +98,7 @@ def test_bytes_of_a_tensor(dtype: torch.dtype) -> None:
 
 def _group(rank: int, world_size: int) -> list[object]:
     assert dist.group.WORLD is not None
-    group = Group(dist.group.WORLD, timeout=30)
+    group = Group(dist.group.WORLD, 30, "test")
     assert (group.rank, group.world_size) == (rank, world_size)
     gathered = group.all_gather_bytes(b"x" * (rank * 3))
     tensors = [int(t) for t in group.all_gather(torch.tensor([rank * rank]))]
@@ -127,7 +127,7 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
     found = []
     for parent in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=55))):
         for timeout in (None, 7.5):
-            group = Group(parent, timeout)
+            group = Group(parent, timeout, "test")
             found.append(group.timeout_s)
             group.close()
     return found

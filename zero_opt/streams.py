@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .errors import ConfigConflict
+
 
 class Streams(Protocol):
     """The streams of one device."""
@@ -85,9 +87,19 @@ class AcceleratorStreams:
         self._device = device
         self._side: torch.Stream | None = None
         self._reader: torch.Stream | None = None
+        self._captures = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
 
     def produced(self) -> tuple[Any, Any]:
-        """See :class:`Streams`."""
+        """See :class:`Streams`.
+
+        Raises:
+            ConfigConflict: the current stream is being captured into a graph.
+        """
+        if self._captures():
+            raise ConfigConflict(
+                "ShardedOptimizer cannot be captured into a CUDA graph: a replay would not call it. Capture forward and "
+                "backward alone, with reduction=zero_opt.AtStep(), and call step() outside of the graph"
+            )
         stream = torch.accelerator.current_stream(self._device)
         return stream, stream.record_event()
 

@@ -1,14 +1,15 @@
 """A simulated accelerator, for tests of what only an accelerator does: streams, its own memory, NCCL's collectives.
 
-The device type is called "sim"; its collective backend, "simcomm". An import only builds and loads the extension: the
-process has no such device until `enable()`, so that tests of other things see the machine as it is. In forked ranks
-the simcomm backend enables it, so tests need no more than
+The device type is called "sim"; its collective backend, "simcomm". An import only builds and loads the extension: torch
+sees no such device in the process before its first use, so that tests of other things see the machine as it is. The
+first tensor on the device is such a use, and so is a group with the simcomm backend, `enable()`, and whatever is asked
+of the extension. Tests need no more than
 
     if sim.unavailable():
         pytest.skip(sim.unavailable(), allow_module_level=True)
     run_processes(2, fn, backend="cpu:gloo,sim:simcomm")
 
-with `sim.assert_no_races()` at the end of `fn`. Never enable the device in pytest's own process: autograd then has
+with `sim.assert_no_races()` at the end of `fn`. Never use the device in pytest's own process: autograd then has
 threads, which do not survive the forks of later tests. Tensors of the device cannot be unpickled in that process.
 
 From the extension: `races()` takes the races found since it was last asked, with delays or without; `label(text)` and
@@ -31,11 +32,25 @@ import torch
 import torch.distributed as dist
 
 from .build import Unavailable, load
+from .device_module import device_module
+
+_reason: str | None = None
+_enabled_by: int | None = None
+
+
+class _Extension:
+    """The extension's names; the process has the devices from the first one on that is asked for."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._loaded, name)
+        enable()
+        return found
+
 
 C: Any = None
-_reason: str | None = None
-_imported_by = os.getpid()
-_enabled_by: int | None = None
 
 
 def unavailable() -> str | None:
@@ -44,19 +59,29 @@ def unavailable() -> str | None:
 
 
 def enable() -> None:
-    """Give this process its two devices. In a test, a forked process: its autograd's threads survive no later fork."""
+    """Give this process its two devices."""
     global _enabled_by
     if C is None:
         raise RuntimeError(_reason)
     if _enabled_by is not None:
         return
-    from .device_module import device_module
-
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", device_module(C))
+    _enabled_by = os.getpid()
     C.enable()
     atexit.register(C.stop)
-    _enabled_by = os.getpid()
+
+
+def _begin() -> None:
+    """Make ready for the first tensor. Autograd's threads do not survive a fork, so they start no earlier."""
+    enable()
+    C.start_autograd()
+
+
+def _register(extension: Any) -> Any:
+    """Make the device and its backend known to torch; return what :data:`C` is."""
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", device_module(extension, _begin))
+    dist.Backend.register_backend("simcomm", _create_backend, devices=["sim"])
+    return _Extension(extension)
 
 
 def assert_no_races() -> None:
@@ -66,10 +91,7 @@ def assert_no_races() -> None:
 
 
 def _create_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if os.getpid() != _imported_by:
-        enable()
-    if _enabled_by is None:
-        raise RuntimeError("call test.accelerator.enable() first, in a process that forks no others")
+    enable()
     return C.Comm(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
 
 
@@ -82,8 +104,7 @@ def __getattr__(name: str) -> Any:
 
 if dist.is_available() and dist.is_gloo_available():
     try:
-        C = load()
-        dist.Backend.register_backend("simcomm", _create_backend, devices=["sim"])
+        C = _register(load())
     except Unavailable as exc:
         _reason = str(exc)
 else:

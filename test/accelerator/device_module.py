@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,8 @@ def _index(device: Any, current: int) -> int:
     return current if index is None else index
 
 
-def device_module(native: Any) -> ModuleType:
-    """Return the module that torch registers as `torch.sim`."""
+def device_module(native: Any, begin: Callable[[], None]) -> ModuleType:
+    """Return the module that torch registers as `torch.sim`; torch calls `begin` before it makes the first tensor."""
 
     class Stream(torch.Stream):
         """A stream of the simulated accelerator."""
@@ -51,6 +52,7 @@ def device_module(native: Any) -> ModuleType:
 
     module: Any = ModuleType("torch.sim")
     module.Stream, module.Event, module.device = Stream, Event, DeviceScope
+    module.init = module._lazy_init = begin
     _add_device_functions(module, native)
     _add_stream_functions(module, native)
     _add_random_functions(module)
@@ -62,9 +64,8 @@ def device_module(native: Any) -> ModuleType:
 
 def _add_device_functions(module: Any, native: Any) -> None:
     module.device_count = native.device_count
-    module.is_available = lambda: native.device_count() > 0
-    module.is_initialized = lambda: True
-    module.init = lambda: None
+    module.is_available = lambda: bool(native.device_count())
+    module.is_initialized = module.is_available
     module._is_in_bad_fork = lambda: False
     module.current_device = native.current_device
     module.set_device = lambda device: native.set_device(_index(device, native.current_device()))

@@ -12,7 +12,11 @@ namespace sim {
 // The tensor as a CPU kernel sees it.
 inline Tensor lowered(const Tensor& of) {
   if (!of.defined() || !of.is_privateuseone()) return of;
-  return at::from_blob(memory(of.data_ptr()), of.sizes(), of.strides(), of.options().device(at::kCPU));
+  Tensor seen =
+      at::from_blob(memory(of.data_ptr()), of.sizes(), of.strides(), of.options().device(at::kCPU));
+  if (of.is_conj()) seen._set_conj(true);
+  if (of.is_neg()) seen._set_neg(true);
+  return seen;
 }
 
 // The bytes of a tensor: its rows, where it is not dense.

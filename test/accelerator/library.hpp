@@ -81,6 +81,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
                            "linalg__powsum", "silu_backward", "mish_backward", "native_channel_shuffle"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+// Copies see to conjugate and negative views themselves, as on other devices.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 

@@ -45,7 +45,6 @@ void enable() {
   if (enabled.exchange(true)) return;
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   observe_host();
-  Engine::start_threads();
 }
 void set_delays(int main, int side, int comm, int new_seed) {
   Locked lock(world());
@@ -92,6 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("options", &sim::Comm::getBackendOptions);
   m.attr("device_type") = static_cast<int>(sim::kType);
   m.def("enable", sim::enable);
+  m.def("start_autograd", sim::Engine::start_threads);
   m.def("stop", sim::stop, py::call_guard<py::gil_scoped_release>());
   m.def("label", [](const std::string& text) { sim::label = text.empty() ? "" : " [" + text + "]"; });
   m.def("trace", [](bool on) { sim::tracing = on; });

@@ -48,13 +48,15 @@ def side_stream() -> Any:
     return stream
 
 
-def test_a_process_has_no_device_until_it_is_enabled() -> None:
-    def before_and_after(rank: int, size: int) -> tuple[Any, ...]:
-        before = sim.device_count(), torch.accelerator.is_available()
-        sim.enable()
-        return *before, sim.device_count(), torch.accelerator.is_available()
+def test_a_process_has_no_device_until_it_uses_one() -> None:
+    def before_and_after(rank: int, size: int, use: Callable[[], object]) -> tuple[Any, ...]:
+        before = torch.accelerator.device_count(), torch.accelerator.is_available()
+        use()
+        return *before, torch.accelerator.device_count(), torch.accelerator.is_available()
 
-    assert run_processes(1, before_and_after, backend=None) == [(0, False, 2, True)]
+    uses: list[Callable[[], object]] = [sim.enable, lambda: torch.ones(1, device="sim"), lambda: sim.C.races()]
+    for use in uses:
+        assert run_processes(1, before_and_after, use, backend=None) == [(0, False, 2, True)]
 
 
 def test_a_machine_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""CPUOffload, masters and offload_state() with parameters on one GPU. Skipped without a GPU."""
+"""CPUOffload, masters and offload_state() with parameters on one GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import zero_opt
+from test.gpu.processes import forked
 from test.gpu.test_worker_offload import gradients, params_on
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 OFFLOADS = [
     zero_opt.CPUOffload(),
@@ -28,6 +27,7 @@ def _train(params: Any, optimizer: Any, steps: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("offload", OFFLOADS)
+@forked
 def test_bits_of_cpu_adamw(offload: zero_opt.CPUOffload, dtype: torch.dtype) -> None:
     ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
     opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
@@ -41,6 +41,7 @@ def test_bits_of_cpu_adamw(offload: zero_opt.CPUOffload, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@forked
 def test_a_part_stays_on_the_gpu(fused: bool) -> None:
     """What stays is stepped by the class there, whose roundings are the GPU's own."""
     ours, plain = params_on("cuda", torch.bfloat16), params_on("cpu", torch.bfloat16)
@@ -62,6 +63,7 @@ def test_a_part_stays_on_the_gpu(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": zero_opt.MixedPrecision(torch.float32)}])
+@forked
 def test_offload_state_gives_the_gpu_its_memory(options: dict[str, Any]) -> None:
     """12 bytes per element with masters and fp32 moments, 4 without, and the gradients' two."""
     numel, dtype = 4 << 20, torch.bfloat16
@@ -89,6 +91,7 @@ def test_offload_state_gives_the_gpu_its_memory(options: dict[str, Any]) -> None
     opt.close()
 
 
+@forked
 def test_no_fp32_copy_is_on_the_gpu() -> None:
     numel = 8 << 20
     params = [torch.nn.Parameter(torch.zeros(numel // 4, device="cuda", dtype=torch.bfloat16)) for _ in range(4)]

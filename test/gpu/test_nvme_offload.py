@@ -1,4 +1,4 @@
-"""NVMeOffload with parameters on one GPU: the bits of CPUAdamW given the same gradients. Skipped without a GPU."""
+"""NVMeOffload with parameters on one GPU: the bits of CPUAdamW given the same gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import zero_opt
+from test.gpu.processes import forked
 from test.gpu.test_worker_offload import gradients, params_on
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@forked
 def test_bits_of_cpu_adamw(dtype: torch.dtype, tmp_path: Path) -> None:
     ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
     offload = zero_opt.NVMeOffload(tmp_path, window_mb=0.1)

@@ -1,4 +1,4 @@
-"""ShardedOptimizer on one GPU: NCCL at world size 1, two gloo ranks sharing the device. Skipped without a GPU."""
+"""ShardedOptimizer on one GPU: NCCL at world size 1, two gloo ranks sharing the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def gradient(step: int, rank: int, param: Tensor) -> Tensor:

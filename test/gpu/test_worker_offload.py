@@ -1,4 +1,4 @@
-"""WorkerOffload with parameters on one GPU: the bits of CPUAdamW given the same gradients. Skipped without a GPU."""
+"""WorkerOffload with parameters on one GPU: the bits of CPUAdamW given the same gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import zero_opt
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from test.gpu.processes import forked
 
 SIZES = [(33, 9), (65,), (100_000,), (), (7, 64)]
 
@@ -25,6 +24,7 @@ def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delay", [0, 1])
+@forked
 def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
     ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
     opt = zero_opt.ShardedOptimizer(
@@ -44,6 +44,7 @@ def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
     opt.close()
 
 
+@forked
 def test_memory_that_grows_is_locked_anew() -> None:
     opt = zero_opt.ShardedOptimizer(
         params_on("cuda", torch.float32), torch.optim.AdamW, offload=zero_opt.WorkerOffload(), fused=True

@@ -58,6 +58,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("placement.worker", "wait"): _WORKER,
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
+    ("wiring", "join"): _STREAMS,
     ("reduction.overlapped", "join"): _STREAMS,
     ("reduction.overlapped", "result"): _EXCHANGE,
     ("reduction.sparse", "wait"): _TRANSFER,

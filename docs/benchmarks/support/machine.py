@@ -51,3 +51,13 @@ def write_result(folder: Path, name: str, text: str) -> None:
     """Write a result, markdown, to a folder, which is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(f"{text}\n")
+
+
+def gpu() -> str:
+    """GPU, its memory, driver, CUDA; of the first one."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    properties = torch.cuda.get_device_properties(0)
+    version = Path("/proc/driver/nvidia/version")
+    driver = version.read_text().splitlines()[0] if version.exists() else "driver unknown"
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB; {driver}; CUDA {torch.version.cuda}"
