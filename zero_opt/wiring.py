@@ -374,6 +374,8 @@ class Wiring:
     def leave_device(self) -> None:
         """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
         self.gather.flush()
+        if self._thread.runs:  # reductions that it has begun write to the shards
+            self._thread.submit(lambda: None).result()
         self.partition.join()
         for bucket in self.partition.buckets:
             bucket.leave()
