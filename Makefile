@@ -9,7 +9,7 @@ RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 3
 
-.PHONY: demo test test-clients test-gpu lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-accelerator test-clients test-gpu lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -48,6 +48,10 @@ test-gpu: setup
 # What the tests show of crashes, in full: about ten minutes.
 crash: setup
 	ZERO_OPT_CRASH=long $(BIN)/python -m pytest -s test/crash
+
+# Every case on the simulated accelerator at every place, with 20 seeds of delays.
+test-accelerator: setup
+	ZERO_OPT_ACCELERATOR=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test/accelerator
 
 # An hour of training with a worker killed every 10 s, and 50,000 random training scripts on threaded ranks.
 soak: setup

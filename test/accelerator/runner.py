@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from test.distributed.harness import bitwise_difference, run_processes
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:simcomm"
 # At most, in microseconds, before a kernel of a default stream, of another stream, and of a communicator.
-DELAYS = ((0, 300, 1000), (300, 0, 0), (0, 1000, 0), (300, 300, 300))
+DELAYS = ((0, 100, 300), (100, 0, 0), (0, 300, 0), (100, 100, 100))
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,21 @@ class Plan:
     Attributes:
         names: of the cases.
         seeds: of the streams' delays; ``None``: no stream is delayed.
-        every: a case runs at one place in so many, cases at different ones.
+        one_place: whether a case runs at one place, cases at different ones, instead of all.
         places: a pattern that the names of places match.
         until_wrong: whether a case that shows something ends there.
     """
 
     names: tuple[str, ...]
     seeds: tuple[int | None, ...] = (0,)
-    every: int = 1
+    one_place: bool = False
     places: str = ""
     until_wrong: bool = False
 
-    def runs(self, case: Case, turn: int, place: Place) -> bool:
-        """Return whether a case runs at a place, the ``turn``-th of those that can be."""
-        chosen = (turn + list(CASES).index(case.name)) % self.every == 0
-        return chosen and re.fullmatch(self.places or ".*", place.name) is not None
+    def chosen(self, case: Case, among: Sequence[Place]) -> list[Place]:
+        """Return the places where a case runs."""
+        able = [place for place in among if case.runs_at(place) and re.fullmatch(self.places or ".*", place.name)]
+        return [able[list(CASES).index(case.name) % len(able)]] if self.one_place and able else able
 
 
 def places(rank: int, world_size: int) -> list[Place]:
@@ -112,9 +113,8 @@ def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
         try:
             reference = run(case, cpu)
             wrong[name] = []
-            for turn, at in enumerate(at for at in devices if case.runs_at(at)):
-                if plan.runs(case, turn, at):
-                    wrong[name] += shown(case, reference, at, plan)
+            for at in plan.chosen(case, devices):
+                wrong[name] += shown(case, reference, at, plan)
         except BaseException as error:
             error.add_note(f"in the case {name!r}, at {at.name}")
             raise

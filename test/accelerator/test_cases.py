@@ -16,8 +16,6 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 
 LONG = os.environ.get("ZERO_OPT_ACCELERATOR") == "long"
 SEEDS = tuple(range(20 if LONG else 1))
-# Without ZERO_OPT_ACCELERATOR=long each case runs at one in so many of the places that it can run at.
-EVERY = 1 if LONG else 4
 # How many cases share forked ranks.
 CHUNK = 8
 SECONDS = 1800 if LONG else 240  # nothing hangs
@@ -46,7 +44,7 @@ def chunks() -> Iterator[Chunk]:
 
 @pytest.mark.parametrize("chunk", list(chunks()), ids=str)
 def test_the_bits_of_the_cpu_and_no_race(chunk: Chunk, subtests: pytest.Subtests) -> None:
-    wrong = wrong_lines(chunk.world_size, Plan(chunk.names, SEEDS, EVERY), timeout=SECONDS)
+    wrong = wrong_lines(chunk.world_size, Plan(chunk.names, SEEDS, one_place=not LONG), timeout=SECONDS)
     for name, lines in wrong.items():
         with subtests.test(msg=name):
             assert not lines, "\n".join(lines[:12])

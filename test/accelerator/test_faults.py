@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 
 SECONDS = 60  # nothing hangs
 OFFLOADS = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload())
-SEEDS = (None, 0, 1, 2)
+SEEDS = (None, 0)
 
 
 def _assert_right(world_size: int, places: str, *names: str) -> None:

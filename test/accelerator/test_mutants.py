@@ -26,4 +26,4 @@ def test_it_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", sorted({(m.world_size, m.case, m.place) for m in MUTANTS}), ids=str)
 def test_the_library_itself_shows_nothing(plan: tuple[int, str, str]) -> None:
     world_size, case, place = plan
-    assert wrong_lines(world_size, Plan((case,), (None,), 1, place), timeout=SECONDS) == {case: []}
+    assert wrong_lines(world_size, Plan((case,), (None,), places=place), timeout=SECONDS) == {case: []}
