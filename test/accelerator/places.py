@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Place:
 
 
 def on_host(value: Any) -> Any:
-    """Copy nested containers, tensors in host memory."""
+    """Copy nested containers, tensors in host memory; of a DTensor, this rank's part."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):

@@ -101,14 +101,14 @@ def state_is_loaded(rank: Rank) -> Any:
     rank.step(0)
     rank.step(1)
     rank.optimizer.flush()
-    saved = on_host(rank.optimizer.state_dict())
+    saved = rank.optimizer.state_dict()
     params = rank.snapshot()
     rank.optimizer.close()
     rank.make()
     rank.restore(params)
     rank.optimizer.load_state_dict(saved)
     seen = [rank.step(step) for step in (2, 3)]
-    return [saved, on_host(seen), rank.end()]
+    return [on_host(saved), on_host(seen), rank.end()]
 
 
 def state_is_loaded_in_place(rank: Rank) -> Any:
