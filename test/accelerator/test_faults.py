@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 
 SECONDS = 60  # nothing hangs
 OFFLOADS = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload())
-SEEDS = (None, 0)
+SEEDS = (0,)
 
 
 def _assert_right(world_size: int, places: str, *names: str) -> None:
@@ -183,7 +183,7 @@ def test_r2_a_sum_in_fp16_overflowed_where_the_mean_did_not(reduction: Any) -> N
 
 
 def test_r3_complex_gradients_went_to_a_backend_that_knows_none() -> None:
-    _assert_right(2, "comm.*", "complex", "complex, AtStep", "complex, gathered late")
+    _assert_right(2, "comm(, a stream of its own)?", "complex", "complex, AtStep", "complex, gathered late")
 
 
 class _Seen(TorchDispatchMode):
