@@ -28,7 +28,7 @@ from .system.devices import HOST, is_meta
 _MOST_BUCKETS = 1 << 18
 
 PLACES = ("device", "host", "nvme")
-KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers")
+KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers", "communicator")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from .trial import StateSizes
 from .worker_process import allowed_threads, control_nbytes
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
+# NCCL's buffers and contexts depend on version, links and ranks; this is the order of magnitude.
+_COMMUNICATOR_NBYTES = 100 << 20
 
 
 class Row(NamedTuple):
@@ -44,7 +46,8 @@ class Row(NamedTuple):
 
     Attributes:
         kind: ``params``; ``grads``, that autograd makes; ``grad_shards`` and ``staging``, on their way to other ranks
-            and from them; ``state``, in the state dict; ``masters``; ``buffers``, all other.
+            and from them; ``state``, in the state dict; ``masters``; ``buffers``, all other; ``communicator``, about
+            what a backend such as NCCL allocates by itself, outside of torch's allocator.
         where: ``device``, the parameters', whichever that is; ``host``; ``nvme``.
         name: what exactly; of state, the key.
     """
@@ -119,6 +122,7 @@ class Sizing:
         rehearsal = self._rehearsal
         buckets = rehearsal.buckets(rank)
         yield self._passing_grads(buckets)
+        yield from self._on_accelerators(buckets)
         yield Row("staging", DEVICE, "staging", rehearsal.staging_nbytes(rank, buckets))
         mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
         yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
@@ -197,6 +201,16 @@ class Sizing:
             return grads
         sizes = (sum(flat.param.numel() * flat.param.element_size() for flat in bucket.params) for bucket in buckets)
         return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
+
+    def _on_accelerators(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
+        """What exchanges of accelerator tensors take: two staged buckets, as of gradients, and the communicator."""
+        there = [bucket for bucket in buckets if not is_host(self._rehearsal.device_of(bucket))]
+        if not there or self.world_size == 1:
+            return
+        yield Row("communicator", DEVICE, "of the backend, about", _COMMUNICATOR_NBYTES)
+        if not isinstance(self.recipe.reduction, AlreadyReduced):
+            staged = [bucket.layout.numel * bucket.dtype.itemsize for bucket in there]
+            yield Row("grads", DEVICE, "staged gradients", min(2 * max(staged), sum(staged)))
 
     def _of_units(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         """What is stepped by the class or the kernel in this process: parameters in place, masters, copies."""

@@ -97,8 +97,8 @@ class AcceleratorStreams:
         """
         if self._captures():
             raise ConfigConflict(
-                "ShardedOptimizer cannot be captured into a CUDA graph: a replay would not call it. Capture forward and "
-                "backward alone, with reduction=zero_opt.AtStep(), and call step() outside of the graph"
+                "ShardedOptimizer cannot be part of a CUDA graph, whose replay would not call it; capture forward "
+                "and backward alone, with reduction=zero_opt.AtStep(), and call step() outside of the graph"
             )
         stream = torch.accelerator.current_stream(self._device)
         return stream, stream.record_event()

@@ -34,6 +34,7 @@ from .serial_thread import SerialThread
 from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard, marks
+from .system.devices import is_host
 from .whole_state import WholeState
 
 _log = logging.getLogger("zero_opt")
@@ -374,7 +375,9 @@ class Wiring:
     def leave_device(self) -> None:
         """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
         self.gather.flush()
-        self.partition.join()
+        if any(not is_host(device) for device in self.partition.streams):
+            self._thread.submit(int).result()  # reductions that have been launched write to the shards
+            self.partition.join()
         for bucket in self.partition.buckets:
             bucket.leave()
             bucket.forget_staging()

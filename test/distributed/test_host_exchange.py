@@ -19,8 +19,8 @@ from torch import Tensor
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from zero_opt import host_exchange, pairwise_exchange, shared_memory
-from zero_opt.collectives import PairwiseExchange
 from zero_opt.host_exchange import HostExchange
+from zero_opt.pairwise_exchange import PairwiseExchange
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 

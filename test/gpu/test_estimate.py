@@ -34,7 +34,7 @@ def measured(rank: int, world_size: int, offload: Any, precision: Any, dtype: to
     gc.collect()
     found = torch.cuda.memory_allocated() - before
     opt.close()
-    return found, told.device_bytes - told.nbytes("grads")
+    return found, told.device_bytes - told.nbytes("grads") - told.nbytes("communicator")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

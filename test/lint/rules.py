@@ -59,6 +59,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
     ("wiring", "join"): _STREAMS,
+    ("wiring", "result"): _EXCHANGE,
     ("reduction.overlapped", "join"): _STREAMS,
     ("reduction.overlapped", "result"): _EXCHANGE,
     ("reduction.sparse", "wait"): _TRANSFER,
