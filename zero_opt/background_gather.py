@@ -21,12 +21,11 @@ from .serial_thread import CallingThread, SerialThread
 
 
 class BackgroundGather(ParamGather):
-    """:meth:`run` returns once every bucket is stepped; gathers run on ``thread``, in order with all other exchanges.
+    """A gather that goes on after :meth:`run` has returned: on ``thread``, in order with all other exchanges.
 
-    So does, before the gather of a bucket, the copy of its results, where they lie elsewhere. As reductions run there
-    too, nothing that a backward makes can overtake one. On an accelerator a gather is enqueued on the side stream, at
-    once where its exchange does not block, after an event that :meth:`run` records; the stream on which a forward
-    needs the parameters waits for the event after it.
+    The copy of a bucket's results, where they lie elsewhere, runs there too, before the bucket's gather. As reductions
+    do as well, nothing that a backward makes can overtake one. On an accelerator, gathers run on the side stream.
+    :meth:`run` records an event before each; the stream that runs a forward waits for the event after it.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
@@ -75,8 +74,8 @@ class BackgroundGather(ParamGather):
             self._arriving[bucket.layout.index] = thread.submit(self._gather_one, step, turn, bucket, stepped)
 
     def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any) -> Any:
-        """Bring a bucket's results and the other ranks' shards; the event after that."""
-        with torch.no_grad(), bucket.streams.side([stepped], bucket.written_elsewhere()):
+        """Bring a bucket's results and the other ranks' shards, and return an event after that."""
+        with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.bring(bucket.layout.index)
             self._gather(step, turn, bucket)()
             return bucket.streams.produced()[1]
@@ -122,7 +121,9 @@ class BackgroundGather(ParamGather):
         arriving = self._arriving.get(index)
         if arriving is not None:
             try:
-                self._arrived[index] = arriving.result()
+                event = arriving.result()
+                if event is not None:
+                    self._arrived[index] = event
             finally:
                 if arriving.done():  # no Ctrl-C
                     self._arriving.pop(index, None)

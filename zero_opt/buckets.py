@@ -19,7 +19,7 @@ from .exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPo
 from .flat_param import FlatParam
 from .layout import BucketLayout
 from .streams import Producers, Streams
-from .system.devices import build_streams, is_host, is_meta
+from .system.devices import build_streams, has_streams
 
 # Slots of the pool: gradients of another dtype or order of dimensions; a mean that is added to the shard. The exchanges
 # have 0 and 1 for gathers, and 3 to 5.
@@ -285,7 +285,7 @@ class GradBucket:
         Called on the thread that completes the bucket. Waits for nothing.
         """
         fill.state = BucketState.REDUCING
-        if is_host(self.device) or is_meta(self.device):
+        if not has_streams(self.device):
             return
         producers = fill.producers.events()
         with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
@@ -345,9 +345,9 @@ class GradBucket:
         """What :attr:`reader` wants added up, as far as the exchange does that."""
         return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
 
-    def written_elsewhere(self) -> Sequence[Tensor]:
-        """The parameters' memory, which a stream is about to use that did not allocate it."""
-        return () if is_host(self.device) else [flat.param for flat in self.params]
+    def memory_to_record(self) -> Sequence[Tensor]:
+        """Return the parameters, for a stream that did not allocate their memory."""
+        return [flat.param for flat in self.params] if has_streams(self.device) else ()
 
     def param_runs(self) -> list[Run]:
         """The parameters as they lie in memory."""

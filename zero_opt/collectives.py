@@ -328,7 +328,7 @@ class Group:
 
 
 class DeviceGroup(Group):
-    """A group that carries accelerator tensors too, as far as the user's group does."""
+    """A group that also carries accelerator tensors, by the backends that the user's group has for them."""
 
     def __init__(self, parent: dist.ProcessGroup, timeout: float | None, purpose: str) -> None:
         self.device_backends = device_backends(str(dist.get_backend_config(parent)))

@@ -310,7 +310,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
 
         Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
-        The memory goes to torch's allocator, and from there to the device by ``torch.accelerator.empty_cache()``."""
+        The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device."""
         self._require_open()
         if self._sharded is not None:
             self._sharded.leave_device()

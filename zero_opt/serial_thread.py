@@ -26,10 +26,10 @@ _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> None:
-    begin()
     while (job := jobs.get()) is not None:
         future, call, arguments = job
         try:
+            begin()
             result = call(*arguments)
         except BaseException as error:  # handed to whoever waits for the future
             future.set_exception(error)
@@ -65,7 +65,7 @@ def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
 
 
 class CallingThread:
-    """Runs each call at once, on the thread that submits it."""
+    """A stand-in for :class:`SerialThread` that runs each call at once, on the thread that submits it."""
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run ``call(*arguments)``; its result or exception is in the future."""

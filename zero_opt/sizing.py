@@ -203,11 +203,13 @@ class Sizing:
         return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
 
     def _on_accelerators(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
-        """What exchanges of accelerator tensors take: two staged buckets, as of gradients, and the communicator."""
+        """What exchanges of accelerator tensors take while they keep up with backward: two staged buckets; besides,
+        the communicator, if the process group has one.
+        """
         there = [bucket for bucket in buckets if not is_host(self._rehearsal.device_of(bucket))]
         if not there or self.world_size == 1:
             return
-        yield Row("communicator", DEVICE, "of the backend, about", _COMMUNICATOR_NBYTES)
+        yield Row("communicator", DEVICE, "NCCL or the like, about", _COMMUNICATOR_NBYTES)
         if not isinstance(self.recipe.reduction, AlreadyReduced):
             staged = [bucket.layout.numel * bucket.dtype.itemsize for bucket in there]
             yield Row("grads", DEVICE, "staged gradients", min(2 * max(staged), sum(staged)))

@@ -37,7 +37,7 @@ class Verdict(enum.Enum):
 
 
 class StateGuard:
-    """Many may read the state, or one may change it.
+    """The lock on this rank's state: many may read it, or one may change it.
 
     A change begins when every rank has entered the call that makes it, and ends with :meth:`commit`, on every rank the
     same number of times. State whose change has failed half-way is at no point until the next commit.
@@ -52,6 +52,7 @@ class StateGuard:
 
     def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple) -> None:
         self._mark, self._marks = mark, tuple[Mark, ...]()
+        self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
         self._condition = threading.Condition()
@@ -94,7 +95,7 @@ class StateGuard:
         self.commit(step)
 
     def commit(self, step: int) -> None:
-        """The change is complete, as far as this rank enqueues it; ``step`` optimizer steps have been taken."""
+        """Complete the change, as far as this rank has enqueued it, after ``step`` optimizer steps."""
         self.mark()
         with self._condition:
             self.changes, self.step, self._changing = self.changes + 1, step, False
@@ -102,7 +103,11 @@ class StateGuard:
 
     def mark(self) -> None:
         """Let readers wait for what this thread has enqueued so far."""
-        self._marks = tuple(self._mark())
+        self._marks = tuple(self.here())
+
+    def here(self) -> Sequence[Mark]:
+        """Return marks of what this thread has enqueued so far."""
+        return self._mark()
 
     def finish(self) -> None:
         """There will be no more changes."""
@@ -137,16 +142,25 @@ class StateGuard:
             self._condition.notify_all()
 
     @contextmanager
-    def after_change(self) -> Iterator[None]:
-        """Enqueue what follows on streams of its own, after the last change and nothing else.
+    def after_change(self, also: Sequence[Mark] = ()) -> Iterator[None]:
+        """Enqueue what follows on streams for readers, after the last change and ``also``, and after nothing else.
 
-        A reader's thread has no part in what the training thread enqueues. Were it to wait for the whole device, it
-        would wait for collectives of a later backward, which may wait for the rank that reads.
+        A reader must not wait for the whole device: that includes collectives of a later backward, which may wait for
+        the rank that reads. For the same reason readers share no stream with a collective, and a device has few: so
+        they are kept, and have another priority.
         """
-        with ExitStack() as streams:
+        with ExitStack() as stack:
             for device, event in self._marks:
-                streams.enter_context(build_streams(device).side([event], ()))
+                streams = self._take_streams(device)
+                stack.callback(self._idle[device].append, streams)
+                stack.enter_context(streams.side([event, *(other for at, other in also if at == device)], ()))
             yield
+
+    def _take_streams(self, device: torch.device) -> Streams:
+        """Return streams that no other thread uses at the moment."""
+        with self._condition:
+            idle = self._idle.setdefault(device, [])
+            return idle.pop() if idle else build_streams(device, priority=-1)
 
     @contextmanager
     def reading(self) -> Iterator[int]:

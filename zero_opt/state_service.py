@@ -170,8 +170,8 @@ class StateService:
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        self._use_device()
         try:
+            self._use_device()
             while self._open:
                 words = _words(*[0] * len(_Message._fields))
                 self._side.receive_from(words, self._left, _RING_TAG).wait(_FOR_EVER_S)
@@ -363,7 +363,7 @@ class StateService:
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
-        with self._asking, self._guard.reading() as changes, self._guard.after_change():
+        with self._asking, self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             own = self._own_state("this rank", self._capture, self._guard.failure)
             self._pulls += 1
             unasked = set(self._others)

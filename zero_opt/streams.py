@@ -15,6 +15,7 @@ work on the side stream waits for the stream that ``step()`` ran on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigConflict
+
+# How long a rank that closes waits for what it has enqueued itself, and how often it looks.
+_PATIENCE_S, _LOOK_S = 5.0, 0.005
 
 
 class Streams(Protocol):
@@ -81,10 +85,16 @@ class NoStreams:
 
 
 class AcceleratorStreams:
-    """One side stream beside whatever streams the user's program runs on. Any thread may use it, one at a time."""
+    """The streams of an accelerator: the user's, and one side stream beside them.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    :meth:`side` and :meth:`join` are for one thread at a time.
+
+    Args:
+        priority: of the side stream; lower is sooner.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device, self._priority = device, priority
         self._side: torch.Stream | None = None
         self._reader: torch.Stream | None = None
         self._captures = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
@@ -118,7 +128,7 @@ class AcceleratorStreams:
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
         """See :class:`Streams`."""
         if self._side is None:
-            self._side = torch.Stream(self._device)
+            self._side = torch.Stream(self._device, priority=self._priority)
         with _own_object(self._side) as side:
             reader, self._reader = self._reader, None
             if reader is not None:
@@ -146,6 +156,13 @@ class AcceleratorStreams:
 def _own_object(stream: torch.Stream) -> torch.Stream:
     """Return another object for the same stream: an object remembers what to go back to, so threads cannot share it."""
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def wait_done(events: Sequence[Any]) -> None:
+    """Return when the events have passed, or after a few seconds."""
+    end = time.monotonic() + _PATIENCE_S
+    while not all(event.query() for event in events) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
 
 
 class Producers:

@@ -34,6 +34,7 @@ from .serial_thread import SerialThread
 from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard, marks
+from .streams import wait_done
 from .system.devices import is_host
 from .whole_state import WholeState
 
@@ -375,9 +376,9 @@ class Wiring:
     def leave_device(self) -> None:
         """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
         self.gather.flush()
-        if any(not is_host(device) for device in self.partition.streams):
-            self._thread.submit(int).result()  # reductions that have been launched write to the shards
-            self.partition.join()
+        if self._thread.runs and not all(map(is_host, self.partition.streams)):
+            self._thread.submit(lambda: None).result()  # what it has begun writes to the shards
+        self.partition.join()
         for bucket in self.partition.buckets:
             bucket.leave()
             bucket.forget_staging()
@@ -452,6 +453,7 @@ class Wiring:
         with ExitStack() as last_first:
             last_first.callback(self._groups.close)
             last_first.callback(_close_all, self._exchanges)
+            last_first.callback(self._end_collectives)
             last_first.callback(self.placement.close)
             last_first.callback(self._thread.close)
             last_first.callback(self.reduction.close)
@@ -459,6 +461,12 @@ class Wiring:
             if self._groups.service is not None:
                 last_first.callback(self._groups.service.close)
             last_first.callback(self._end_pending)
+
+    def _end_collectives(self) -> None:
+        """Wait, for seconds at most, for what this rank has enqueued: its communicators are aborted next."""
+        if not all(exchange.blocks for exchange in self._exchanges.values()):
+            self.partition.join()
+            wait_done([event for _, event in marks(self.partition.streams)])
 
     def _end_pending(self) -> None:
         """Bring a pending step in, or say that it is lost.

@@ -16,8 +16,9 @@ model without an optimizer: *bare* is that, in the same process.
 - *peak*: the most that tensors had at once; *reserved*: the most that torch's allocator took from the device, by
   default and with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which is a second process.
 
-Gradients are clipped to a norm that they do not reach. A first use of DeepSpeed compiles its Adam. --convergence trains
-100 M parameters on the demo's text instead, with torch's AdamW and with each offload, and compares the curves.
+Gradients are clipped to a norm that they do not reach. A first use of DeepSpeed compiles its Adam; a compile that
+is cut short leaves a file "lock" in TORCH_EXTENSIONS_DIR, for which the next one waits. --convergence trains 100 M
+parameters on the demo's text instead, with torch's AdamW and with each offload, and compares the curves.
 """
 
 from __future__ import annotations

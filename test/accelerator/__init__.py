@@ -1,9 +1,8 @@
 """A simulated accelerator, for tests of what only an accelerator does: streams, its own memory, NCCL's collectives.
 
-The device type is called "sim"; its collective backend, "simcomm". An import only builds and loads the extension: torch
-sees no such device in the process before its first use, so that tests of other things see the machine as it is. The
-first tensor on the device is such a use, and so is a group with the simcomm backend, `enable()`, and whatever is asked
-of the extension. Tests need no more than
+The device type is called "sim"; its collective backend, "simcomm". An import makes it available, except in pytest's
+processes: there torch sees no such device before the first use, so that tests of other things see the machine as it is.
+A use is a group with the simcomm backend, `enable()`, or whatever is asked of the extension. Tests need no more than
 
     if sim.unavailable():
         pytest.skip(sim.unavailable(), allow_module_level=True)
@@ -25,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -66,22 +66,11 @@ def enable() -> None:
     if _enabled_by is not None:
         return
     _enabled_by = os.getpid()
+    torch.utils.rename_privateuse1_backend("sim")
+    # Autograd's threads do not survive a fork: they start with the first tensor.
+    torch._register_device_module("sim", device_module(C, C.start_autograd))
     C.enable()
     atexit.register(C.stop)
-
-
-def _begin() -> None:
-    """Make ready for the first tensor. Autograd's threads do not survive a fork, so they start no earlier."""
-    enable()
-    C.start_autograd()
-
-
-def _register(extension: Any) -> Any:
-    """Make the device and its backend known to torch; return what :data:`C` is."""
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", device_module(extension, _begin))
-    dist.Backend.register_backend("simcomm", _create_backend, devices=["sim"])
-    return _Extension(extension)
 
 
 def assert_no_races() -> None:
@@ -104,7 +93,10 @@ def __getattr__(name: str) -> Any:
 
 if dist.is_available() and dist.is_gloo_available():
     try:
-        C = _register(load())
+        C = _Extension(load())
+        dist.Backend.register_backend("simcomm", _create_backend, devices=["sim"])
+        if "pytest" not in sys.modules:
+            enable()
     except Unavailable as exc:
         _reason = str(exc)
 else:

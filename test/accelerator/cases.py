@@ -195,8 +195,6 @@ def _events() -> Iterator[Case]:
     yield Case("uneven inputs, host", **uneven, **TIERS["host"])
     yield Case("uneven inputs, worker", **uneven, **TIERS["worker"])
     yield Case("uneven inputs, AlreadyReduced", "AlreadyReduced", **{**uneven, "program": programs.uneven_by_hand})
-    yield Case("uneven inputs, DDP", "DDP", program=programs.uneven, **_UNDER_DDP)
-    yield Case("uneven inputs, DDPHook", "DDPHook", program=programs.uneven, **_UNDER_DDP)
     for program in (programs.failed_backward, programs.failed_everywhere, programs.failed_and_dropped):
         name = program.__name__.replace("_", " ")
         yield Case(name, program=program)
@@ -230,7 +228,6 @@ def _fsdp() -> Iterator[Case]:
     yield Case("FSDP2, clipped", program=programs.clipped, **fields)
     yield Case("FSDP2, state is loaded", program=programs.state_is_loaded, **fields)
     yield Case("FSDP2, state leaves", program=programs.state_leaves, **fields)
-    yield Case("FSDP2, scaled", program=programs.scaled, **fields)
     yield Case("FSDP2, Muon", **{**WHOLE["Muon"], **fields})
 
 

@@ -19,7 +19,7 @@ from test.distributed.harness import assert_bitwise, run_processes
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-SECONDS = 60  # nothing hangs
+SECONDS = 600  # nothing hangs
 LUCK = (None, 0, 1, 2)  # seeds of what no race shows
 OFFLOADS = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload())
 
@@ -247,7 +247,7 @@ def test_r9_the_norm_took_a_host_wait_per_slice() -> None:
 
 
 def test_r10_a_work_was_waited_for_by_a_stream_that_did_not_read_its_result() -> None:
-    _assert_right(2, "comm, a stream of its own", "uneven inputs, AlreadyReduced", "uneven inputs, DDP")
+    _assert_right(2, "comm, a stream of its own", "uneven inputs, AlreadyReduced")
 
 
 def test_r11_ranks_without_inputs_were_sent_device_tensors_over_gloo() -> None:

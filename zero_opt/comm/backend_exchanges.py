@@ -18,9 +18,8 @@ from ..pairwise_exchange import PairwiseExchange
 from ..relay_exchange import RelayExchange
 from ..system.devices import is_host
 from ..transfers import Transfer, start
-from .device_backends import wait_done
 
-# The backend's own, since a sum may overflow where the mean does not. Its types say less than it takes.
+# The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
 _MEAN: Any = dist.ReduceOp.AVG
 
 
@@ -74,7 +73,6 @@ class BackendExchange(_GroupExchange):
 
     def __init__(self, group: Group, pool: StagingPool) -> None:
         super().__init__(group, group, pool)
-        self._last: dict[str, Any] = {}
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
         """See :class:`Exchange`; adds in the backend's order."""
@@ -84,19 +82,14 @@ class BackendExchange(_GroupExchange):
             scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
             options = dist.ReduceScatterOptions()
             options.reduceOp = _MEAN
-            self._wait("reduce", start(ALL, scatter, _as_real(out), _as_real(bucket), options))
+            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()
             return True
         for owner, chunk in enumerate(chunks):
             to_owner = dist.ReduceOptions()
             to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
-            self._wait("reduce", start(ALL, pg.reduce, [chunk], to_owner))
+            Transfer(ALL, start(ALL, pg.reduce, [chunk], to_owner)).wait()
         out.copy_(chunks_of(bucket, bounds)[self._reduce.rank])
         return True
-
-    def _wait(self, name: str, work: Any) -> None:
-        """Make the current stream wait for a collective."""
-        self._last[name] = work
-        Transfer(ALL, work).wait()
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
         """See :class:`Exchange`; in place."""
@@ -105,13 +98,7 @@ class BackendExchange(_GroupExchange):
             return Gathering([broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)], chunks)
         gather = _method(pg, "all_gather_single", "_allgather_base")
         work = start(ALL, gather, _as_real(bucket), _as_real(chunks[self._gather.rank]))
-        self._last["gather"] = work
         return Gathering([Transfer(ALL, work)], chunks)
-
-    def close(self) -> None:
-        """Wait, for seconds at most, for what this rank has enqueued: the communicator is ended next."""
-        wait_done(list(self._last.values()))
-        self._last.clear()
 
 
 def _as_real(tensor: Tensor) -> Tensor:

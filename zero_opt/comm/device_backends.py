@@ -6,7 +6,6 @@ would be made there: NCCL and XCCL by their classes, any other by the function t
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +17,6 @@ from ..errors import ProcessGroupError
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
 _KINDS = _c10d.ProcessGroup.BackendType
-# How long a rank that closes waits for what it has enqueued itself, and how often it looks.
-_PATIENCE_S, _LOOK_S = 5.0, 0.005
 
 
 def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedelta, ranks: list[int]) -> None:
@@ -33,7 +30,8 @@ def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedel
     """
     store = _c10d.PrefixStore(device_type, pg.get_group_store())
     kind, made = _made(backend, store, pg, timeout, ranks)
-    made._set_sequence_number_for_group()
+    if kind == _KINDS.NCCL:  # as torch does: other backends may have no such numbers
+        made._set_sequence_number_for_group()
     pg._register_backend(torch.device(device_type), kind, made)
 
 
@@ -58,13 +56,8 @@ def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int
 def abort_device_backend(pg: Any, device_type: str) -> None:
     """End a device backend of this rank alone, whatever the other ranks do.
 
-    NCCL's own shutdown would wait for the kernels of all ranks of the host, of which some may never end.
+    NCCL's own shutdown would wait for the kernels of all ranks of the host, of which some may never end. Between hosts
+    the last kernel of this rank may be over before all that it sends has left: a rank that closes an optimizer at once
+    after a step may cost the others that step.
     """
     pg._get_backend(torch.device(device_type)).abort()
-
-
-def wait_done(works: list[Any]) -> None:
-    """Return when collectives that this rank has enqueued are over, or after a few seconds."""
-    end = time.monotonic() + _PATIENCE_S
-    while not all(work.is_completed() for work in works) and time.monotonic() < end:
-        time.sleep(_LOOK_S)

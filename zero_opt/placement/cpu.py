@@ -119,9 +119,10 @@ class Lane:
         for number, buffer in enumerate(self._free):
             if buffer.bytes.numel() >= nbytes:
                 return self._free.pop(number)
-        for buffer in self._free[:1]:  # the new one takes its place
-            self._buffers.remove(self._free.pop(0))
-            buffer.release()
+        if self._free:  # the new buffer takes its place
+            smaller = self._free.pop(0)
+            self._buffers.remove(smaller)
+            smaller.release()
         self._buffers.append(self._allocate(max(nbytes, self._largest_nbytes)))
         return self._buffers[-1]
 

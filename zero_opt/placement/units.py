@@ -224,7 +224,7 @@ class UnitMaker:
         return 0
 
     def begin(self) -> None:
-        """Note that a step begins: what the current streams have to do before it comes before any copy of it."""
+        """Note that a step begins: its copies come after all that the current streams have been given so far."""
 
     def close(self) -> None:
         """Let go of what units share."""

@@ -16,7 +16,7 @@ from ..errors import StepDesync, ZeroOptError
 from ..exchange import Exchange, Ident, StagingPool
 from ..layout import ParamSlice
 from ..partition import Partition
-from ..serial_thread import CallingThread, SerialThread
+from ..serial_thread import SerialThread
 
 
 class GradShard(NamedTuple):
@@ -105,10 +105,16 @@ class Parts:
         return self.exchanges[bucket.device.type]
 
     def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
-        """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now."""
+        """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now.
+
+        What fails here fails in the backward: a collective that was not enqueued must not count as one.
+        """
         exchange = self.exchange_of(bucket)
-        thread = self.thread if exchange.blocks else CallingThread()
-        return thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
+        if exchange.blocks:
+            return self.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
+        done: Future[bool] = Future()
+        done.set_result(bucket.reduce(fill, ident, accumulate, exchange, self.pool))
+        return done
 
     @property
     def must_match(self) -> bool:

@@ -242,17 +242,18 @@ class OverlappedReduction:
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
+        order = self._order  # of what was launched; the agreement may plan more
         agreed = self._parts.agree(self._rounds, error, self._restarted, self._matching.abandoned)
-        self._launch_zeros(self._matching.missing(agreed, self._order))
+        self._launch_zeros(self._matching.missing(agreed, order))
         self._futures += self._matching.settle()
         self._require_same_restarts(agreed.restarted)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
         self._exchange_late(agreed.used)
+        self._matching.agreed(agreed.rounds)
         reduced = [future.result() for future in self._futures]
         self._parts.partition.join()
-        self._matching.agreed(agreed.rounds)
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._begin_window()

@@ -7,8 +7,8 @@ or a backward early launches fewer. Three rules keep the pairs right, and none o
 - A round that has begun is launched to its end, by ``zero_grad()`` at the latest, with zeros for what has not come.
 - Each rank counts the rounds that ``zero_grad()`` voids. ``step()`` compares the counts, and a rank that has fewer
   launches the missing rounds before those that count.
-- A window that may follow such a ``zero_grad()`` launches nothing before ``step()`` has compared the counts. It shows
-  in how often ``zero_grad()`` was called since the ranks last agreed: not as often as the time before.
+- A window that may follow such a ``zero_grad()`` launches nothing until ``step()`` has compared the counts. A rank
+  suspects such a window where ``zero_grad()`` was called a different number of times than in the window before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Launch = Callable[[], Future[bool]]
 
 
 class RoundMatching:
-    """Decides when a collective may be launched, and which ones this rank still owes; see [Note: abandoned rounds].
+    """The bookkeeping of rounds: when a collective may be launched, and which ones this rank still owes.
+
+    See [Note: abandoned rounds].
 
     Attributes:
         abandoned: rounds launched since the ranks last agreed, which ``zero_grad()`` has voided.
@@ -49,15 +51,17 @@ class RoundMatching:
         if self._holds():
             self._held.append(call)
             return []
+        future = call()
         self._launched += 1
-        return [call()]
+        return [future]
 
     def owed(self, order: Sequence[int]) -> Iterator[GradBucket]:
         """Yield the buckets that complete the round under way, given the launch order; their gradients are zeros."""
         if self._parts.must_match and order:
-            for position in range(self._launched % len(order) or len(order), len(order)):
-                yield from self._unnamed([order[position]])
-            self.abandoned += -(-self._launched // len(order))
+            for index in order[len(order) - (-self._launched % len(order)) :]:
+                yield from self._unnamed([index])
+                self._launched += 1
+            self.abandoned += self._launched // len(order)
         self._launched = 0
         self._held.clear()
         self._settled = False
@@ -85,8 +89,7 @@ class RoundMatching:
         """Launch what was held: the ranks have launched equally many rounds."""
         self._settled = True
         held, self._held = self._held, []
-        self._launched += len(held)
-        return [call() for call in held]
+        return [future for call in held for future in self.launch(call)]
 
     def agreed(self, rounds: int) -> None:
         """Note that all ranks have launched this window's rounds."""

@@ -28,22 +28,25 @@ def is_meta(device: torch.device) -> bool:
     return device.type == "meta"
 
 
-def build_streams(device: torch.device) -> Streams:
-    """Return the streams of a device: none where work is done when a call returns."""
-    return NoStreams() if is_host(device) or is_meta(device) else AcceleratorStreams(device)
+def has_streams(device: torch.device) -> bool:
+    """Return whether work of this device is merely enqueued when a call returns."""
+    return not is_host(device) and not is_meta(device)
+
+
+def build_streams(device: torch.device, priority: int = 0) -> Streams:
+    """Return streams of a device: none where work is done when a call returns. ``priority`` is the side stream's."""
+    return AcceleratorStreams(device, priority) if has_streams(device) else NoStreams()
 
 
 def pins(device: torch.device) -> bool:
     """Return whether torch can allocate page-locked host memory for copies to and from this device."""
-    if is_host(device) or is_meta(device) or not torch.accelerator.is_available():
-        return False
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type == device.type
 
 
 def runtime_of(device: torch.device) -> Any:
     """Return the runtime that can lock pages of ordinary host memory, as ``torch.cuda.cudart()``, or ``None``."""
-    if is_host(device) or is_meta(device):
+    if not has_streams(device):
         return None
     runtime = getattr(torch.get_device_module(device), "cudart", None)
     return None if runtime is None else runtime()
@@ -73,7 +76,7 @@ def own_device(bound: torch.device | None, config: str) -> torch.device:
     """
     if bound is not None:
         return bound
-    return torch.device(next(iter(device_backends(config))), torch.accelerator.current_device_index())
+    return torch.device(config.split(":", 1)[0], torch.accelerator.current_device_index())
 
 
 def thread_device() -> Callable[[], None]:
