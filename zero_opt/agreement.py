@@ -80,7 +80,7 @@ class StepAgreement:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
         same_hypers: whether the ranks that have inputs have the same hyperparameters.
-        abandoned: per rank, as it reports.
+        abandoned, rounds_by: per rank, as it reports.
     """
 
     rounds: int
@@ -93,6 +93,7 @@ class StepAgreement:
     absent: Sequence[int] = ()
     same_hypers: bool = True
     abandoned: Sequence[int] = ()
+    rounds_by: Sequence[int] = ()
 
 
 class Agreement:
@@ -139,6 +140,7 @@ class Agreement:
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
             abandoned=[report.abandoned for report in reports],
+            rounds_by=[report.rounds for report in reports],
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:

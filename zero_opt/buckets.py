@@ -136,11 +136,15 @@ class GradBucket:
         """Bytes of the shard, zero before the first reduction."""
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
 
-    def leave(self) -> None:
-        """Let go of the shard's memory on an accelerator until :meth:`come_back`; views of it stay what they are."""
+    def leave(self, *, keep: bool) -> None:
+        """Let go of the shard's memory on an accelerator until :meth:`come_back`; views of it stay what they are.
+
+        Args:
+            keep: its values, too; else they are zeros afterwards.
+        """
         for shard in self._shards[self._lodged :]:
             if not shard.is_cpu:
-                self._away.append((shard, shard.cpu()))
+                self._away.append((shard, shard.cpu() if keep else torch.zeros(shard.shape, dtype=shard.dtype)))
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:

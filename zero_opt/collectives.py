@@ -249,7 +249,7 @@ class Group:
         envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
         for rank, (other, *_) in enumerate(envelopes):
             if other != envelopes[0][0]:
-                here, there = (name.rstrip(b"\0").decode() for name in (envelopes[0][0], other))
+                here, there = (name.rstrip(b"\0").decode(errors="replace") for name in (envelopes[0][0], other))
                 raise RankMismatch(f"rank 0 called {here} where rank {rank} called {there}; every rank must call both")
         longest = max(length for _, length, _ in envelopes)
         if longest <= self.inline_bytes:

@@ -378,9 +378,11 @@ class Wiring:
         self.gather.flush()
         if self._thread.runs and not all(map(is_host, self.partition.streams)):
             self._thread.submit(lambda: None).result()  # what it has begun writes to the shards
-        self.partition.join()
+        keep = self.reduction.shards_count
+        if keep:  # else collectives may be under way that end with a later step
+            self.partition.join()
         for bucket in self.partition.buckets:
-            bucket.leave()
+            bucket.leave(keep=keep)
             bucket.forget_staging()
         self.gather.forget()
         self._pool.release()

@@ -118,15 +118,12 @@ class Link {
     }
   }
   // The sum over the ranks, in their order, rounded after each as NCCL does; of an average, each is scaled
-  // first. Or the maximum.
+  // first.
   Tensor reduced(const Tensor& mine, c10d::ReduceOp::RedOpType op, int kind, int detail) {
     Tensor scaled = op == c10d::ReduceOp::AVG ? mine * (1.0 / size) : mine;
     auto all = gathered(scaled, kind, detail * 16 + op);
     Tensor sum = all[0].clone();
-    for (int other = 1; other < size; other++) {
-      if (op == c10d::ReduceOp::MAX) sum = at::maximum(sum, all[other]);
-      else sum.add_(all[other]);
-    }
+    for (int other = 1; other < size; other++) sum.add_(all[other]);
     return sum;
   }
 

@@ -180,10 +180,10 @@ class Comm final : public c10d::Backend {
   using Kernel = std::function<void(Link&, Tensors& to, Tensors& from)>;
 
   static c10d::ReduceOp::RedOpType reduce_op(const c10d::ReduceOp& op, const Tensors& tensors) {
-    TORCH_CHECK(op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG || op.op_ == c10d::ReduceOp::MAX,
-                "simcomm: only ReduceOp.SUM, ReduceOp.AVG and ReduceOp.MAX, not number ", int(op.op_));
+    TORCH_CHECK(op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG,
+                "simcomm: only ReduceOp.SUM and ReduceOp.AVG, not number ", int(op.op_));
     for (const Tensor& tensor : tensors)
-      TORCH_CHECK(op.op_ != c10d::ReduceOp::AVG || tensor.is_floating_point(), "simcomm: no ReduceOp.AVG of ",
+      TORCH_CHECK(op.op_ == c10d::ReduceOp::SUM || tensor.is_floating_point(), "simcomm: no ReduceOp.AVG of ",
                   tensor.scalar_type());
     return op.op_;
   }

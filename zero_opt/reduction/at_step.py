@@ -129,5 +129,10 @@ class AtStepReduction:
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Gradients are read when needed; nothing to watch."""
 
+    @property
+    def shards_count(self) -> bool:
+        """See :class:`GradReduction`; what they hold was reduced within a call of all ranks."""
+        return True
+
     def close(self) -> None:
         """Nothing to stop."""

@@ -177,6 +177,10 @@ class GradReduction(Protocol):
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Parameters were added to the partition."""
 
+    @property
+    def shards_count(self) -> bool:
+        """Whether the shards hold gradients that a step may use. Else they are void, and may be still to be written."""
+
     def close(self) -> None:
         """Stop listening to gradients."""
 

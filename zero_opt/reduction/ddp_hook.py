@@ -90,6 +90,10 @@ class DDPHookReduction(OverlappedReduction):
             self._shown.add(index)
             self._deliver(index, value)
 
+    def _is_dropped(self, index: int) -> bool:
+        """See :class:`OverlappedReduction`; during a backward, DDP keeps gradients of its own there."""
+        return self._parts.partition.flats[index].param.grad is None
+
     def lends(self, param: int) -> bool:
         """See :class:`GradOwner`."""
         if not self._called:

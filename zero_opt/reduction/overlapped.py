@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..agreement import StepAgreement
 from ..buckets import BucketState, Fill, GradBucket
 from ..consumed_grad import ConsumedGrad
 from ..errors import (
@@ -67,6 +68,7 @@ class OverlappedReduction:
         self._synced: set[bool] = set()  # of the backwards since the last step
         self._begin_window()
         self._sequence = 0
+        self._spoiled = False
 
     def _begin_window(self) -> None:
         """Forget the current window's rounds."""
@@ -183,11 +185,14 @@ class OverlappedReduction:
         self._next = 0
 
     def _forget_dropped(self, indices: Iterable[int]) -> None:
-        """The shard follows ``p.grad``: where the user has set it to None, the next gradient starts afresh."""
-        flats = self._parts.partition.flats
-        dropped = [index for index in indices if flats[index].param.grad is None]
+        """The shard follows ``p.grad``: where the user has dropped it, the next gradient starts afresh."""
+        dropped = [index for index in indices if self._is_dropped(index)]
         self._restart(dropped)
         self._shown.difference_update(dropped)
+
+    def _is_dropped(self, index: int) -> bool:
+        """Return whether ``p.grad`` was dropped; another thread of autograd may have put a new one there."""
+        return self._parts.partition.flats[index].param.grad is not self._consumed[index]
 
     def _restart(self, indices: Iterable[int]) -> None:
         """What has been exchanged of these gradients does not count any more."""
@@ -233,6 +238,10 @@ class OverlappedReduction:
             error = error or StepDesync(
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"
             )
+        if self._spoiled:
+            error = error or StepDesync(
+                "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"
+            )
         try:
             self._require_synced()
             self._take_plain()
@@ -243,10 +252,14 @@ class OverlappedReduction:
             self._open_round()
         self._launch_all()
         order = self._order  # of what was launched; the agreement may plan more
-        agreed = self._parts.agree(self._rounds, error, self._restarted, self._matching.abandoned)
+        try:
+            agreed = self._parts.agree(self._rounds, error, self._restarted, self._matching.abandoned)
+        except StepDesync:
+            self._spoiled = True
+            raise
         self._launch_zeros(self._matching.missing(agreed, order))
         self._futures += self._matching.settle()
-        self._require_same_restarts(agreed.restarted)
+        self._require_same_restarts(agreed)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
@@ -263,14 +276,22 @@ class OverlappedReduction:
         self._settle(agreed.used)
         return shard_list(self._parts, agreed.used)
 
-    def _require_same_restarts(self, restarted: Sequence[int]) -> None:
+    def _require_same_restarts(self, agreed: StepAgreement) -> None:
         """Refuse a gradient that was dropped where its parameter is used, if its owner, not using it, could not know.
+
+        Nor can an owner know which of the rounds before count where the ranks have had unequal numbers of them.
 
         Raises:
             GradientConflict: on every rank.
         """
+        restarted = agreed.restarted
         if not any(restarted):
             return
+        if len({rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}) > 1:
+            raise GradientConflict(
+                "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
+                "numbers; call opt.zero_grad() instead of model.zero_grad()"
+            )
         for bucket in self._parts.partition.buckets:
             for owner in range(self._parts.partition.world_size):
                 for piece in bucket.layout.slices(owner):
@@ -359,6 +380,7 @@ class OverlappedReduction:
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
+        self._spoiled = False
         self._launch_zeros(self._matching.owed(self._order))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
@@ -405,6 +427,11 @@ class OverlappedReduction:
             self.scale(inv_scale)
             self._unscaled = self._parts.agreement.any(found)
         return self._unscaled
+
+    @property
+    def shards_count(self) -> bool:
+        """See :class:`GradReduction`."""
+        return bool(self._live) and not self._matching.holding
 
     def close(self) -> None:
         """See :class:`GradReduction`."""

@@ -38,13 +38,18 @@ class RoundMatching:
         self.abandoned = 0
         self._launched = 0
         self._held: list[Launch] = []
-        self._agreed_epoch, self._usual_resets = 0, 1
+        self._agreed_epoch, self._usual_resets = 0, 0
         self._settled = False
 
     def _holds(self) -> bool:
         """Return whether the ranks may have launched unequal numbers of rounds; the same on every rank that agrees."""
         resets = self._parts.progress.epoch - self._agreed_epoch
         return self._parts.must_match and not self._settled and resets not in (0, self._usual_resets)
+
+    @property
+    def holding(self) -> bool:
+        """Whether calls wait for :meth:`settle`."""
+        return bool(self._held)
 
     def launch(self, call: Launch) -> list[Future[bool]]:
         """Make a call that launches a bucket's collective, now or in :meth:`settle`; its future if now."""
