@@ -92,6 +92,11 @@ STAGED = "            self._stage(fill.grads, self._views_of(fill.staged))\n"
 READY = "            fill.ready = [self.streams.produced()[1]]\n"
 SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
+LEAVE = (
+    "        if keep:  # else collectives may be under way that end with a later step\n"
+    "            self.partition.join()\n"
+)
+REDUCED = "            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()\n"
 FETCH = "        with streams.side([], []):\n            try:\n                self._found"
 IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
 OVERLAPPED, HOST = "device, Overlapped, float32", "host, Overlapped, bfloat16"
@@ -174,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no stream waits for a reduce-scatter",
         "comm/backend_exchanges.py",
-        (("        Transfer(ALL, work).wait()\n", ""),),
+        ((REDUCED, REDUCED.replace(").wait()", ")")),),
         OVERLAPPED,
         2,
     ),
@@ -213,10 +218,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "state is served before the step is over",
         "state_guard.py",
-        ((".side([event], ())", ".side([], ())"),),
+        (("streams.side([event, *(", "streams.side([*("),),
         "one rank asks, device",
         2,
         "comm, a stream of its own",
+    ),
+    Mutant(
+        "shards leave the device before they are reduced",
+        "wiring.py",
+        ((LEAVE, ""),),
+        "state leaves, device",
+        2,
+        OWN,
     ),
     Mutant(
         "hooks have no lock",
