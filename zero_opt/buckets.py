@@ -154,7 +154,7 @@ class GradBucket:
             shard.untyped_storage().resize_(values.untyped_storage().nbytes())
             shard.copy_(values)
             self._away.pop()
-        self.streams.join(self.own_shards)
+        self.streams.precede()
 
     @property
     def own_shards(self) -> Sequence[Tensor]:

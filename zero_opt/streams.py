@@ -52,6 +52,9 @@ class Streams(Protocol):
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event."""
 
+    def precede(self) -> None:
+        """Make the side stream's next work wait for the current stream."""
+
     def join(self, reads: Sequence[Tensor]) -> None:
         """Make the current stream wait for the side stream, and the side stream's next work for the current stream.
 
@@ -78,6 +81,9 @@ class NoStreams:
         yield
 
     def wait(self, event: Any) -> None:
+        """See :class:`Streams`."""
+
+    def precede(self) -> None:
         """See :class:`Streams`."""
 
     def join(self, reads: Sequence[Tensor]) -> None:
@@ -144,13 +150,18 @@ class AcceleratorStreams:
         """See :class:`Streams`."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
-    def join(self, reads: Sequence[Tensor]) -> None:
+    def precede(self) -> None:
         """See :class:`Streams`."""
         self._reader = torch.accelerator.current_stream(self._device)
+
+    def join(self, reads: Sequence[Tensor]) -> None:
+        """See :class:`Streams`."""
+        self.precede()
+        reader = torch.accelerator.current_stream(self._device)
         if self._side is not None:
-            self._reader.wait_stream(self._side)
+            reader.wait_stream(self._side)
         for tensor in reads:
-            tensor.record_stream(self._reader)
+            tensor.record_stream(reader)
 
 
 def _own_object(stream: torch.Stream) -> torch.Stream:

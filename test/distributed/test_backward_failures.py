@@ -144,3 +144,24 @@ def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in
     failed = run_processes(2, _step_after_failure, who, in_no_sync, timeout=20)
     for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False), strict=True):
         assert_bitwise(ours, good)
+
+
+def _drop_after_unequal_backwards(rank: int, world_size: int) -> str:
+    """The second forward of rank 1 fails; both ranks drop p.grad, which no epoch counts."""
+    params = [torch.nn.Parameter(torch.zeros(300)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    for value in (1.0, 2.0)[: 2 - rank]:
+        torch.autograd.backward(params, [torch.full_like(param, value) for param in params])
+    for param in params:
+        param.grad = None
+    torch.autograd.backward(params, [torch.full_like(param, 4.0) for param in params])
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    assert all(not param.detach().any() for param in params)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_gradients_dropped_after_unequal_numbers_of_backwards_are_refused() -> None:
+    for message in run_processes(2, _drop_after_unequal_backwards):
+        assert "unequal" in message and "call opt.zero_grad()" in message
