@@ -139,7 +139,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the step does not wait for the side stream",
         "streams.py",
-        (("            self._reader.wait_stream(self._side)\n", "            pass\n"),),
+        (("            reader.wait_stream(self._side)\n", "            pass\n"),),
         OVERLAPPED,
         2,
     ),
