@@ -209,7 +209,7 @@ class Sizing:
         there = [bucket for bucket in buckets if not is_host(self._rehearsal.device_of(bucket))]
         if not there or self.world_size == 1:
             return
-        yield Row("communicator", DEVICE, "NCCL or the like, about", _COMMUNICATOR_NBYTES)
+        yield Row("communicator", DEVICE, "NCCL or alike, about", _COMMUNICATOR_NBYTES)
         if not isinstance(self.recipe.reduction, AlreadyReduced):
             staged = [bucket.layout.numel * bucket.dtype.itemsize for bucket in there]
             yield Row("grads", DEVICE, "staged gradients", min(2 * max(staged), sum(staged)))
