@@ -92,7 +92,7 @@ def thread_device() -> Callable[[], None]:
 
 def in_use() -> bool:
     """Return whether this process uses an accelerator; asking for its current device would make it begin to."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return False
     initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
