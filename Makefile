@@ -49,7 +49,7 @@ test-gpu: setup
 crash: setup
 	ZERO_OPT_CRASH=long $(BIN)/python -m pytest -s test/crash
 
-# Every case on the simulated accelerator at every place, with 20 seeds of delays.
+# Every case on the simulated accelerator with 20 seeds of delays, at one place after the other.
 test-accelerator: setup
 	ZERO_OPT_ACCELERATOR=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test/accelerator
 

@@ -30,21 +30,27 @@ class Plan:
     Attributes:
         names: of the cases.
         seeds: of the streams' delays; ``None``: no stream is delayed.
-        one_place: whether a case runs at one place, cases at different ones, instead of all.
+        in_turn: whether a case runs at one place with each seed, at the next place with the next seed, instead of at
+            all places with all seeds; cases begin at different places.
         places: a pattern that the names of places match.
         until_wrong: whether a case that shows something ends there.
     """
 
     names: tuple[str, ...]
     seeds: tuple[int | None, ...] = (0,)
-    one_place: bool = False
+    in_turn: bool = False
     places: str = ""
     until_wrong: bool = False
 
-    def chosen(self, case: Case, among: Sequence[Place]) -> list[Place]:
-        """Return the places where a case runs."""
+    def runs(self, case: Case, among: Sequence[Place]) -> list[tuple[Place, int | None]]:
+        """Return where a case runs, with which seed."""
         able = [place for place in among if case.runs_at(place) and re.fullmatch(self.places or ".*", place.name)]
-        return [able[list(CASES).index(case.name) % len(able)]] if self.one_place and able else able
+        if not (self.in_turn and able):
+            return [(place, seed) for place in able for seed in self.seeds]
+        first, count = list(CASES).index(case.name), len(able)
+        # Each round of places begins one later: a place meets all patterns of delays, which recur with the seeds.
+        turns = (first + turn + turn // count for turn in range(len(self.seeds)))
+        return [(able[turn % count], seed) for turn, seed in zip(turns, self.seeds, strict=True)]
 
 
 def places(rank: int, world_size: int) -> list[Place]:
@@ -84,16 +90,6 @@ def differences(case: Case, reference: Any, place: Place, seed: int | None) -> l
     return [f"at {place.name}, seed {seed}: {line}" for line in (*races, *bits)]
 
 
-def shown(case: Case, reference: Any, place: Place, plan: Plan) -> list[str]:
-    """Run a case at a place with all seeds; return what is not as it should be."""
-    lines: list[str] = []
-    for seed in plan.seeds:
-        lines += differences(case, reference, place, seed)
-        if plan.until_wrong and _any_rank(place, bool(lines)):
-            break
-    return lines
-
-
 def _any_rank(place: Place, mine: bool) -> bool:
     """Return whether something is so on any rank. Collective."""
     answers: list[Any] = [mine]
@@ -113,8 +109,10 @@ def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
         try:
             reference = run(case, cpu)
             wrong[name] = []
-            for at in plan.chosen(case, devices):
-                wrong[name] += shown(case, reference, at, plan)
+            for at, seed in plan.runs(case, devices):
+                wrong[name] += differences(case, reference, at, seed)
+                if plan.until_wrong and _any_rank(at, bool(wrong[name])):
+                    break
         except BaseException as error:
             error.add_note(f"in the case {name!r}, at {at.name}")
             raise

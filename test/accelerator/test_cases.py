@@ -44,7 +44,7 @@ def chunks() -> Iterator[Chunk]:
 
 @pytest.mark.parametrize("chunk", list(chunks()), ids=str)
 def test_the_bits_of_the_cpu_and_no_race(chunk: Chunk, subtests: pytest.Subtests) -> None:
-    wrong = wrong_lines(chunk.world_size, Plan(chunk.names, SEEDS, one_place=not LONG), timeout=SECONDS)
+    wrong = wrong_lines(chunk.world_size, Plan(chunk.names, SEEDS, in_turn=True), timeout=SECONDS)
     for name, lines in wrong.items():
         with subtests.test(msg=name):
             assert not lines, "\n".join(lines[:12])

@@ -31,8 +31,25 @@ def _assert_right(world_size: int, places: str, *names: str, seeds: tuple[int | 
     assert not lines, "\n".join(lines[:12])
 
 
-def _device(rank: int) -> torch.device:
+_communicators: list[int] = []
+COUNTED = f"cpu:gloo,{DEVICE}:simcounted"
+
+
+def _counted(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Make a communicator, and count it."""
     enable()
+    _communicators.append(size)
+    return C.Comm(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
+
+if unavailable() is None:
+    dist.Backend.register_backend("simcounted", _counted, devices=[DEVICE])
+
+
+def _device(rank: int) -> torch.device:
+    """Return the device of a rank, and begin to count communicators."""
+    enable()
+    _communicators.clear()
     device = torch.device(DEVICE, rank)
     torch.accelerator.set_device_index(rank)
     return device
@@ -101,6 +118,39 @@ def test_f4_after_a_failed_backward_collectives_met_those_of_another_bucket(name
     _assert_right(2, "comm(, a stream of its own)?", name)
 
 
+def _fails_once(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """Train past a backward that fails on rank 1 alone; return the parameters, and how many communicators there are."""
+    params, optimizer = _made(_device(rank))
+    for _ in range(3):
+        _backward(params, 1.0 + rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        params[2].register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            _backward(params, 64.0)
+        params[2]._backward_hooks.clear()
+    else:
+        _backward(params, 64.0)
+    optimizer.zero_grad()
+    _backward(params, 1.0 + rank)
+    optimizer.step()
+    values = on_host(params)
+    optimizer.close()
+    return values, len(_communicators)
+
+
+def _raise(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_f4_the_reductions_that_a_failed_backward_has_left_are_those_of_a_communicator() -> None:
+    for values, communicators in run_processes(2, _fails_once, backend=COUNTED, timeout=SECONDS):
+        assert communicators == 1
+        for value in values:
+            assert_bitwise(value, torch.full_like(value, 1.0 - 4 * 0.25 * 1.5))
+
+
 @pytest.mark.parametrize("place", ["comm, two devices", "relay, two devices"])
 def test_f5_autograd_has_a_thread_per_device_and_hooks_had_no_lock(place: str) -> None:
     _assert_right(2, place, "accumulating each reduced, Overlapped", "masters, Overlapped, bfloat16", seeds=LUCK)
@@ -139,8 +189,11 @@ def test_f6_r12_a_rank_on_device_1_had_a_context_on_device_0(backend: str, offlo
 # -- found by reading -------------------------------------------------------------------------------------------------
 
 
-def _closes_alone(rank: int, world_size: int) -> str:
-    """Rank 0 launches what rank 1 never does, and closes its optimizer, or lets go of it."""
+def _closes_alone(rank: int, world_size: int) -> int:
+    """Rank 0 launches what rank 1 never does, closes its optimizer, and lets go of another.
+
+    Return how many communicators there were.
+    """
     device = _device(rank)
     params, optimizer = _made(device)
     _, dropped = _made(device)
@@ -155,27 +208,29 @@ def _closes_alone(rank: int, world_size: int) -> str:
     if rank == 1:
         optimizer.close()
         dropped.close()
-    return "closed"
+    return len(_communicators)
 
 
 def test_r1_a_rank_that_closes_alone_waited_for_the_others() -> None:
-    assert run_processes(2, _closes_alone, backend=BACKEND, timeout=SECONDS) == ["closed"] * 2
+    assert run_processes(2, _closes_alone, backend=COUNTED, timeout=SECONDS) == [2] * 2
 
 
-def _large_mean(rank: int, world_size: int, reduction: Any) -> list[Tensor]:
+def _large_mean(rank: int, world_size: int, reduction: Any) -> tuple[list[Tensor], int]:
+    """Return the parameters after a step whose gradients' sum overflows, and how many communicators there are."""
     params, optimizer = _made(_device(rank), reduction=reduction, dtype=torch.float16, lr=2.0**-15)
     _backward(params, 49152.0)
     optimizer.step()
     values = on_host(params)
     optimizer.close()
-    return values  # type: ignore[no-any-return]
+    return values, len(_communicators)
 
 
 @pytest.mark.parametrize(
     "reduction", [zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)], ids=["Overlapped", "AtStep"]
 )
 def test_r2_a_sum_in_fp16_overflowed_where_the_mean_did_not(reduction: Any) -> None:
-    for values in run_processes(2, _large_mean, reduction, backend=BACKEND, timeout=SECONDS):
+    for values, communicators in run_processes(2, _large_mean, reduction, backend=COUNTED, timeout=SECONDS):
+        assert communicators == 1
         for value in values:
             assert_bitwise(value, torch.full_like(value, -0.5))
 
@@ -254,38 +309,22 @@ def test_r11_ranks_without_inputs_were_sent_device_tensors_over_gloo() -> None:
     _assert_right(2, "relay.*", "uneven inputs, AlreadyReduced", "uneven inputs, Overlapped")
 
 
-_communicators: list[int] = []
-
-
-def _counted(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    """Make a communicator, and count it."""
-    enable()
-    _communicators.append(size)
-    return C.Comm(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
-
-
-if unavailable() is None:
-    dist.Backend.register_backend("simcounted", _counted, devices=[DEVICE])
-
-
 def _communicators_of(rank: int, world_size: int) -> list[int]:
     """Return how many communicators there are beside the program's own, with one optimizer and with two."""
-    device = _device(rank)
-    dist.all_reduce(torch.ones(1, device=device))
-    before, made, counts = len(_communicators), [], []
+    device, made, counts = _device(rank), [], []
     for _ in range(2):
         params, optimizer = _made(device)
         _backward(params, 1.0)
         optimizer.step()
         made.append(optimizer)
-        counts.append(len(_communicators) - before)
+        counts.append(len(_communicators))
     for optimizer in made:
         optimizer.close()
     return counts
 
 
 def test_r13_an_optimizer_had_two_communicators() -> None:
-    counted = run_processes(2, _communicators_of, backend="cpu:gloo,sim:simcounted", timeout=SECONDS)
+    counted = run_processes(2, _communicators_of, backend=COUNTED, timeout=SECONDS)
     assert counted == [[1, 2]] * 2
 
 
