@@ -113,7 +113,7 @@ class GradBucket:
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
         self._at, self._lent, self._lodged = 0, False, 0
-        self._away: list[tuple[Tensor, Tensor]] = []  # and their values
+        self._away: list[tuple[Tensor, Tensor | None]] = []  # and their values, if they count
         self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
 
@@ -144,17 +144,23 @@ class GradBucket:
         """
         for shard in self._shards[self._lodged :]:
             if not shard.is_cpu:
-                self._away.append((shard, shard.cpu() if keep else torch.zeros(shard.shape, dtype=shard.dtype)))
+                self._away.append((shard, shard.cpu() if keep else None))
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Take the memory again, and the values."""
-        while self._away:
-            shard, values = self._away[-1]
-            shard.untyped_storage().resize_(values.untyped_storage().nbytes())
-            shard.copy_(values)
-            self._away.pop()
-        self.streams.precede()
+        """Take memory again, and the values.
+
+        The memory is the side stream's, as it was: collectives may write to it when it leaves once more.
+        """
+        with torch.no_grad(), self.streams.side([], []):
+            while self._away:
+                shard, values = self._away[-1]
+                shard.untyped_storage().resize_(shard.numel() * shard.element_size())
+                if values is None:
+                    shard.zero_()
+                else:
+                    shard.copy_(values)
+                self._away.pop()
 
     @property
     def own_shards(self) -> Sequence[Tensor]:

@@ -52,9 +52,6 @@ class Streams(Protocol):
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event."""
 
-    def precede(self) -> None:
-        """Make the side stream's next work wait for the current stream."""
-
     def join(self, reads: Sequence[Tensor]) -> None:
         """Make the current stream wait for the side stream, and the side stream's next work for the current stream.
 
@@ -81,9 +78,6 @@ class NoStreams:
         yield
 
     def wait(self, event: Any) -> None:
-        """See :class:`Streams`."""
-
-    def precede(self) -> None:
         """See :class:`Streams`."""
 
     def join(self, reads: Sequence[Tensor]) -> None:
@@ -150,14 +144,9 @@ class AcceleratorStreams:
         """See :class:`Streams`."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
-    def precede(self) -> None:
-        """See :class:`Streams`."""
-        self._reader = torch.accelerator.current_stream(self._device)
-
     def join(self, reads: Sequence[Tensor]) -> None:
         """See :class:`Streams`."""
-        self.precede()
-        reader = torch.accelerator.current_stream(self._device)
+        self._reader = reader = torch.accelerator.current_stream(self._device)
         if self._side is not None:
             reader.wait_stream(self._side)
         for tensor in reads:

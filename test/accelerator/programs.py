@@ -68,7 +68,7 @@ def clipped(rank: Rank) -> Any:
 
 
 def state_leaves(rank: Rank) -> Any:
-    """Offload the state between two steps, save it there, and go on; once with gradients that are reduced already."""
+    """Offload the state between two steps, save it there, and go on; once between two backwards of a step."""
     rank.step(0)
     rank.step(1)
     rank.optimizer.flush()
@@ -79,6 +79,7 @@ def state_leaves(rank: Rank) -> Any:
     rank.backward(3)
     rank.optimizer.offload_state()
     rank.optimizer.reload_state()
+    rank.backward(4)
     rank.optimizer.step()
     rank.optimizer.zero_grad()
     return [on_host(saved), rank.end()]

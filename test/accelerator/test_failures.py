@@ -63,26 +63,34 @@ def test_a_window_of_one_rank_alone_leaves_nothing(backend: str, steps: int) -> 
 
 
 def _leaves(rank: int, world_size: int, offload: Any, again: bool) -> set[float]:
-    """State leaves the device while collectives of the dropped window wait for the other rank's."""
+    """State leaves the device, for the second time, while collectives of a dropped window wait for the other rank's."""
     params, optimizer = _made(rank, offload=offload)
+    for _ in range(2):
+        _backward(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.offload_state()
+    optimizer.reload_state()
     if rank == 0:
         _backward(params, 100.0)
     optimizer.zero_grad()
     if again:
         _backward(params, 4.0)
     optimizer.offload_state()
+    mine = [torch.zeros(numel // world_size, device=param.device) for numel, param in zip(NUMELS, params, strict=True)]
     optimizer.reload_state()
     if not again:
         _backward(params, 4.0)
     optimizer.step()
     optimizer.close()
+    assert _values(mine) == {0.0}
     return _values(params)
 
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()])
 def test_state_leaves_after_a_window_of_one_rank_alone(offload: Any, again: bool) -> None:
-    assert run_processes(2, _leaves, offload, again, backend=BACKEND, timeout=SECONDS) == [{-4.0}] * 2
+    assert run_processes(2, _leaves, offload, again, backend=BACKEND, timeout=SECONDS) == [{-6.0}] * 2
 
 
 def _drops_on_two_devices(rank: int, world_size: int) -> int:
