@@ -325,6 +325,7 @@ class Group:
                 self.pg._get_backend(HOST).shutdown()
             else:
                 dist.destroy_process_group(self.pg)
+        del self.pg
 
 
 class DeviceGroup(Group):

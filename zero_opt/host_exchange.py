@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import select
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -55,6 +56,8 @@ _LINE_BYTES = 64
 _NONCE_AT, _NONCE_BYTES = 256, 16
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
+# What is under way when the exchange closes ends within a look, on a machine that is not overloaded.
+_ENDS_S = 5.0
 
 
 class ControlGroup(Protocol):
@@ -83,7 +86,7 @@ class _Peer:
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the process and its memory."""
+        """Let go of the process and of the descriptor of its memory."""
         self._close()
         self.arena.close()
 
@@ -101,7 +104,7 @@ class HostExchange(PooledExchange):
     ) -> None:
         super().__init__(pool)
         self.adds_up = GRAD_DTYPES
-        self._timeout_s, self._closed = group.timeout_s, False
+        self._timeout_s, self._closed, self._reading = group.timeout_s, False, threading.Lock()
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
@@ -128,16 +131,20 @@ class HostExchange(PooledExchange):
 
     def _complete(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
+        with self._reading:
+            return self._go_through(advance)
+
+    def _go_through(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         deadline, published = time.monotonic() + self._timeout_s, 0
         while True:
+            if self._closed:
+                raise OptimizerClosed("closed while an exchange with the other ranks was under way")
             state, rank, came = advance(published, _LOOK_S)
             if state != _NOT_YET:
                 return state != _PASSED
             if came > published:
                 deadline, published = time.monotonic() + self._timeout_s, came
             peer = self._peers[rank]
-            if self._closed:
-                raise OptimizerClosed("closed while an exchange with the other ranks was under way")
             if peer.dead():
                 # It may have published just before it ended.
                 state, still, published = advance(published, 0.0)
@@ -167,6 +174,10 @@ class HostExchange(PooledExchange):
         for peer in self._peers.values():
             peer.close()
         self._own.close()
+        if self._reading.acquire(timeout=_ENDS_S):
+            for arena in (self._own, *(peer.arena for peer in self._peers.values())):
+                arena.unmap()
+            self._reading.release()
 
 
 def _nothing_left() -> None:

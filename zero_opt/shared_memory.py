@@ -106,6 +106,10 @@ class Arena:
         """Close the descriptor. The mapping ends when the last tensor over it is gone."""
         self._close()
 
+    def unmap(self) -> None:
+        """Let go of :attr:`bytes`. A mapping has a descriptor of its own."""
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 
 class GrowingArena(Arena):
     """An arena to which memory can be added at the end. What lies in it stays where it is."""

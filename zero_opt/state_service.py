@@ -216,6 +216,8 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.over()
+        self._passed.clear()  # a message under way holds the connections
+        self._sent.clear()
         self._side.close()
         process_end.running.discard(self)
 
