@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
-from zero_opt.collectives import Group, broadcast_params, tensor_bytes
+from zero_opt.collectives import Group, broadcast_params, connect, tensor_bytes
 from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
 from zero_opt.meeting import resolve_group
 
@@ -98,7 +98,7 @@ def test_bytes_of_a_tensor(dtype: torch.dtype) -> None:
 
 def _group(rank: int, world_size: int) -> list[object]:
     assert dist.group.WORLD is not None
-    group = Group(dist.group.WORLD, 30, "test")
+    group = Group(dist.group.WORLD, 30, "test", connect(dist.group.WORLD, groups=1))
     assert (group.rank, group.world_size) == (rank, world_size)
     gathered = group.all_gather_bytes(b"x" * (rank * 3))
     tensors = [int(t) for t in group.all_gather(torch.tensor([rank * rank]))]
@@ -127,7 +127,7 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
     found = []
     for parent in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=55))):
         for timeout in (None, 7.5):
-            group = Group(parent, timeout, "test")
+            group = Group(parent, timeout, "test", connect(parent, groups=1))
             found.append(group.timeout_s)
             group.close()
     return found

@@ -24,8 +24,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import meeting
+from .comm.connecting import Connecting
 from .comm.device_backends import abort_device_backend, add_device_backend
-from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch
+from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch
 from .late_params import bring
 from .meeting import resolve_group
 from .serial_thread import SerialThread
@@ -80,33 +81,38 @@ def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
     return Gathered(who, work) if like.is_cpu else Transfer(who, work)
 
 
-def _new_group(parent: dist.ProcessGroup, description: str, timeout: timedelta, devices: Mapping[str, str]) -> Any:
+def _new_group(
+    parent: dist.ProcessGroup,
+    purpose: str,
+    timeout: timedelta,
+    devices: Mapping[str, str],
+    connecting: Connecting | None,
+) -> Any:
     """A group of the parent's ranks, in its order, made by them alone.
 
     Args:
-        description: for logs. devices: backends for accelerator tensors, by device type.
+        purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
 
     ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
     moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
-    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken: so all
-    are there when they connect, which waits without looking for Ctrl-C.
+    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
     """
     ranks = dist.get_process_group_ranks(parent)
-    if _backend_for(parent) == "threaded":  # all ranks are in every group
+    if connecting is None:  # all ranks are in every group
         return _c10d.new_group(ranks, timeout=timeout, backend="threaded")
     rank, size = dist.get_rank(parent), len(ranks)
-    name = f"zero_opt/{meeting.common_name(parent, _NameExchange)}"
-    store = _c10d.PrefixStore(name, _c10d._get_default_store())
-    pg = _c10d.ProcessGroup(store, rank, size)
+    name = f"{connecting.name}/{purpose}"
+    pg = _c10d.ProcessGroup(_c10d.PrefixStore(name, _c10d._get_default_store()), rank, size)
     kinds = _c10d.ProcessGroup.BackendType
-    gloo = _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu", store), rank, size, timeout=timeout)
+    gloo = _c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
+    gloo._set_default_timeout(timeout)
     gloo._set_sequence_number_for_group()
     pg._set_default_backend(kinds.GLOO)
     pg._register_backend(HOST, kinds.GLOO, gloo)
     pg._set_group_name(name)
     for device_type, backend in devices.items():
         add_device_backend(pg, device_type, backend, timeout, ranks)
-    pg._set_group_desc(description)
+    pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
     return pg
 
 
@@ -162,7 +168,9 @@ class Group:
 
     device_backends: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, purpose: str) -> None:
+    def __init__(
+        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
+    ) -> None:
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
@@ -172,9 +180,20 @@ class Group:
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
         self._waits = SerialThread("zero_opt wait", self.interrupt)
-        self.pg: dist.ProcessGroup = _new_group(
-            parent, f"zero_opt:{purpose}", timedelta(seconds=self.timeout_s), self.device_backends
+        self._pg: dist.ProcessGroup | None = _new_group(
+            parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
         )
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The group as torch has it.
+
+        Raises:
+            OptimizerClosed: there is none any more.
+        """
+        if self._pg is None:
+            raise OptimizerClosed("this optimizer is closed, and its connections with it")
+        return self._pg
 
     def watch(self, hang_timeout_s: float) -> None:
         """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective."""
@@ -312,9 +331,11 @@ class Group:
                 abort_device_backend(self.pg, device_type)
 
     def close(self) -> None:
-        """Destroy the group; harmless when the user has destroyed everything already, and in a forked child."""
+        """Destroy the group, once; harmless when the user has destroyed everything already, and in a forked child."""
+        if self._pg is None:
+            return
         if os.getpid() != self._pid:
-            _inherited.append(self.pg)
+            _inherited.append(self._pg)
             return
         self._waits.close()
         if self._watch is not None:
@@ -322,18 +343,20 @@ class Group:
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
                 self._abort_devices()
-                self.pg._get_backend(HOST).shutdown()
+                self._pg._get_backend(HOST).shutdown()
             else:
-                dist.destroy_process_group(self.pg)
-        del self.pg
+                dist.destroy_process_group(self._pg)
+        self._pg = None  # the last reference, which gives back connections and threads
 
 
 class DeviceGroup(Group):
     """A group that also carries accelerator tensors, by the backends that the user's group has for them."""
 
-    def __init__(self, parent: dist.ProcessGroup, timeout: float | None, purpose: str) -> None:
+    def __init__(
+        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
+    ) -> None:
         self.device_backends = device_backends(str(dist.get_backend_config(parent)))
-        super().__init__(parent, timeout, purpose)
+        super().__init__(parent, timeout, purpose, connecting)
 
 
 class SideGroup(Group):
@@ -345,11 +368,13 @@ class SideGroup(Group):
         return os.getpid() != self._pid
 
 
-def build_side_group(parent: dist.ProcessGroup | None, timeout: float | None, purpose: str) -> SideGroup | None:
-    """A :class:`SideGroup`, if there are other ranks and they are in other processes. Collective."""
-    if parent is None or parent.size() == 1 or _backend_for(parent) == "threaded":
-        return None
-    return SideGroup(parent, timeout, purpose)
+def connect(parent: dist.ProcessGroup, groups: int) -> Connecting | None:
+    """Begin to make so many groups; ``None`` if the ranks are threads. Collective.
+
+    Raises:
+        OutOfResources: a rank has no room for them. Others as for :func:`meeting.common_name`.
+    """
+    return None if _backend_for(parent) == "threaded" else Connecting(parent, _NameExchange, groups)
 
 
 class AloneGroup(Group):

@@ -87,6 +87,10 @@ class OutOfMemory(ZeroOptError, MemoryError):
     """What is needed is more than may still be had; the message has both numbers, and nothing was touched."""
 
 
+class OutOfResources(ZeroOptError, RuntimeError):
+    """This process gets no more file descriptors or threads; the message says which limit to raise."""
+
+
 class StorageFailed(ZeroOptError, OSError):
     """The file that holds the state cannot be made, read or written; the message says where, and what became of it."""
 

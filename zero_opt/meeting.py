@@ -120,18 +120,22 @@ def _refuse(error: ZeroOptError, exchange: Exchanging) -> None:
     _answered(board.hear_all)
 
 
-def common_name(parent: dist.ProcessGroup, exchange: Exchanging) -> str:
+def common_name(parent: dist.ProcessGroup, exchange: Exchanging, obstacle: ZeroOptError | None = None) -> str:
     """A name that nothing has had, the same on every rank of the group. Collective.
 
     Args:
         exchange: starts to exchange names in a group.
+        obstacle: why this rank cannot go on after this, if so; raised here, and on the other ranks.
 
     Raises:
         ConfigTypeError, ProcessGroupError: another rank's argument is no group. RankMismatch: it is another group.
+        ZeroOptError: a rank's obstacle.
     """
     key = _key_of(parent)
     _met[key] += 1
-    under_way = exchange(parent, uuid.uuid4().bytes)
+    if obstacle is not None:
+        _answered(lambda: _Board().refuse(obstacle))
+    under_way = exchange(parent, uuid.uuid4().bytes if obstacle is None else _NO_NAME)
     wait, begun = _Wait(key, exchange), time.monotonic()
     try:
         while not under_way.done_within(SLICE_S):
@@ -142,7 +146,7 @@ def common_name(parent: dist.ProcessGroup, exchange: Exchanging) -> str:
     refusals = [_Board().refusal(rank, key) for rank, name in zip(key[1], names, strict=True) if name == _NO_NAME]
     if refusals:
         wait.leave_others()
-        raise refusals[0]
+        raise obstacle or refusals[0]
     return names[0].hex()
 
 
@@ -150,7 +154,10 @@ def _answered(call: Callable[[], _Answer]) -> _Answer | None:
     """What a call that asks the store returns; ``None`` if it takes too long."""
     thread = SerialThread("zero_opt meeting")
     try:
-        future: Future[_Answer] = thread.submit(call)
+        try:
+            future: Future[_Answer] = thread.submit(call)
+        except RuntimeError:  # this process gets no thread
+            return call()
         return future.result(_ANSWER_S)
     except NoAnswer:
         return None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch.distributed as dist
 
-from .collectives import AloneGroup, DeviceGroup, Group, build_side_group
+from .collectives import AloneGroup, DeviceGroup, Group, SideGroup, connect
+from .comm.connecting import made_by_all
 from .consolidate import LocalState
 from .partition import Partition
 from .placement import Placement
 from .policies import Checks
 from .state_guard import StateGuard
 from .state_service import StateService
-
-_numbers = itertools.count()
 
 
 class OwnGroups:
@@ -30,18 +28,28 @@ class OwnGroups:
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbours: Group | None = None) -> None:
-        timeout = checks.timeout
         several = None if parent is None or parent.size() == 1 else parent
-        # As logs and torch's flight recorder name them: what for, and of which optimizer of this process.
-        number = next(_numbers)
-        self.control, self.reduce, self.gather = (
-            AloneGroup() if several is None else kind(several, timeout, f"{purpose}:{number}")
-            for kind, purpose in ((Group, "control"), (DeviceGroup, "reduce"), (Group, "gather"))
-        )
+        self.service: StateService | None = None
+        self._side: SideGroup | None = None
+        self.control: Group
+        self.reduce: Group
+        self.gather: Group
+        if several is None:
+            self.control = self.reduce = self.gather = AloneGroup()
+        else:
+            self._make(several, checks.timeout)
         self.control.watch(checks.hang_timeout)
         self.neighbours = neighbours or self.control
-        self._side = build_side_group(several, timeout, f"state:{number}")
-        self.service: StateService | None = None
+
+    def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        connecting = connect(parent, groups=4)
+        with made_by_all(connecting) as made:
+            for kind, purpose in ((Group, "control"), (DeviceGroup, "reduce"), (Group, "gather")):
+                made.append(kind(parent, timeout, purpose, connecting))
+            self.control, self.reduce, self.gather = made
+            if connecting is not None:  # the ranks are processes
+                self._side = SideGroup(parent, timeout, "state", connecting)
+                made.append(self._side)
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
         """Begin to serve this rank's state. All ranks should."""

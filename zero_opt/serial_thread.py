@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from .errors import OutOfResources
 from .system.devices import thread_device
 
+# What the operating system's limit of threads is set by.
+THREAD_LIMIT = (
+    "processes and threads: 'ulimit -u', pids.max of the container; or start fewer (OMP_NUM_THREADS, loaders)"
+)
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -64,6 +69,20 @@ def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
+def start_threads(*threads: threading.Thread) -> None:
+    """Start threads.
+
+    Raises:
+        OutOfResources: the operating system gives none.
+    """
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        count = threading.active_count()
+        raise OutOfResources(f"{error}, beside {count} that Python has; raise the limit of {THREAD_LIMIT}") from error
+
+
 class CallingThread:
     """A stand-in for :class:`SerialThread` that runs each call at once, on the thread that submits it."""
 
@@ -97,12 +116,13 @@ class SerialThread:
 
         Raises:
             RuntimeError: the thread does not run yet, and the interpreter's exit has begun.
+            OutOfResources: the operating system gives no thread.
         """
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
             thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name, daemon=True)
-            thread.start()
+            start_threads(thread)
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)
         future: Future[Any] = Future()

@@ -40,6 +40,7 @@ from .collectives import Group, SideGroup, bytes_tensor, tensor_bytes
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
+from .serial_thread import start_threads
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
 from .system.devices import thread_device
 from .transfers import Transfer, Window
@@ -124,8 +125,7 @@ class StateService:
     """This rank's end of the ring; see the notes of the module.
 
     Args:
-        capture: this rank's state as it is at the moment.
-        flats: all sharded parameters, by global index.
+        capture: this rank's state as it is at the moment. flats: all sharded parameters, by global index.
         control: the group in which the ranks agree on a step.
     """
 
@@ -164,8 +164,7 @@ class StateService:
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring", daemon=True)
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end", daemon=True)
         process_end.add(self)
-        self._thread.start()
-        self._delivering.start()
+        start_threads(self._thread, self._delivering)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -216,8 +215,7 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.over()
-        self._passed.clear()  # a message under way holds the connections
-        self._sent.clear()
+        self._passed = self._sent = deque()  # whose messages hold the connections
         self._side.close()
         process_end.running.discard(self)
 

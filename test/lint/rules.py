@@ -48,6 +48,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("collectives", "result"): _TRANSFER,
     ("comm.backend_exchanges", "wait"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
+    ("comm.connecting", "join"): "the threads wait for an event that is set",
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
     ("loading", "wait"): _WORKER,

@@ -1,0 +1,215 @@
+"""How ranks make the connections of an optimizer: on all of them, or on none.
+
+[Note: a rank that cannot connect]
+A rank may lack descriptors, threads or memory. What can be known beforehand it says before the others begin, see
+:func:`meeting.common_name`. What fails in the middle it writes to the store that the process group was made with. Ranks
+that wait there for its address look for that; and all ranks meet there in the end. gloo by itself waits for a rank that
+never comes for the whole timeout of the group, 30 minutes by default, and ends the process where it gets no thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import meeting
+from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank
+from ..serial_thread import THREAD_LIMIT
+
+# Its private parts carry no types.
+_c10d: Any = dist.distributed_c10d
+
+# Of one group over gloo: what it has itself beside a socket per other rank, and its threads.
+_OWN_DESCRIPTORS, _THREADS = 4, 3
+# What the rest of an optimizer and its first step open: memory shared with each rank of the host, files, queues.
+_SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
+# A rank that waits for another's address looks this often whether there will be none.
+_LOOK_S = 0.25
+# Ranks that have each other's addresses have so long to connect, whatever the group's timeout is.
+_CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
+_DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
+# What the texts of the operating system and of gloo are about.
+_LIMITS = {
+    "Too many open files": _DESCRIPTOR_LIMIT,
+    "new thread": THREAD_LIMIT,
+    "Resource temporarily unavailable": THREAD_LIMIT,
+}
+_FAILED, _COUNT, _ALL = "failed", "count", "all"
+_numbers = itertools.count()
+
+
+def require_room(world_size: int, groups: int) -> None:
+    """Raise OutOfResources unless this process may open and start what so many groups need."""
+    needed = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = _open_descriptors()
+    if limit != resource.RLIM_INFINITY and taken + needed > limit:
+        raise OutOfResources(
+            f"connections to {world_size - 1} other ranks need about {needed} file descriptors, and of the {limit:,} "
+            f"that this process may have {taken:,} are open; raise the limit before you start it, with "
+            f"'ulimit -n {max(taken + needed, 4096)}' (the hard limit is {most:,}) or docker's --ulimit nofile"
+        )
+    _require_threads(groups * _THREADS + _SPARE_THREADS)
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux; or not even a descriptor for this
+        return 0
+
+
+def _require_threads(count: int) -> None:
+    """Start so many threads at once, and end them."""
+    over, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=over.wait, name="zero_opt probe", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        found = f"this process needs {count} more threads and got {len(started)} ({error})"
+        raise OutOfResources(f"{found}; raise the limit of {THREAD_LIMIT}") from error
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
+
+
+class Connecting:
+    """The making of one optimizer's groups, on one rank.
+
+    Attributes:
+        name: of the groups, which nothing has had; the same on every rank.
+        number: of the optimizer in this process, for logs and torch's flight recorder.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, exchange: meeting.Exchanging, groups: int) -> None:
+        """Come together with the other ranks. Collective.
+
+        Raises:
+            OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for
+                :func:`meeting.common_name`.
+        """
+        obstacle = None
+        try:
+            require_room(parent.size(), groups)
+        except OutOfResources as error:
+            obstacle = error
+        self.name = f"zero_opt/{meeting.common_name(parent, exchange, obstacle)}"
+        self._board = _c10d.PrefixStore(f"{self.name}/made", _c10d._get_default_store())
+        self.number = next(_numbers)
+        self._rank, self._world_size = dist.get_rank(parent), parent.size()
+
+    def addresses(self, purpose: str) -> Any:
+        """Return the store in which the ranks find each other for one of the groups."""
+        return _Addresses(_c10d.PrefixStore(f"{self.name}/{purpose}/addresses", _c10d._get_default_store()), self)
+
+    def patience(self, timeout: timedelta) -> timedelta:
+        """Return how long ranks may take to connect, given how long a collective may take."""
+        return min(timeout, timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * self._world_size))
+
+    def look(self) -> None:
+        """Raise the error of another rank that cannot connect, if there is one."""
+        if self._board.check([_FAILED]):
+            rank, name, message = json.loads(self._board.get(_FAILED))
+            if rank != self._rank:
+                raise error_of_rank(rank, name, message)
+
+    def meet(self) -> None:
+        """Wait until all ranks have made their groups."""
+        if self._board.add(_COUNT, 1) == self._world_size:
+            self._board.set(_ALL, "")
+        wait_for(self._board, [_ALL], self)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot connect, unless another has said so before."""
+        said = json.dumps([self._rank, type(error).__name__, str(error)])
+        with suppress(RuntimeError):  # no store, no other rank
+            self._board.compare_set(_FAILED, "", said)
+
+
+def wait_for(store: Any, keys: list[str], connecting: Connecting) -> None:
+    """Wait until a store has the keys, or a rank cannot connect."""
+    while not store.check(keys):
+        connecting.look()
+        with suppress(RuntimeError):  # not yet; a store that is lost fails the check
+            store.wait(keys, timedelta(seconds=_LOOK_S))
+
+
+class _Addresses(_c10d.Store):  # type: ignore[misc]
+    """A store in which a wait ends where it would be in vain."""
+
+    def __init__(self, store: Any, connecting: Connecting) -> None:
+        super().__init__()
+        self._store, self._connecting = store, connecting
+
+    def set(self, key: str, value: Any) -> None:
+        """See ``torch.distributed.Store``."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        """See ``torch.distributed.Store``."""
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        """See ``torch.distributed.Store``."""
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (ranks come, or fail)
+        """See ``torch.distributed.Store``."""
+        wait_for(self._store, keys, self._connecting)
+
+
+@contextmanager
+def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
+    """Within it this rank makes the groups of an optimizer, and adds them to the list. On leaving it, all ranks have.
+
+    Raises:
+        OutOfResources, ProcessGroupError: this rank cannot, or another one; on every rank. Groups made so far are
+            closed.
+    """
+    made: list[Any] = []
+    try:
+        yield made
+        if connecting is not None:
+            connecting.meet()
+    except BaseException as error:
+        for group in made:  # which also gives back what it takes to say so
+            group.close()
+        if connecting is None:
+            raise
+        found = _found(error, connecting)
+        connecting.fail(found)
+        raise found from (None if found is error else error)
+
+
+def _found(error: BaseException, connecting: Connecting) -> BaseException:
+    """Return what an error in the making means, here or on the rank where it came first."""
+    if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
+        return error
+    with suppress(dist.DistError):  # the store is what fails
+        try:
+            connecting.look()
+        except ZeroOptError as elsewhere:
+            return elsewhere
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    for sign, limit in _LIMITS.items():
+        if sign in text:
+            return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
+    if any(sign in text for sign in ("refused", "reset", "connectFullMesh")):
+        text = f"one of them ended while they connected, and its own output says why; torchrun restarts all ({text})"
+    return ProcessGroupError(f"cannot connect to the other ranks: {text}")
