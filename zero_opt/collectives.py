@@ -47,6 +47,9 @@ INLINE_BYTES = 216
 ALL = "another rank"
 # The backend of a group of one.
 ALONE = "alone"
+# Backends of torch's tests and dry runs, whose ranks are threads, or are not there.
+THREADED, FAKE = "threaded", "fake"
+_WITHOUT_PROCESSES = (THREADED, FAKE)
 # A tag of messages that no rank ever sends.
 _NEVER_SENT = 0
 
@@ -57,7 +60,8 @@ _NEVER_SENT = 0
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
     """Return the backend of an own group for tensors in host memory."""
-    return "threaded" if "threaded" in str(dist.get_backend_config(parent)) else "gloo"
+    config = str(dist.get_backend_config(parent))
+    return next((name for name in _WITHOUT_PROCESSES if name in config), "gloo")
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
@@ -98,8 +102,10 @@ def _new_group(
     where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
     """
     ranks = dist.get_process_group_ranks(parent)
+    if _backend_for(parent) == FAKE:  # nothing travels that could cross
+        return parent
     if connecting is None:  # all ranks are in every group
-        return _c10d.new_group(ranks, timeout=timeout, backend="threaded")
+        return _c10d.new_group(ranks, timeout=timeout, backend=THREADED)
     rank, size = dist.get_rank(parent), len(ranks)
     name = f"{connecting.name}/{purpose}"
     pg = _c10d.ProcessGroup(_c10d.PrefixStore(name, _c10d._get_default_store()), rank, size)
@@ -226,8 +232,8 @@ class Group:
 
     @property
     def has_send_recv(self) -> bool:
-        """Whether two ranks can exchange a message without the others; the threaded test backend cannot."""
-        return self.backend != "threaded"
+        """Whether two ranks can exchange a message without the others; those of torch's tests cannot."""
+        return self.backend not in _WITHOUT_PROCESSES
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
@@ -344,7 +350,7 @@ class Group:
             if self.has_send_recv:
                 self._abort_devices()
                 self._pg._get_backend(HOST).shutdown()
-            else:
+            elif self.backend == THREADED:
                 dist.destroy_process_group(self._pg)
         self._pg = None  # the last reference, which gives back connections and threads
 
@@ -369,12 +375,12 @@ class SideGroup(Group):
 
 
 def connect(parent: dist.ProcessGroup, groups: int) -> Connecting | None:
-    """Begin to make so many groups; ``None`` if the ranks are threads. Collective.
+    """Begin to make so many groups; ``None`` if the ranks are not processes. Collective.
 
     Raises:
         OutOfResources: a rank has no room for them. Others as for :func:`meeting.common_name`.
     """
-    return None if _backend_for(parent) == "threaded" else Connecting(parent, _NameExchange, groups)
+    return None if _backend_for(parent) in _WITHOUT_PROCESSES else Connecting(parent, _NameExchange, groups)
 
 
 class AloneGroup(Group):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alone_exchange import AloneExchange
-from ..collectives import ALL, ALONE, Group, broadcast
+from ..collectives import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from ..errors import StepDesync
 from ..exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
 from ..host_exchange import build_host_exchange
@@ -124,9 +124,9 @@ def build_exchange(
     control, reduce_group, gather_group = groups
     if control.backend == ALONE:
         return AloneExchange(pool, blocks=is_host(device))
-    if reduce_group.backend == "threaded":
+    if reduce_group.backend == THREADED:
         return ListExchange(reduce_group, gather_group, pool)
-    if device.type in reduce_group.device_backends:
+    if reduce_group.backend == FAKE or device.type in reduce_group.device_backends:
         return BackendExchange(reduce_group, pool)
     host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
     if host_bytes:
