@@ -1,7 +1,7 @@
 """The one typed door to the native Adam kernel, and ``CPUAdam`` / ``CPUAdamW`` on top of it.
 
 ``optimizers`` holds the classes, ``update`` the functions, ``runs`` turns tensors into what the kernel takes, ``slots``
-keeps that from step to step, ``state`` converts between live and plain state, ``threads`` says how many step, ``checks``
+keeps that from step to step, ``state`` converts between live and plain state, ``threads`` counts threads, ``checks``
 decides what an address may be taken of.
 """
 
