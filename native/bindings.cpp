@@ -378,9 +378,9 @@ void bind_worker(py::module_& m) {
         py::arg("trainer_pidfd"), py::arg("cpus"), py::arg("threads"));
 }
 
-std::vector<std::string> isas() {
+std::vector<std::string> names_of(const std::vector<const Kernels*>& tables) {
   std::vector<std::string> names;
-  for (const Kernels* kernels : zero_opt::available_kernels()) names.emplace_back(kernels->name);
+  for (const Kernels* kernels : tables) names.emplace_back(kernels->name);
   return names;
 }
 
@@ -423,6 +423,8 @@ PYBIND11_MODULE(_native, m) {
            py::arg("patience_s"))
       .def("gather", &host_gather, py::arg("ident"), py::arg("bucket"), py::arg("published"), py::arg("patience_s"));
   bind_worker(m);
-  m.def("isas", &isas);
+  m.def("isas", []() { return names_of(zero_opt::available_kernels()); });
+  m.def("compiled_isas", []() { return names_of(zero_opt::compiled_kernels()); });
+  m.def("processor_isa", []() { return std::string(zero_opt::processor_isa()); });
   m.def("isa", []() { return std::string(zero_opt::chosen_kernels().name); });
 }

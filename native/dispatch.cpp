@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "processor.hpp"
+
 namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
@@ -12,20 +14,26 @@ extern const Kernels kKernelsV3;
 extern const Kernels kKernelsV4;
 #endif
 
-std::vector<const Kernels*> available_kernels() {
-  std::vector<const Kernels*> tables = {&kKernelsBaseline};
+std::vector<const Kernels*> compiled_kernels() {
 #if defined(ZERO_OPT_X86_ISAS)
-  __builtin_cpu_init();
-  // These include the test that the operating system saves the wide registers.
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
-  if (v3) tables.push_back(&kKernelsV3);
-  if (v4) tables.push_back(&kKernelsV4);
+  return {&kKernelsBaseline, &kKernelsV3, &kKernelsV4};
+#else
+  return {&kKernelsBaseline};
+#endif
+}
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> tables = compiled_kernels();
+#if defined(ZERO_OPT_X86_ISAS)
+  const int level = x86_64_level();
+  tables.resize(level >= 4 ? 3 : level >= 3 ? 2 : 1);
 #endif
   return tables;
+}
+
+const char* processor_isa() {
+  const int level = x86_64_level();
+  return level >= 4 ? "v4" : level >= 3 ? "v3" : "baseline";
 }
 
 const Kernels& kernels_named(const std::string& name) {

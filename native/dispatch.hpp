@@ -9,8 +9,14 @@
 
 namespace zero_opt {
 
-// The tables that this processor can run, slowest first; never empty.
+// The tables that are compiled in, slowest first; never empty.
+std::vector<const Kernels*> compiled_kernels();
+
+// Those of them that this processor can run, slowest first; never empty.
 std::vector<const Kernels*> available_kernels();
+
+// The name of the fastest table that this processor could run, compiled in or not.
+const char* processor_isa();
 
 // The table of that name. Throws std::runtime_error naming the available ones if there is none.
 const Kernels& kernels_named(const std::string& name);

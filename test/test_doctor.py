@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from zero_opt import doctor
+from zero_opt.cpu_adam.checks import NativeIsas
 from zero_opt.doctor import BAD, OFF, OK, Finding, examine, report
 from zero_opt.errors import NativeUnavailable
 
@@ -66,7 +67,6 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("no _native")
 
     monkeypatch.setattr(doctor, "native_isas", missing)
-    monkeypatch.setattr(doctor, "allowed_threads", not_there)
     monkeypatch.setattr(doctor, "WorkerProcess", lambda *_: not_there(0))
     found = findings()
     assert found["native"].status == found["worker"].status == OFF
@@ -117,8 +117,44 @@ def test_little_shared_memory_more_threads_than_cores_and_no_huge_pages(
     found = findings()
     assert found["/dev/shm"].found == "64.0 MiB" and "--shm-size" in found["/dev/shm"].advice
     assert "OMP_NUM_THREADS" in found["cores"].advice
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    assert "fewer than may run" in findings()["cores"].advice
     assert found["huge pages"].status == OFF and found["huge pages"].found == "never; shared unknown"
     monkeypatch.setattr(os, "statvfs", refused)
     monkeypatch.setattr(doctor, "memory_left", lambda: sys.maxsize)
     found = findings()
     assert found["/dev/shm"].status == found["memory"].status == OFF
+
+
+def test_cores_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight cores, two for each of four ranks: torch's threads are compared with those."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(doctor, "allowed_threads", lambda count: count)
+    monkeypatch.setattr(doctor, "first_sibling", lambda core: core)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for own, advice in ((1, "fewer than may run"), (2, ""), (3, "more than may run")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
+        found = findings()["cores"]
+        assert "which 4 ranks share, time for 2 threads" in found.found
+        assert advice in found.advice and bool(found.advice) == bool(advice)
+        assert not advice or found.advice.endswith("set OMP_NUM_THREADS=2")
+    monkeypatch.setattr(doctor, "first_sibling", lambda core: core // 4 * 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # torch's default for two cores of four hyperthreads
+    assert findings()["cores"].advice == ""
+
+
+@pytest.mark.parametrize(
+    ("isas", "advice"),
+    [
+        (NativeIsas("v3", "v3", ["baseline", "v3", "v4"]), ""),
+        (NativeIsas("v3", "v4", ["baseline", "v3"]), "build zero_opt with kernels for v4 (AVX-512)"),
+        (NativeIsas("baseline", "v3", ["baseline"]), "build zero_opt with kernels for v3 (AVX2)"),
+        (NativeIsas("baseline", "v3", ["baseline", "v3", "v4"]), "runs v3 (AVX2): unset ZERO_OPT_ISA"),
+    ],
+)
+def test_a_processor_that_could_do_more(isas: NativeIsas, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "native_isas", lambda: isas)
+    found = findings()["native"]
+    assert found.found.startswith(f"kernels for {isas.chosen}") and found.advice.endswith(advice)
+    assert bool(found.advice) == bool(advice)

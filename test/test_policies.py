@@ -158,6 +158,10 @@ def test_the_directory_of_a_file_may_differ_between_ranks() -> None:
         ("ratio", 1.5, ConfigError),
         ("ratio", "half", ConfigTypeError),
         ("subgroup_mb", -1, ConfigError),
+        ("threads", 0, ConfigError),
+        ("threads", 1025, ConfigError),
+        ("threads", "two", ConfigTypeError),
+        ("threads", True, ConfigTypeError),
         ("pin_memory", 1, ConfigTypeError),
     ],
 )

@@ -264,5 +264,11 @@ def worker_run(
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""
 
+def compiled_isas() -> list[str]:
+    """The instruction sets that this build has, slowest first."""
+
+def processor_isa() -> str:
+    """The fastest of baseline, v3 and v4 that this processor and operating system run, built for or not."""
+
 def isa() -> str:
     """The one in use: ``ZERO_OPT_ISA`` if set, else the fastest. RuntimeError if that is unknown here."""

@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 
 from .cpu_adam import native_isas
+from .cpu_adam.threads import allowed_threads, fair_threads, launched_sharers
 from .errors import NativeUnavailable, StorageFailed, ZeroOptError, mib
+from .placement.cores import first_sibling
 from .placement.nvme_file import StateFile
 from .policies import WorkerOffload
 from .shared_memory import PAGE, Arena, memory_left
-from .worker_process import WorkerProcess, allowed_threads
+from .worker_process import WorkerProcess
 
 # What setup.cfg asks for.
 _LEAST_TORCH = (2, 11)
 _LEAST_SHM_BYTES = 1 << 30
+# What the instruction sets that kernels are compiled for are known for.
+_KNOWN_FOR = {"v3": "AVX2", "v4": "AVX-512"}
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 OK, OFF, BAD = "ok", "off", "BAD"
 
@@ -84,27 +88,43 @@ def _torch() -> Iterator[Finding]:
 
 def _native() -> Iterator[Finding]:
     try:
-        chosen, others = native_isas()
+        found = native_isas()
     except NativeUnavailable as error:
         off = "CPUAdam, WorkerOffload, NVMeOffload, Selective, split masters and exchange in shared memory are off"
         yield Finding(OFF, "native", f"no kernels: {off}", str(error))
         return
     forced = " by ZERO_OPT_ISA" if os.environ.get("ZERO_OPT_ISA") else ""
-    yield Finding(OK, "native", f"kernels for {chosen}{forced}; built for {', '.join(others)}")
+    built = ", ".join(map(_isa, found.compiled))
+    advice = ""
+    if found.processor not in found.compiled:
+        advice = f"steps are slower than this processor allows: build zero_opt with kernels for {_isa(found.processor)}"
+    elif found.chosen != found.processor:
+        advice = f"steps are slower than this processor allows, which runs {_isa(found.processor)}: unset ZERO_OPT_ISA"
+    yield Finding(OK, "native", f"kernels for {_isa(found.chosen)}{forced}; built for {built}", advice)
+
+
+def _isa(name: str) -> str:
+    """The name of an instruction set as ``ZERO_OPT_ISA`` takes it, and what it is known for."""
+    return f"{name} ({_KNOWN_FOR[name]})" if name in _KNOWN_FOR else name
 
 
 def _cores() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0))
-    try:
-        threads = allowed_threads(usable)
-    except ImportError:
-        threads = usable
-    found = f"{usable} of {os.cpu_count()} cores, time for {threads} threads"
-    if torch.get_num_threads() > threads:
-        advice = f"torch has {torch.get_num_threads()} threads, more than may run: set OMP_NUM_THREADS={threads}"
-        yield Finding(OK, "cores", found, advice)
-    else:
-        yield Finding(OK, "cores", found)
+    usable = os.sched_getaffinity(0)
+    sharers = launched_sharers()
+    threads = fair_threads(allowed_threads(len(usable)), sharers)
+    shared = f", which {sharers} ranks share" if sharers > 1 else ""
+    found = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"
+    own, physical = torch.get_num_threads(), len({first_sibling(core) for core in usable})
+    advice = ""
+    if own > threads:
+        advice = f"torch has {own} threads, more than may run: set OMP_NUM_THREADS={threads}"
+    elif own < min(threads, physical):
+        # By default torch has one thread for hyperthreads that share a core.
+        advice = (
+            f"torch has {own} threads, fewer than may run, for forward and backward on the CPU, and for steps too "
+            f"unless it is by OMP_NUM_THREADS=1: set OMP_NUM_THREADS={threads}"
+        )
+    yield Finding(OK, "cores", found, advice)
 
 
 def _memory() -> Iterator[Finding]:

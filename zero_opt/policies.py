@@ -16,7 +16,7 @@ EXCHANGES = ("auto", "backend")
 NONFINITE = ("ignore", "raise", "skip")
 MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
-# Of a worker. A slip of the pen would take all the processes that the system grants.
+# That step. A slip of the pen would take all the processes that the system grants.
 _MOST_THREADS = 1024
 
 
@@ -255,7 +255,9 @@ class NVMeOffload:
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
         window_mb: size of a window in MiB.
-        threads: that step, at most 1024; ``None`` is ``torch.get_num_threads()``.
+        threads: that step, at most 1024; ``None``: as many as cores that this process may use, divided by the ranks
+            that share them, and at most what ``torch.set_num_threads`` was given. ``OMP_NUM_THREADS=1``, which torchrun
+            sets, does not count.
         hang_timeout: seconds that the disk may take for one window.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
@@ -292,12 +294,15 @@ class CPUOffload:
         subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
             memory at a time. A larger parameter is a sub-group of its own.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
+        threads: that step, torch's own operations too where the class steps itself, at most 1024; ``None``: as for
+            :class:`NVMeOffload`. Those of backward and of other operations stay as they are.
     """
 
     pin_memory: bool = True
     ratio: float = 1.0
     subgroup_mb: float = 64
     selective: Selective | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         _check_selective("CPUOffload", self.selective)
@@ -307,6 +312,7 @@ class CPUOffload:
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {self.ratio!r}")
         _check_positive("CPUOffload", "subgroup_mb", self.subgroup_mb)
+        _check_threads("CPUOffload", self.threads)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 
 from .buckets import GradBucket
 from .construction import is_elementwise
+from .cpu_adam.threads import allowed_threads
 from .layout import ParamSlice
 from .partition import Geometry
 from .placement import grad_buffers_of, steps_params_apart
@@ -34,7 +35,7 @@ from .shared_memory import page_aligned
 from .system.devices import HOST as HOST_DEVICE
 from .system.devices import is_host
 from .trial import StateSizes
-from .worker_process import allowed_threads, control_nbytes
+from .worker_process import control_nbytes
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 # NCCL's buffers and contexts depend on version, links and ranks; this is the order of magnitude.

@@ -51,13 +51,6 @@ _STDERR_BYTES = 2000
 _SIGNAL = "signal "
 
 
-def allowed_threads(requested: int) -> int:
-    """``requested``, but at most what this process's affinity and cgroup quota grant."""
-    from . import _native
-
-    return _native.usable_threads(requested)
-
-
 def control_nbytes(threads: int, runs: int = _MAX_RUNS) -> int:
     """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
     from . import _native

@@ -1,8 +1,8 @@
 """The one typed door to the native Adam kernel, and ``CPUAdam`` / ``CPUAdamW`` on top of it.
 
 ``optimizers`` holds the classes, ``update`` the functions, ``runs`` turns tensors into what the kernel takes, ``slots``
-keeps that from step to step, ``state`` converts between live and plain state, ``checks`` decides what an address may be
-taken of.
+keeps that from step to step, ``state`` converts between live and plain state, ``threads`` counts threads, ``checks``
+decides what an address may be taken of.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ dtype, layout, overlap, a missing storage) is checked here, before anything is w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,21 @@ def require_native() -> None:
         ) from error
 
 
-def native_isas() -> tuple[str, list[str]]:
-    """The instruction set whose kernels are used here, and all that there are kernels for here.
+class NativeIsas(NamedTuple):
+    """The instruction sets that there are kernels for, by the names of ``ZERO_OPT_ISA``.
+
+    Attributes:
+        chosen: that whose kernels are used here. processor: the fastest that the processor runs.
+        compiled: all that are built in, slowest first.
+    """
+
+    chosen: str
+    processor: str
+    compiled: Sequence[str]
+
+
+def native_isas() -> NativeIsas:
+    """Return which kernels are used here, and which could be.
 
     Raises:
         NativeUnavailable: there are none.
@@ -49,7 +62,7 @@ def native_isas() -> tuple[str, list[str]]:
     require_native()
     from .. import _native
 
-    return _native.isa(), _native.isas()
+    return NativeIsas(_native.isa(), _native.processor_isa(), _native.compiled_isas())
 
 
 def native_available() -> bool:

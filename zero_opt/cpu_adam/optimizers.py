@@ -17,7 +17,8 @@ from ..policies import AdamState
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_native
 from .slots import Slot, step_slots
 from .state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
-from .update import checked_threads, hypers_of
+from .threads import checked_threads, say_threads
+from .update import hypers_of
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 PLAIN = AdamState()
@@ -26,9 +27,11 @@ PLAIN = AdamState()
 class NativeOptions(TypedDict, total=False):
     """Keyword arguments that CPUAdam and CPUAdamW take beside torch's hyperparameters.
 
-    ``state``: in what form moments and masters are kept. ``threads``: at most so many; None is
-    ``torch.get_num_threads()``. ``flush_denormals``: take subnormal numbers as zero inside the step, which keeps rows
-    that have long had no gradient from slowing it down. The others are torch's switches between implementations.
+    ``state``: in what form moments and masters are kept. ``threads``: at most so many; None is the number of cores that
+    this process may use divided by the ranks that share them, and at most what ``torch.set_num_threads`` was given;
+    ``OMP_NUM_THREADS=1``, which torchrun sets, does not count. ``flush_denormals``: take subnormal numbers as zero
+    inside the step, which keeps rows that have long had no gradient from slowing it down. The others are torch's
+    switches between implementations.
     """
 
     state: AdamState
@@ -187,6 +190,8 @@ class _NativeStep(torch.optim.Adam):
     def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
         """Makes the slots of these params, and state that is missing, after checking all of them."""
         moved = False
+        if stale and not self._slots:
+            say_threads(type(self).__name__, checked_threads(self._threads))
         for index, position, param, grad in stale:
             name, slot = self._name(index, position), self._slots.get(id(param))
             moved |= slot is None or slot.pointers[-1] != param.data_ptr()

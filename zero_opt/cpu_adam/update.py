@@ -20,6 +20,7 @@ from .checks import (
     storage_order,
 )
 from .runs import BoundRun, check_arrays, finish
+from .threads import checked_threads
 
 if TYPE_CHECKING:
     from .. import _native
@@ -121,7 +122,6 @@ class AdamUpdate:
         return {role: tensor for role in _WRITTEN if (tensor := getattr(self, role)) is not None}
 
 
-_MOST_THREADS = 1 << 20
 _SUM_NUMEL = 4096
 _WRITTEN = (
     "param",
@@ -154,7 +154,7 @@ def adam_update_(
     Args:
         updates: all tensors but ``grad`` are written.
         grad_scale: what gradients are multiplied by first: one over the loss scale, times the clip coefficient.
-        threads: at most so many; None is ``torch.get_num_threads()``. Never more than the CPUs of this process.
+        threads: at most so many; None is as for :class:`CPUAdam`. Never more than the CPUs of this process.
         flush_denormals: take subnormal numbers as zero, on the threads that work and while they do.
         isa: an instruction set out of ``_native.isas()`` instead of the one chosen for this processor.
 
@@ -203,21 +203,6 @@ def _check_update(update: AdamUpdate) -> None:
 def sums_of(numel: int) -> int:
     """How many sums :func:`grad_squares` makes of so many elements, to add them up."""
     return -(-numel // _SUM_NUMEL)
-
-
-def checked_threads(threads: int | None) -> int:
-    """How many threads to ask for.
-
-    Raises:
-        TypeError, ValueError: not a positive integer, nor None.
-    """
-    if threads is None:
-        return torch.get_num_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int):
-        raise TypeError(f"threads must be a positive integer or None, got {threads!r}")
-    if threads < 1:
-        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
-    return min(threads, _MOST_THREADS)
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:

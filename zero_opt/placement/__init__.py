@@ -17,6 +17,7 @@ from ..system.devices import HOST, is_host
 from .base import Home, ParamState, Placement, ReadThrough, tensors_of
 from .column_shard import is_matrix
 from .column_state import extra_places, without_extra
+from .cores import agree_on_threads
 from .cpu import CPUPlacement, HostUnits
 from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
 from .master_shard import HALVES
@@ -204,8 +205,17 @@ def build_placement(
         # Like gradients that are reduced already, means come after a pending step has been brought in.
         home = _build_whole(policy, precision, optimizer_class, defaults, group, AlreadyReduced(), Results())
         delay = policy.delay if isinstance(policy, WorkerOffload) else 0
-        return SelectivePlacement(policy.selective, home, group, optimizer_class, defaults, delay)
+        threads = _own_threads(policy, optimizer_class, defaults)
+        return SelectivePlacement(policy.selective, home, group, optimizer_class, defaults, delay, threads)
     return _build_whole(policy, precision, optimizer_class, defaults, group, reduction, results)
+
+
+def _own_threads(
+    policy: Policy, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
+) -> int | None:
+    """How many threads of this process the user lets step; ``None`` if that is not said."""
+    given = None if policy is None or isinstance(policy, WorkerOffload) else policy.threads
+    return given or (defaults.get("threads") if optimizer_class in NATIVE_CLASSES else None)
 
 
 def _build_whole(
@@ -222,12 +232,15 @@ def _build_whole(
         if policy.speculate:
             return SpeculativePlacement(policy, defaults, group, reduction, results)
         return WorkerPlacement(policy, defaults, group, grad_buffers_of(policy, reduction), results)
+    threads = _own_threads(policy, optimizer_class, defaults)
+    if policy is not None:
+        agree_on_threads(policy, threads, group)
     if isinstance(policy, NVMeOffload):
-        return NVMePlacement(policy, defaults)
+        return NVMePlacement(policy, defaults, threads)
     bucketwise = steps_params_apart(optimizer_class)
     native = None
     if serves(optimizer_class):
-        native = NativeSteps(defaults, says_fused if policy is None else may_be_fused)
+        native = NativeSteps(defaults, says_fused if policy is None else may_be_fused, threads)
     if policy is None:
         strategy = BucketwisePlacement if bucketwise else DevicePlacement
         return strategy(optimizer_class, defaults, DeviceUnits(precision.master_dtype), native)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..cpu_adam import AdamUpdate, adam_update_
 from ..cpu_adam.checks import GRAD_DTYPES
-from ..cpu_adam.update import checked_threads
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import UnsupportedOptimizer
 from .column_shard import ColumnSlice
@@ -21,11 +20,11 @@ class ColumnSteps:
     """Steps by the native kernel in host memory, elsewhere by torch's fused one.
 
     Args:
-        defaults: the optimizer class's arguments.
+        defaults: the optimizer class's arguments. threads: how many step, if not by default.
     """
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        self._threads: int | None = defaults.get("threads")
+    def __init__(self, defaults: Mapping[str, Any], threads: int | None) -> None:
+        self._threads = threads
         self._flush = bool(defaults.get("flush_denormals", False))
 
     def step(self, found: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float) -> None:
@@ -43,7 +42,7 @@ class ColumnSteps:
             adam_update_(
                 _native_updates(found, taken, group),
                 grad_scale=grad_scale,
-                threads=checked_threads(self._threads),
+                threads=self._threads,
                 flush_denormals=self._flush,
             )
         else:

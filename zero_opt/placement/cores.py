@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ..collectives import Group
+from ..cpu_adam.threads import allowed_threads, checked_threads, fair_threads, meet_sharers
 from ..errors import ConfigError
 from ..host_exchange import host_id
-from ..policies import WorkerOffload
+from ..policies import CPUOffload, NVMeOffload, WorkerOffload
 from ..system.devices import in_use
-from ..worker_process import allowed_threads
 
 _log = logging.getLogger("zero_opt")
 _TASKS = Path("/proc/self/task")
@@ -58,8 +58,8 @@ def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, shar
         confined = rest if policy.beside and sharers == 1 else ()
         return CoreSplit(policy.cores, policy.threads or min(len(policy.cores), allowed), confined)
     if not policy.beside:
-        return CoreSplit(tuple(usable), policy.threads or max(allowed // sharers, 1))
-    threads = policy.threads or max(allowed // (2 * sharers), 1)
+        return CoreSplit(tuple(usable), policy.threads or fair_threads(allowed, sharers))
+    threads = policy.threads or fair_threads(allowed, 2 * sharers)
     if sharers > 1 or len(usable) == 1:
         return CoreSplit(tuple(usable), threads)
     count = min(threads, len(usable) - 1)
@@ -71,10 +71,8 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
 
     A process that uses an accelerator is not confined: the threads of its driver and of its collectives would be too.
     """
-    usable = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
-    mine = {"host": host_id(), "cores": usable}
-    offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-    sharers = sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
+    usable = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
+    sharers = _agreed_sharers(group, usable)
     split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
     if in_use():
         split = split._replace(trainer=())
@@ -84,12 +82,39 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
         split.threads,
         sorted(split.worker),
         sorted(split.trainer or usable),
-        f", which {sharers} ranks share" if sharers > 1 else "",
+        _shared_by(sharers),
     )
     return split
 
 
-def _siblings(core: int) -> int:
+def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, group: Group) -> None:
+    """Learn which other ranks of this host share its cores, and log how many threads step on this rank. Collective.
+
+    Args:
+        threads: what the user says; else each rank has its part, see :func:`default_threads`.
+    """
+    usable = os.sched_getaffinity(0)
+    sharers = _agreed_sharers(group, sorted(usable))
+    count, name = checked_threads(threads), type(policy).__name__
+    _log.info(
+        "rank %d: %s steps with %d threads on %d cores%s", group.rank, name, count, len(usable), _shared_by(sharers)
+    )
+
+
+def _agreed_sharers(group: Group, usable: Sequence[int]) -> int:
+    """How many ranks of this host may run on some of these cores, this one among them. Collective."""
+    mine = {"host": host_id(), "cores": usable}
+    offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
+    return meet_sharers(
+        sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
+    )
+
+
+def _shared_by(sharers: int) -> str:
+    return f", which {sharers} ranks share" if sharers > 1 else ""
+
+
+def first_sibling(core: int) -> int:
     """The first of the cores that share hardware with one."""
     with contextlib.suppress(OSError, ValueError):
         path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
+from ..cpu_adam.threads import checked_threads, torch_threads
 from ..policies import AdamState, CPUOffload
 from ..reduction.base import GradShard
 from ..system.devices import HOST, build_streams, is_host
@@ -247,6 +248,10 @@ class HostUnits(UnitMaker):
     def staging_nbytes(self) -> int:
         """See :class:`UnitMaker`."""
         return sum(lane.buffers_nbytes for lane in self._lanes.values())
+
+    def class_threads(self) -> AbstractContextManager[None]:
+        """See :class:`UnitMaker`."""
+        return torch_threads(checked_threads(self._policy.threads))
 
     def begin(self) -> None:
         """See :class:`UnitMaker`."""

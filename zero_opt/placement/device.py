@@ -179,13 +179,14 @@ class DevicePlacement(AtOnce):
                 part = work.unit.stepped[position]
                 part.grad = _fitted(grad, part.dtype, grad_scale)
                 parts.append(part)
-        bare_step(self._optimizer)
-        for part in parts:
-            part.grad = None
-        for work in works:
-            work.unit.show_masters(work.positions, self._optimizer.state)
-            work.unit.round(work.positions)
-            work.unit.send(work.positions)
+        with self._make_units.class_threads():
+            bare_step(self._optimizer)
+            for part in parts:
+                part.grad = None
+            for work in works:
+                work.unit.show_masters(work.positions, self._optimizer.state)
+                work.unit.round(work.positions)
+                work.unit.send(work.positions)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

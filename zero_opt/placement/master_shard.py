@@ -141,7 +141,7 @@ def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: i
     """As :meth:`MasterShard.write_params` of each, in one call.
 
     Args:
-        threads: at most so many copy what lies in host memory; ``None`` is ``torch.get_num_threads()``.
+        threads: at most so many copy what lies in host memory; ``None``: this process's part of the cores.
     """
     native: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []

@@ -14,7 +14,7 @@ from ..cpu_adam import CPUAdam, CPUAdamW, native_available
 from ..cpu_adam.checks import GRAD_DTYPES, check_apart, check_tensor
 from ..cpu_adam.slots import Slot, step_slots
 from ..cpu_adam.state import new_state
-from ..cpu_adam.update import checked_threads
+from ..cpu_adam.threads import checked_threads
 from ..cpu_adam.update import hypers_of as adam_hypers
 from .units import PLAIN, Unit
 
@@ -52,12 +52,11 @@ class NativeSteps:
     """Steps units of Adam and AdamW. What it keeps of a parameter is the class's own state of it.
 
     Args:
-        defaults: the class's arguments. rule: which param groups it steps.
+        defaults: the class's arguments. rule: which param groups it steps. threads: how many step, if not by default.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], rule: Rule) -> None:
-        self.rule = rule
-        self._threads = defaults.get("threads")
+    def __init__(self, defaults: Mapping[str, Any], rule: Rule, threads: int | None) -> None:
+        self.rule, self._threads = rule, threads
         self._flush = bool(defaults.get("flush_denormals", False))
         self._slots: dict[int, Slot] = {}
 

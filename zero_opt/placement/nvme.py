@@ -38,9 +38,9 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
-    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], threads: int | None) -> None:
         super().__init__()
-        self._threads, self._flush_denormals = policy.threads, bool(defaults.get("flush_denormals", False))
+        self._threads, self._flush_denormals = threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
         self._pid = os.getpid()

@@ -41,6 +41,7 @@ class SelectivePlacement:
 
     Args:
         home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
+        threads: how many of this process step, if not by default.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class SelectivePlacement:
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         delay: int,
+        threads: int | None,
     ) -> None:
         self._policy, self._home, self._group, self._delay = policy, home, group, delay
-        native = NativeSteps(defaults, lambda _: True)
+        native = NativeSteps(defaults, lambda _: True, threads)
         self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
-        self._steps = ColumnSteps(defaults)
+        self._steps = ColumnSteps(defaults, threads)
         self._schedule = Schedule(policy)
         self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
         self._totals: dict[int, int] = {}  # columns of every matrix, on whatever rank

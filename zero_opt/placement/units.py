@@ -223,6 +223,10 @@ class UnitMaker:
         """Bytes of memory that gradients pass through when they are stepped."""
         return 0
 
+    def class_threads(self) -> AbstractContextManager[None]:
+        """Within it a class steps, with the threads that the policy gives it."""
+        return nullcontext()
+
     def begin(self) -> None:
         """Note that a step begins: its copies come after all that the current streams have been given so far."""
 
