@@ -37,8 +37,8 @@ class GradOwner(Protocol):
     def zero_consumed(self, param: int) -> None:
         """Make the held gradient of one parameter zero."""
 
-    def lends(self, param: int) -> bool:
-        """Whether who copies a gradient during backward may have what has been accumulated since it was taken."""
+    def lends(self, param: int, target: Tensor) -> bool:
+        """Whether the caller may copy what has been accumulated since the gradient was taken to ``target``."""
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
@@ -128,11 +128,10 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
     """DistributedDataParallel copies gradients to buckets of its own, which are of no use where our hook serves it."""
-    inside_backward = torch._C._current_graph_task_id() != -1
-    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad) or not inside_backward:
+    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad):
         return NotImplemented
     owner = source.owner()
-    if owner is None or not owner.lends(source.param):
+    if owner is None or not owner.lends(source.param, target):
         return NotImplemented
     return target.zero_() if source.pending is None else target.copy_(source.pending)
 

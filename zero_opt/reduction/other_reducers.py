@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Collection, Iterable, Iterator
+from types import FrameType
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
 
 from ..errors import GradientConflict
 
@@ -42,3 +45,16 @@ def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataP
             yield found
     for below in kind.__subclasses__():
         yield from _instances(below)
+
+
+def forward_of_ddp() -> nn.Module | None:
+    """The module whose forward ``DistributedDataParallel`` is about to call, if the caller is called by its code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DistributedDataParallel._pre_forward.__code__:
+            module: nn.Module = frame.f_locals["self"].module
+            return module
+        if frame.f_code is _DDPJoinHook.main_hook.__code__:
+            return frame.f_locals["self"].ddp.module
+        frame = frame.f_back
+    return None

@@ -407,7 +407,7 @@ class OverlappedReduction:
             fill.grads[position] = None
         self._restart([param])
 
-    def lends(self, param: int) -> bool:  # noqa: ARG002  (see GradOwner)
+    def lends(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
         """See :class:`GradOwner`."""
         return False
 
