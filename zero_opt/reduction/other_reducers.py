@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,10 +52,13 @@ def forward_of_ddp() -> nn.Module | None:
     """The module whose forward ``DistributedDataParallel`` is about to call, if the caller is called by its code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        ddp: Any = None
         if frame.f_code is DistributedDataParallel._pre_forward.__code__:
-            module: nn.Module = frame.f_locals["self"].module
+            ddp = frame.f_locals["self"]
+        elif frame.f_code is _DDPJoinHook.main_hook.__code__:
+            ddp = frame.f_locals["self"].ddp
+        if ddp is not None:
+            module: nn.Module = ddp.module
             return module
-        if frame.f_code is _DDPJoinHook.main_hook.__code__:
-            return frame.f_locals["self"].ddp.module
         frame = frame.f_back
     return None
