@@ -184,7 +184,7 @@ class Group:
             self._watch = Watch(store, self.rank, homes, (self.timeout_s, hang_timeout_s))
 
     def in_step(self, step: int) -> None:
-        """For messages: what this rank calls next is about that step."""
+        """For messages: so many steps are done, and what this rank calls next comes after them."""
         if self._watch is not None:
             self._watch.step = step
 

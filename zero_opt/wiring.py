@@ -338,6 +338,7 @@ class Wiring:
         """
         self.reduction.stepped()
         self.progress.stepped()
+        self.agreement.group.in_step(self.progress.step)
         self._guard.commit(self.progress.step)
         if self._guard.failure is not None:
             raise self._guard.failure
