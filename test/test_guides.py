@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import inspect
 import os
 import re
@@ -44,6 +45,29 @@ def run(guide: str, folder: str) -> dict[str, Any]:
     for snippet in snippets(guide):
         exec(compile(snippet, guide, "exec"), names)
     return names
+
+
+def _saving_again(rank: int, world_size: int, folder: str) -> Any:
+    """The guide's ways to save, used once more, while a plain optimizer has loaded what they wrote before."""
+    names = run("checkpointing.md", folder)
+    names["plain"].load_state_dict(names["checkpoint"]["opt"])
+    loaded = copy.deepcopy(names["plain"].state_dict()["state"])
+    inode = os.stat("checkpoint.pt").st_ino
+    saving = [snippet for snippet in snippets("checkpointing.md") if re.search(r'save\(.*"checkpoint.pt"', snippet)]
+    for snippet in saving:
+        exec(compile(snippet, "checkpointing.md", "exec"), names)
+    for param in names["model"].parameters():
+        param.grad = torch.zeros_like(param)
+    held = names["plain"].state_dict()["state"]
+    same = all(torch.equal(loaded[index]["exp_avg"], held[index]["exp_avg"]) for index in loaded)
+    names["plain"].step()
+    names["opt"].close()
+    return len(saving), same, inode != os.stat("checkpoint.pt").st_ino, os.path.exists("checkpoint.pt.new")
+
+
+def test_saving_again_leaves_what_is_mapped(tmp_path: Path) -> None:
+    """A file that is written over in place ends the process that has it mapped."""
+    assert run_processes(2, _saving_again, str(tmp_path), timeout=300) == [(2, True, True, False)] * 2
 
 
 def _checkpointing(rank: int, world_size: int, folder: str) -> Any:
