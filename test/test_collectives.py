@@ -52,6 +52,12 @@ def test_what_is_no_group_is_named(bad: object) -> None:
         resolve_group(bad)
 
 
+@pytest.mark.parametrize("third", [3e-4, zero_opt.AtStep()])
+def test_what_goes_by_name_is_no_third_argument(third: object) -> None:
+    with pytest.raises(ConfigTypeError, match=r"go by name, as in lr=\.\.\., reduction=\.\.\.$"):
+        zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, third)
+
+
 def test_not_being_a_member_is_named() -> None:
     with pytest.raises(ProcessGroupError, match="this rank is not a member"):
         resolve_group(dist.GroupMember.NON_GROUP_MEMBER)
@@ -137,6 +143,12 @@ def test_the_timeout_is_the_groups_own_unless_one_is_given() -> None:
     assert run_processes(2, _timeouts, group_timeout=77) == [[77.0, 7.5, 55.0, 7.5]] * 2
     [found, _] = run_threads(2, _timeouts)  # its groups have none
     assert found[1] == 7.5 and found[0] == found[2] > 60
+
+
+@pytest.mark.parametrize("given", [[torch.nn.Parameter(torch.ones(1))], None])
+def test_what_is_no_module_has_nothing_to_broadcast(given: object) -> None:
+    with pytest.raises(ConfigTypeError, match=r"broadcast_params\(\) takes a module, got a "):
+        broadcast_params(given)  # type: ignore[arg-type]
 
 
 # -- broadcast_params -------------------------------------------------------------------------------------------------

@@ -70,6 +70,21 @@ def test_what_is_no_optimizer_class_is_quoted(bad: object) -> None:
             check(bad)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.optim.SGD([Parameter(torch.ones(1))]), r"pass the class: ShardedOptimizer\(params, SGD, lr=...\)$"),
+        ([Parameter(torch.ones(1000, 1000))], "got a list; parameters come first"),
+        (torch.nn.Linear(2, 2), "Linear; parameters come first"),
+        (zero_opt.ShardedOptimizer, "ShardedOptimizer shards an optimizer itself; pass the class to shard"),
+    ],
+)
+def test_what_was_passed_for_the_class_has_its_way_out(given: object, message: str) -> None:
+    with pytest.raises(ConfigTypeError, match=message) as caught:
+        check_wrapped_class(given)
+    assert len(str(caught.value)) < 300
+
+
 def test_a_class_that_needs_a_closure() -> None:
     assert needs_closure(torch.optim.LBFGS)
     assert not needs_closure(torch.optim.AdamW)
@@ -112,6 +127,30 @@ def test_the_callers_groups_are_not_changed() -> None:
 
 def a_param() -> Parameter:
     return Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (torch.nn.Linear(2, 2), "got torch.nn.modules.linear.Linear; pass its parameters()"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), "Sequential; pass its parameters()"),
+        (torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)}), "ModuleDict; pass its parameters()"),
+        ([torch.nn.Linear(2, 2)], "group 0, position 0 .*Linear; pass its parameters()"),
+        ([{"params": torch.nn.Linear(2, 2)}], "params of group 0 .*Linear; pass its parameters()"),
+        (torch.nn.Linear(2, 2).parameters, "with parentheses"),
+        (torch.nn.Linear(2, 2).state_dict(), "OrderedDict, of which these would be the keys; pass model.parameters()"),
+        (torch.optim.SGD, "parameters come first"),
+        (torch.optim.SGD([Parameter(torch.ones(1))]), "parameters come first"),
+    ],
+)
+def test_what_was_passed_for_the_parameters_has_its_way_out(params: Any, message: str) -> None:
+    with pytest.raises(ConfigTypeError, match=message.replace("()", r"\(\)")):
+        normalized(params)
+
+
+def test_a_module_of_parameters_alone_is_an_iterable_of_them() -> None:
+    held = torch.nn.ParameterList([Parameter(torch.ones(1)), Parameter(torch.ones(2))])
+    assert normalized(held) == list(held)
 
 
 @pytest.mark.parametrize(

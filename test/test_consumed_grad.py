@@ -28,6 +28,9 @@ class Owner:
     def zero_consumed(self, param: int) -> None:
         self.zeroed.append(param)
 
+    def lends(self, param: int, target: Tensor) -> bool:
+        return False
+
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         self.scales.append(inv_scale.item())
         return self.found_inf
@@ -89,6 +92,7 @@ READS: dict[str, Callable[[Parameter], Any]] = {
     "clone": lambda p: p.grad.clone(),
     "copy to": lambda p: torch.zeros(2, 3).copy_(p.grad),
     "compare": lambda p: torch.equal(p.grad, p.grad),
+    "is nan": lambda p: torch.isnan(p.grad),
     "is finite": lambda p: torch.isfinite(p.grad),
     "data_ptr": lambda p: p.grad.data_ptr(),
     "format": lambda p: f"{p.grad:.3f}",
@@ -123,6 +127,42 @@ def test_reading_or_editing_it_is_refused_by_name_with_the_ways_out(read: Callab
     assert param.grad is grad
     assert grad.pending is None
     assert not owner.zeroed
+
+
+CLIP, EDIT = "To clip, or to log the norm, call opt.clip_grad_norm_", "To read or edit gradients before step()"
+FINITE, SCALE = "To look for inf and NaN", "To scale gradients, scale the loss"
+STEP, REDUCE = "A parameter is stepped by one optimizer", "Gradients are averaged already"
+LEADS = {
+    "norm": CLIP,
+    "norm of all": CLIP,
+    "clip norm": CLIP,
+    "clip norm, one by one": CLIP,
+    "is nan": FINITE,
+    "scale": SCALE,
+    "divide": SCALE,
+    "foreach": SCALE,
+    "another optimizer": STEP,
+    "another optimizer, fused": STEP,
+    "clip value": EDIT,
+    "item": EDIT,
+    "clone": EDIT,
+    "add a tensor": EDIT,
+}
+
+
+@pytest.mark.parametrize("what", LEADS)
+def test_the_way_out_of_what_was_called_comes_first(what: str) -> None:
+    param, _ = consumed(Owner())
+    with torch.no_grad(), pytest.raises(GradientConsumed) as caught:
+        READS[what](param)
+    assert str(caught.value).startswith(LEADS[what])
+
+
+def test_the_way_out_of_an_all_reduce_is_to_leave_it_out() -> None:
+    _, grad = consumed(Owner())
+    with pytest.raises(GradientConsumed) as caught:
+        ConsumedGrad.__torch_dispatch__(torch.ops.c10d.allreduce_.default, (ConsumedGrad,), ([grad],))
+    assert str(caught.value).startswith(REDUCE)
 
 
 def test_autograd_accumulates_into_what_is_pending() -> None:

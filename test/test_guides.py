@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import copy
+import dataclasses
 import inspect
 import os
 import re
@@ -16,6 +18,7 @@ from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
+from zero_opt.__main__ import main
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -44,6 +47,29 @@ def run(guide: str, folder: str) -> dict[str, Any]:
     for snippet in snippets(guide):
         exec(compile(snippet, guide, "exec"), names)
     return names
+
+
+def _saving_again(rank: int, world_size: int, folder: str) -> Any:
+    """The guide's ways to save, used once more, while a plain optimizer has loaded what they wrote before."""
+    names = run("checkpointing.md", folder)
+    names["plain"].load_state_dict(names["checkpoint"]["opt"])
+    loaded = copy.deepcopy(names["plain"].state_dict()["state"])
+    inode = os.stat("checkpoint.pt").st_ino
+    saving = [snippet for snippet in snippets("checkpointing.md") if re.search(r'save\(.*"checkpoint.pt"', snippet)]
+    for snippet in saving:
+        exec(compile(snippet, "checkpointing.md", "exec"), names)
+    for param in names["model"].parameters():
+        param.grad = torch.zeros_like(param)
+    held = names["plain"].state_dict()["state"]
+    same = all(torch.equal(loaded[index]["exp_avg"], held[index]["exp_avg"]) for index in loaded)
+    names["plain"].step()
+    names["opt"].close()
+    return len(saving), same, inode != os.stat("checkpoint.pt").st_ino, os.path.exists("checkpoint.pt.new")
+
+
+def test_saving_again_leaves_what_is_mapped(tmp_path: Path) -> None:
+    """A file that is written over in place ends the process that has it mapped."""
+    assert run_processes(2, _saving_again, str(tmp_path), timeout=300) == [(2, True, True, False)] * 2
 
 
 def _checkpointing(rank: int, world_size: int, folder: str) -> Any:
@@ -148,6 +174,92 @@ def test_options_of_zero_redundancy_optimizer_are_refused(option: str) -> None:
     params = [torch.nn.Parameter(torch.ones(2))]
     with pytest.raises(zero_opt.ConfigTypeError, match=option):
         zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **{option: True})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reference
+
+
+def _listed(heading: str, number: int = 0) -> dict[str, str]:
+    """Of a table under a heading of the reference, the second column by name; options have none."""
+    section = re.split(rf"^#+ {heading}\n", (DOCS / "reference.md").read_text(), flags=re.M)[1]
+    section = re.split(r"^#+ ", section, maxsplit=1, flags=re.M)[0]
+    rows = re.findall(r"(?:^\|.*\n)+", section, re.M)[number].splitlines()[2:]
+    cells = [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+    return {name: second for name, second, *_ in cells}
+
+
+def _told(value: object) -> str:
+    """How the reference shows a default."""
+    if value in (inspect.Parameter.empty, dataclasses.MISSING):
+        return ""
+    if isinstance(value, (zero_opt.Overlapped, zero_opt.MixedPrecision, zero_opt.Checks)):
+        return f"{type(value).__name__}()"
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+POLICIES = {
+    zero_opt.Overlapped: ("Reductions", 0),
+    zero_opt.AtStep: ("Reductions", 0),
+    zero_opt.DDPHook: ("Reductions", 0),
+    zero_opt.AlreadyReduced: ("Reductions", 1),
+    zero_opt.CPUOffload: ("Offloads", 0),
+    zero_opt.WorkerOffload: ("Offloads", 1),
+    zero_opt.NVMeOffload: ("Offloads", 2),
+    zero_opt.Selective: ("Selective", 0),
+    zero_opt.MixedPrecision: ("MixedPrecision", 0),
+    zero_opt.Checks: ("Checks", 0),
+    zero_opt.AdamState: ("AdamState", 0),
+}
+
+
+def test_every_policy_is_in_the_reference() -> None:
+    public = [getattr(zero_opt, name) for name in zero_opt.__all__]
+    frozen = {kind for kind in public if dataclasses.is_dataclass(kind) and kind.__module__ == "zero_opt.policies"}
+    assert frozen == set(POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.__name__)
+def test_the_reference_has_every_field_and_its_default(policy: Any) -> None:
+    assert _listed(*POLICIES[policy]) == {field.name: _told(field.default) for field in dataclasses.fields(policy)}
+
+
+@pytest.mark.parametrize("called", [zero_opt.ShardedOptimizer, zero_opt.estimate], ids=lambda called: called.__name__)
+def test_the_reference_has_every_argument_and_its_default(called: Any) -> None:
+    known = inspect.signature(called).parameters.values()
+    assert _listed(called.__name__) == {argument.name: _told(argument.default) for argument in known}
+
+
+def test_the_reference_has_every_option_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    shown = re.findall(r"^  (--[\w-]+|numel)\b", capsys.readouterr().out, re.M)
+    assert list(_listed("Command line")) == [*dict.fromkeys(shown)]
+
+
+def _shards_within_a_host(rank: int, world_size: int, folder: str) -> Any:
+    names = run("reference.md", folder)
+    model, opt = names["model"], names["opt"]
+    before = copy.deepcopy(model)
+    ddp = torch.nn.parallel.DistributedDataParallel(before)
+    trained = [(names["ddp"], opt), (ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-4))]
+    data = torch.randn(3, 8, 300, generator=torch.Generator().manual_seed(rank))
+    for batch in data:
+        for module, stepped in trained:
+            module(batch).square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+    held = opt.memory_report()["state"]
+    opt.close()
+    return [[param.detach() for param in held.parameters()] for held in (model, before)], held
+
+
+def test_shards_within_a_host(tmp_path: Path) -> None:
+    """Every rank trains as under DDP, and has half of the state where two of four ranks share it."""
+    runs = run_processes(4, _shards_within_a_host, str(tmp_path), timeout=300)
+    for (ours, plain), held in runs:
+        assert_bitwise(ours, plain)
+        assert held < 0.6 * 8 * sum(param.numel() for param in plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,15 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{same.on_rank(2)}\n"
 
 
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_dtypes_have_short_names(short: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for dtype in (short, name):
+        assert main(f"estimate 1e6 --device cpu --param-dtype {dtype} --reduce-dtype {dtype}".split()) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and name in told[0]
+
+
 def test_masters_and_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = "estimate 1e6 --param-dtype bfloat16 --device cuda --offload cpu --ratio 0.5 --subgroup-mb 2 --master split"
     assert main([*words.split(), "--option", "fused=True"]) == 0

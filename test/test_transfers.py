@@ -48,7 +48,7 @@ def test_a_peer_that_is_gone_or_silent_is_lost_and_other_errors_are_what_they_ar
     for text in ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "Timed out waiting 500ms for recv"):
         with pytest.raises(PeerLost, match="rank 3 has ended or does not answer") as lost:
             start("rank 3", _says(text))  # type: ignore[arg-type]
-        assert text in str(lost.value) and type(lost.value.__cause__) is RuntimeError
+        assert str(lost.value).endswith(f"checkpoint ({text})") and type(lost.value.__cause__) is RuntimeError
     with pytest.raises(RuntimeError, match=r"^Invalid scalar type$") as other:
         start("rank 3", _says("Invalid scalar type"))  # type: ignore[arg-type]
     assert type(other.value) is RuntimeError

@@ -31,13 +31,14 @@ _OFFLOADS = ("none", "cpu", "worker", "nvme")
 _NATIVE = ("CPUAdam", "CPUAdamW")
 # Fields of offloads, and whose they are.
 _FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme", "delay": "worker", "speculate": "worker"}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(found, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32 or bfloat16")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32, bfloat16 or bf16")
     return found
 
 

@@ -209,7 +209,7 @@ class Group:
             self._watch = Watch(store, self.rank, homes, (self.timeout_s, hang_timeout_s))
 
     def in_step(self, step: int) -> None:
-        """For messages: what this rank calls next is about that step."""
+        """For messages: so many steps are done, and what this rank calls next comes after them."""
         if self._watch is not None:
             self._watch.step = step
 
@@ -426,8 +426,10 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     All ranks of the group must call it. ``src`` is a rank of the group.
 
     Raises:
-        ConfigTypeError, ConfigError: ``src`` is not a rank. Others as for ``ShardedOptimizer``.
+        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. Others as for ``ShardedOptimizer``.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
     pg = resolve_group(process_group)
     world_size = 1 if pg is None else pg.size()
     check_rank(src, world_size, "src")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
 from .agreement import value_digest
 from .cpu_adam import CPUAdam, CPUAdamW
@@ -58,16 +59,34 @@ def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
 
 def check_wrapped_class(cls: object) -> None:
     """Raise ConfigTypeError unless ``cls`` is an optimizer class."""
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigTypeError(
-            f"optimizer_class must be a torch.optim.Optimizer subclass such as torch.optim.AdamW, got {cls!r}"
-        )
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        if issubclass(cls, Joinable):
+            raise ConfigTypeError(
+                f"optimizer_class {cls.__name__} shards an optimizer itself; pass the class to shard, such as "
+                "torch.optim.AdamW"
+            )
+        return
+    hint = ""
+    if isinstance(cls, torch.optim.Optimizer):
+        hint = f" that is made already; pass the class: ShardedOptimizer(params, {type(cls).__name__}, lr=...)"
+    elif isinstance(cls, (Iterable, torch.nn.Module)) and not isinstance(cls, str):
+        hint = "; parameters come first: ShardedOptimizer(params, optimizer_class, lr=...)"
+    raise ConfigTypeError(
+        f"optimizer_class must be a torch.optim.Optimizer subclass such as torch.optim.AdamW, got {in_short(cls)}{hint}"
+    )
+
+
+def in_short(value: object) -> str:
+    """How messages show an argument: itself where that is short, else its type."""
+    if value is None or isinstance(value, (bool, int, float, str, type)):
+        return f"{value!r:.80}"
+    return f"a {torch.typename(value)}"
 
 
 def check_type(name: str, value: object, kind: type) -> None:
     """Raise ConfigTypeError unless an argument is of the type it must be."""
     if not isinstance(value, kind):
-        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {in_short(value)}")
 
 
 def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
@@ -158,11 +177,28 @@ def _listed(params: Iterable[Any], name: str, of: str) -> list[Any]:
             "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
             + torch.typename(params)
         )
+    wrong = f"{name} must be an iterable of {of}, got {torch.typename(params)}{_instead_of(params)}"
     try:
         iterator = iter(params)
     except TypeError as error:
-        raise ConfigTypeError(f"{name} must be an iterable of {of}, got {torch.typename(params)}") from error
-    return list(iterator)
+        raise ConfigTypeError(wrong) from error
+    entries = list(iterator)
+    if isinstance(params, (torch.nn.Module, Mapping)) and any(isinstance(e, (torch.nn.Module, str)) for e in entries):
+        raise ConfigTypeError(wrong)
+    return entries
+
+
+def _instead_of(params: object) -> str:
+    """What to pass instead of something that holds no parameters; empty where that cannot be told."""
+    if isinstance(params, torch.nn.Module):
+        return "; pass its parameters()"
+    if isinstance(params, Mapping):
+        return ", of which these would be the keys; pass model.parameters() or model.named_parameters()"
+    if isinstance(params, torch.optim.Optimizer) or (
+        isinstance(params, type) and issubclass(params, torch.optim.Optimizer)
+    ):
+        return "; parameters come first: ShardedOptimizer(params, optimizer_class, lr=...)"
+    return "; write model.parameters(), with parentheses" if callable(params) else ""
 
 
 def _check_tensors(params: Sequence[Any], number: int) -> None:
@@ -171,7 +207,7 @@ def _check_tensors(params: Sequence[Any], number: int) -> None:
         if not isinstance(param, Tensor):
             raise ConfigTypeError(
                 f"group {number}, position {position} must be a tensor or a (name, tensor) pair, got "
-                f"{torch.typename(param)}"
+                f"{torch.typename(param)}{_instead_of(param)}"
             )
 
 
@@ -228,6 +264,11 @@ def checked_groups(
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.is_meta:
             raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
+        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise UnsupportedParam(
+                f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), where each rank has another part; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters say where they are cut"
+            )
         if param.is_complex() and reduce_dtype is not None:
             raise UnsupportedParam(
                 f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "

@@ -37,8 +37,8 @@ class GradOwner(Protocol):
     def zero_consumed(self, param: int) -> None:
         """Make the held gradient of one parameter zero."""
 
-    def lends(self, param: int) -> bool:
-        """Whether who copies a gradient during backward may have what has been accumulated since it was taken."""
+    def lends(self, param: int, target: Tensor) -> bool:
+        """Whether the caller may copy what has been accumulated since the gradient was taken to ``target``."""
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
@@ -105,14 +105,42 @@ def _grad_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty_like(param, device="meta").stride()
 
 
+# The ways out. Of an operation not named below the first is the most likely one.
+_EDIT = "to read or edit gradients before step(), use reduction=zero_opt.AtStep()"
+_CLIP = "to clip, or to log the norm, call opt.clip_grad_norm_(max_norm) on every rank, or pass max_grad_norm"
+_DDP = (
+    "under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced(), or zero_opt.DDPHook() with "
+    "zero_opt.ddp_hook"
+)
+_WAYS_OUT = (_EDIT, _CLIP, _DDP)
+_REDUCE = "gradients are averaged already: leave your own all-reduce out"
+_FINITE = 'to look for inf and NaN, pass checks=zero_opt.Checks(nonfinite="skip") or "raise"'
+_STEP = "a parameter is stepped by one optimizer: take it out of the other"
+_SCALE = "to scale gradients, scale the loss before backward"
+# What somebody wants who calls an operator, by the name of that.
+_WANTED = {
+    **dict.fromkeys(("norm", "linalg_vector_norm", "_foreach_norm"), _CLIP),
+    "isnan": _FINITE,
+    **dict.fromkeys(
+        ("lerp_", "_foreach_lerp_", "_foreach_add_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), _STEP
+    ),
+    **dict.fromkeys(("mul", "mul_", "div", "div_", "_foreach_mul_", "_foreach_div_"), _SCALE),
+}
+
+
 def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
     found = next((a for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), None)
     label = "a parameter" if found is None else found.label
+    namespace, _, rest = str(func).partition(".")
+    first = _REDUCE if namespace == "c10d" else _WANTED.get(rest.partition(".")[0], _EDIT)
+    if func is aten.copy_.default and torch._C._current_graph_task_id() != -1:
+        first = _DDP
+    elif args and isinstance(args[0], torch.nn.Parameter):
+        first = _STEP
+    others = "; ".join(way for way in _WAYS_OUT if way is not first)
     return GradientConsumed(
-        f"{func} needs the gradient of {label}, but its values have already moved into a sharded gradient bucket. "
-        "To clip, call opt.clip_grad_norm_(max_norm) or pass max_grad_norm; to read or edit gradients, use "
-        "reduction=zero_opt.AtStep(); under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced(), or "
-        "zero_opt.DDPHook() with zero_opt.ddp_hook."
+        f"{first[0].upper()}{first[1:]}. {func} met the gradient of {label}, whose values have moved into a sharded "
+        f"gradient bucket. Else, {others}."
     )
 
 
@@ -128,11 +156,10 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
     """DistributedDataParallel copies gradients to buckets of its own, which are of no use where our hook serves it."""
-    inside_backward = torch._C._current_graph_task_id() != -1
-    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad) or not inside_backward:
+    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad):
         return NotImplemented
     owner = source.owner()
-    if owner is None or not owner.lends(source.param):
+    if owner is None or not owner.lends(source.param, target):
         return NotImplemented
     return target.zero_() if source.pending is None else target.copy_(source.pending)
 

@@ -20,7 +20,7 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
     are sent, and as with :class:`Overlapped` ``p.grad`` cannot be read after a backward that DDP synchronises: clip
     with ``max_grad_norm`` or ``opt.clip_grad_norm_()``. To accumulate, ``ddp.no_sync()`` is what saves
     traffic. DDP must be over the optimizer's ranks. With ``gradient_as_bucket_view=True`` each gradient is copied once
-    more, and DDP's second forward must find ``p.grad`` None: use ``zero_grad()`` as it is, and ``ddp.no_sync()``.
+    more.
 
     Raises:
         ConfigTypeError, ConfigConflict: not such an optimizer, or DDP trains parameters that it has not.

@@ -82,7 +82,8 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
                 )
             return process_group.get_group()
         raise ConfigTypeError(
-            f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}"
+            f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}; "
+            "hyperparameters and policies go by name, as in lr=..., reduction=..."
         )
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD

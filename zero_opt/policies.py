@@ -175,7 +175,7 @@ class Selective:
 def _check_selective(owner: str, value: object) -> None:
     if value is not None and not isinstance(value, Selective):
         called = f"; write {value.__name__}()" if isinstance(value, type) else ""
-        raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {value!r}{called}")
+        raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {value!r:.80}{called}")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from .background_gather import check_held
+from .buckets import GradBucket
 from .construction import check_type, check_wrapped_class, checked_groups
 from .grad_norm import check_max_norm
 from .placement import Policy as Offload
-from .placement import check_params
+from .placement import check_params, home_of
 from .placement import check_policy as check_offload
 from .policies import Checks, MixedPrecision
 from .reduction import Policy
@@ -39,6 +40,11 @@ class Recipe:
     def has_masters(self) -> bool:
         """Whether something else than the parameters themselves may be stepped."""
         return self.offload is not None or self.precision.master_dtype is not None
+
+    def widens(self, bucket: GradBucket) -> bool:
+        """Whether a bucket's gradients are stepped in a wider dtype than theirs, and rounded if scaled before that."""
+        stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
+        return stepped.itemsize > bucket.shard_dtype.itemsize
 
     def checked(self) -> Recipe:
         """This one, once it is known to hold together by itself.

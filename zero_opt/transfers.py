@@ -111,7 +111,7 @@ def peer_lost(who: str) -> Iterator[None]:
         text = (str(error) or type(error).__name__).splitlines()[0]
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
             raise
-        raise PeerLost(f"{who} has ended or does not answer ({text}); restart from the last checkpoint") from error
+        raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error
 
 
 def start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> dist.Work:

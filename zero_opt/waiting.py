@@ -174,7 +174,7 @@ class Watch:
         while not timed_out:
             ended = [rank for rank, home in self._near.items() if home.state() in _ENDED]
             if ended:
-                return PeerLost(f"{self.name(ended)} has ended ({text}); restart all ranks from the last checkpoint")
+                return PeerLost(f"{self.name(ended)} has ended; restart all ranks from the last checkpoint ({text})")
             if time.monotonic() > end:
                 break
             time.sleep(0.01)
@@ -182,8 +182,8 @@ class Watch:
         if not missing:
             return None
         return PeerSilent(
-            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last} ({text}); look "
-            "at what it does (py-spy dump), or give it longer with checks=Checks(timeout=...)"
+            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}; look at what "
+            f"it does (py-spy dump), or give it longer with checks=Checks(timeout=...) ({text})"
         )
 
     def _ask(self, call: Callable[[], Any]) -> Any:

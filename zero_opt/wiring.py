@@ -257,6 +257,7 @@ class Wiring:
             NonFiniteGradient: on every rank, before anything is changed.
         """
         limit, look = self._recipe.max_grad_norm, cache(partial(self.measure, grads))
+        grad_scale *= self.reduction.grad_scale
         if self._nonfinite.skips(look):
             self.progress.skipped()
             return
@@ -298,9 +299,11 @@ class Wiring:
         Gradients that no step is to be taken with are left as they are.
         """
         measured = self.measure(grads)
+        norm = measured.norm * self.reduction.grad_scale
         if not self._nonfinite.skips(lambda: measured):
-            self.reduction.scale(clip_factor(measured.norm, max_norm))
-        return measured.norm
+            widened = any(map(self._recipe.widens, self.partition.buckets))
+            (self.reduction.scale_in_step if widened else self.reduction.scale)(clip_factor(norm, max_norm))
+        return norm
 
     def measure(self, grads: Sequence[GradShard]) -> Measured:
         """Global L2 norm of the reduced gradients, and whether they are finite. Collective."""
@@ -335,6 +338,7 @@ class Wiring:
         """
         self.reduction.stepped()
         self.progress.stepped()
+        self.agreement.group.in_step(self.progress.step)
         self._guard.commit(self.progress.step)
         if self._guard.failure is not None:
             raise self._guard.failure

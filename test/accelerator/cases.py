@@ -109,6 +109,9 @@ def _clipping() -> Iterator[Case]:
     for reduction in ("Overlapped", "AtStep", "AlreadyReduced"):
         yield Case(f"clipped before the step, {reduction}", reduction, program=programs.clipped)
         yield Case(f"scaled, {reduction}", reduction, program=programs.scaled, unused=False)
+    for tier in ("masters", "worker"):
+        yield Case(f"clipped before the step, {tier}", program=programs.clipped, **TIERS[tier])
+        yield Case(f"clipped between two backwards, {tier}", program=programs.clipped_between, **TIERS[tier])
     # At world size 1 torch's own clip_grad_norm_ takes the norm per device first.
     yield Case("scaled and clipped", program=programs.scaled, clip=0.5, unused=False, several_devices=False)
     yield Case("scaled, fp16 with masters", program=programs.scaled, dtype=FP16, options={"precision": MASTERS})

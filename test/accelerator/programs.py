@@ -67,6 +67,18 @@ def clipped(rank: Rank) -> Any:
     return [on_host(norms), rank.end()]
 
 
+def clipped_between(rank: Rank) -> Any:
+    """Train with gradients of which the first ones are clipped before others are added to them."""
+    seen = []
+    for step in range(STEPS):
+        rank.backward(step)
+        seen.append(rank.optimizer.clip_grad_norm_(0.5))
+        rank.backward(step)
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+    return [on_host(seen), rank.end()]
+
+
 def state_leaves(rank: Rank) -> Any:
     """Offload the state between two steps, save it there, and go on; once between two backwards of a step."""
     rank.step(0)

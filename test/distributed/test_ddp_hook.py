@@ -16,7 +16,7 @@ from test.distributed.scenario import BUCKET_MB
 
 HOOK = zero_opt.DDPHook(BUCKET_MB)
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-SECONDS = 40
+SECONDS = 300
 STEPS = 5
 
 
@@ -67,6 +67,7 @@ def _train(rank: int, world_size: int, reduction: Any, script: str, ddp: dict[st
     generator = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
         backwards = 1 + (step % 3 if script in ("twice", "unused twice", "zero twice", "no_sync") else 0)
+        backwards += script in ("from the first", "zero twice")
         for turn in range(backwards):
             data, branch = torch.randn(4, 30, generator=generator), (step + turn + rank) % 3 if unused else 2
             if script == "no_sync" and turn + 1 < backwards:
@@ -93,6 +94,7 @@ MODES = {
     "find_unused": {"find_unused_parameters": True},
     "find_unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "static": {"static_graph": True},
+    "static, views": {"static_graph": True, "gradient_as_bucket_view": True},
 }
 
 
@@ -101,7 +103,8 @@ MODES = {
     [
         *((mode, "once") for mode in MODES),
         *((mode, script) for mode in ("plain", "views") for script in ("twice", "no_sync")),
-        ("plain", "zero twice"),
+        *((mode, "zero twice") for mode in ("plain", "views")),
+        *((mode, "from the first") for mode in ("plain", "views", "find_unused, views", "static, views")),
         *((mode, script) for mode in ("find_unused", "find_unused, views") for script in ("unused", "unused twice")),
         ("plain", "clip"),
         ("views", "model.zero_grad"),
@@ -247,19 +250,59 @@ def test_a_backward_that_fails_is_no_gradient() -> None:
     assert run_processes(2, _failing, timeout=SECONDS) == [[None] * 10] * 2
 
 
-def _views(rank: int, world_size: int) -> str:
+def _views(rank: int, world_size: int) -> Any:
+    """In its second forward DDP makes its buckets anew, and looks into every gradient that there is."""
     model = _model(False)
     optimizer = _optimizer(model, HOOK)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
-    wrapped(torch.ones(4, 30), 2).sum().backward()
-    with pytest.raises(zero_opt.GradientConsumed) as caught:
-        wrapped(torch.ones(4, 30), 2).sum().backward()
+    seen: list[Any] = []
+    for _ in range(3):
+        output = wrapped(torch.ones(4, 30), 2)
+        for call in (Tensor.clone, torch.empty(40, 30).copy_):
+            try:
+                seen.append(call(model.first.weight.grad))  # type: ignore[arg-type]
+            except (TypeError, zero_opt.GradientConsumed) as refused:
+                seen.append(type(refused).__name__)
+        output.sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    wrapped(torch.ones(4, 30), 2)  # a forward for which there is no backward
+    norm = optimizer.clip_grad_norm_(1e9)
     optimizer.close()
-    return str(caught.value)
+    hooks = len(model._forward_pre_hooks)
+    return seen, norm, hooks, all(map(torch.equal, before, model.parameters()))
 
 
-def test_views_of_gradients_that_are_gone_are_refused() -> None:
-    """DDP makes its buckets anew at its second forward, and looks into every gradient that there is."""
-    for message in run_processes(2, _views, timeout=SECONDS):
-        assert "aten.copy_" in message
+def test_a_forward_of_ddp_leaves_gradients_consumed() -> None:
+    model = _model(False)
+    model(torch.ones(4, 30), 2).sum().backward()
+    norm = 3 * torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    for seen, found, hooks, same in run_processes(2, _views, timeout=SECONDS):
+        assert seen == ["TypeError"] * 2 + ["GradientConsumed"] * 4
+        assert float(found) == pytest.approx(float(norm), rel=1e-5)
+        assert hooks == 0 and same
+
+
+def _joined_after_one(rank: int, world_size: int, reduction: Any) -> Any:
+    """Rank 0 runs out of inputs after its first backward."""
+    model = _model(False)
+    optimizer = _optimizer(model, reduction)
+    wrapped: Any = model
+    joined: list[Any] = [optimizer]
+    if reduction is HOOK:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
+        joined = [wrapped, optimizer]
+    generator = torch.Generator().manual_seed(rank)
+    with Join(joined):
+        for _ in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            wrapped(torch.randn(4, 30, generator=generator), 2).square().sum().backward()
+            optimizer.step()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_rank_that_runs_out_of_inputs_has_buckets_made_anew() -> None:
+    within = run_processes(2, _joined_after_one, HOOK, timeout=SECONDS)
+    assert_bitwise(within, run_processes(2, _joined_after_one, OVERLAPPED, timeout=SECONDS))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -276,3 +276,19 @@ def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
     message, _ = run_processes(2, _norm_without_a_rank, timeout=SECONDS, expect_errors=True)
     assert isinstance(message, str)
     assert "restart from the last checkpoint" in message
+
+
+# -- the first FSDP ---------------------------------------------------------------------------------------------------
+
+
+def _fsdp1(rank: int, world_size: int, original: bool) -> str:
+    model = FullyShardedDataParallel(nn.Linear(30, 4), device_id=torch.device("cpu"), use_orig_params=original)
+    with pytest.raises(UnsupportedParam) as caught:
+        zero_opt.ShardedOptimizer(model.parameters(), AdamW, reduction=reduced)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_parameters_of_fsdp1_are_refused(original: bool) -> None:
+    for message in run_processes(2, _fsdp1, original, timeout=300):
+        assert "(FSDP1)" in message and "use torch.distributed.fsdp.fully_shard" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -274,6 +275,93 @@ def test_clipping_is_part_of_the_step(reduction: Any) -> None:
             master.grad = gradient(params, 0, 0, at).float().mul_(factor) if at % 3 else None
         plain.step()
         assert_bitwise([param.detach() for param in held], [master.detach().to(dtype) for master in masters])
+
+
+NARROW = zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16)
+
+
+def _clipped(rank: int, world_size: int, reduction: Any, options: dict[str, Any], how: str) -> Any:
+    """Parameters and state after steps that are clipped, by one way or the other."""
+    dtype = torch.float32 if options.get("precision") is NARROW else torch.bfloat16
+    params = make_params(torch.optim.AdamW, dtype)
+    limit = 5.0 if how == "max_grad_norm" else None
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, lr=0.02, fused=True, reduction=reduction, max_grad_norm=limit, **options
+    )
+    for step in range(3):
+        backward(params, step, rank)
+        if how != "max_grad_norm":
+            norm = optimizer.clip_grad_norm_(5.0)
+            assert norm > 5.0
+        if how == "twice":
+            assert optimizer.clip_grad_norm_(100.0) == pytest.approx(5.0, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [param.detach() for param in params], state
+
+
+NARROWED: dict[str, dict[str, Any]] = {
+    **TIERS,
+    "narrow": {"precision": NARROW},
+    "speculates": {"offload": zero_opt.WorkerOffload(speculate=True)},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "reduction"),
+    [*product(NARROWED, [OVERLAPPED]), *product([*TIERS, "narrow"], [zero_opt.AtStep(BUCKET_MB)])],
+)
+def test_a_clip_before_the_step_is_part_of_it(where: str, reduction: Any) -> None:
+    """Scaled by itself, a narrow gradient would be rounded once more."""
+    options = NARROWED[where]
+    expected = run_processes(2, _clipped, reduction, options, "max_grad_norm", timeout=300)
+    for how in ("before", "twice"):
+        assert_bitwise(run_processes(2, _clipped, reduction, options, how, timeout=300), expected, how)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_comes_after_a_clip_is_not_clipped(dropped: bool) -> None:
+    """It is added to gradients that are, or takes their place."""
+    params = make_params(torch.optim.AdamW, torch.bfloat16)
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, lr=0.02, fused=True, reduction=OVERLAPPED, **ON_DEVICE
+    )
+    backward(params, 0, 0)
+    factor = torch.clamp(5.0 / (optimizer.clip_grad_norm_(5.0) + 1e-6), max=1.0)
+    if dropped:
+        for param in params:
+            param.grad = None
+    backward(params, 0, 1)
+    optimizer.step()
+    optimizer.close()
+    masters = [nn.Parameter(param.detach().float()) for param in make_params(torch.optim.AdamW, torch.bfloat16)]
+    for at, master in enumerate(masters):
+        if at % 3:
+            before, after = (gradient(params, 0, rank, at) for rank in (0, 1))
+            master.grad = (after if dropped else (before.float() * factor).bfloat16() + after).float()
+    zero_opt.CPUAdamW(masters, lr=0.02).step()
+    assert_bitwise([param.detach() for param in params], [master.detach().bfloat16() for master in masters])
+
+
+@pytest.mark.parametrize("reduction", [OVERLAPPED, zero_opt.AtStep()])
+def test_a_clip_ends_with_its_gradients(reduction: Any) -> None:
+    """Also where zero_grad() drops them without a step."""
+    params, others = (make_params(torch.optim.AdamW, torch.bfloat16) for _ in range(2))
+    for held in (params, others):
+        optimizer = zero_opt.ShardedOptimizer(held, torch.optim.AdamW, reduction=reduction, fused=True, **ON_DEVICE)
+        if held is params:
+            backward(held, 0, 0)
+            optimizer.clip_grad_norm_(1e-3)
+            optimizer.zero_grad()
+        for step in (1, 2):
+            backward(held, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in others])
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -175,3 +175,41 @@ def test_ctrl_c_while_state_is_made_leaves_no_part_of_one(due: int, monkeypatch:
     _train(zero_opt.CPUAdam(plain), {0: plain}, range(STEPS))
     assert_bitwise([param.detach() for param in params], [param.detach() for param in plain])
     optimizer.close()
+
+
+# -- writes of the user's ---------------------------------------------------------------------------------------------
+
+MASTERS = zero_opt.MixedPrecision(master_dtype=torch.float32)
+OFFLOADS: dict[str, Any] = {
+    "none": {},
+    "masters": {"precision": MASTERS},
+    "split": {"precision": zero_opt.MixedPrecision(master_dtype="split")},
+    "CPUOffload": {"offload": zero_opt.CPUOffload()},
+    "WorkerOffload": {"offload": zero_opt.WorkerOffload()},
+}
+
+
+def _written(rank: int, world_size: int, options: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What a step of size 0 leaves of three ways to write to a parameter."""
+    params = [nn.Parameter(torch.ones(300, dtype=dtype)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, fused=True, lr=0.0, weight_decay=0.0, **options)
+    for turn in range(2):
+        torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+        optimizer.step()
+        optimizer.zero_grad()
+        if turn == 0:
+            params[0].data.fill_(3.0)
+            params[1].data = torch.full((300,), 3.0, dtype=dtype)
+            with torch.no_grad():
+                params[2].fill_(3.0)
+    optimizer.close()
+    return [param.unique().tolist() for param in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [*OFFLOADS, "NVMeOffload"])
+def test_which_writes_a_step_sees_is_what_the_readme_says(where: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    options = {**OFFLOADS, "NVMeOffload": {"offload": zero_opt.NVMeOffload(tmp_path)}}[where]
+    lost = where == "WorkerOffload" or (dtype is torch.bfloat16 and where not in ("none", "split"))
+    for found in run_processes(2, _written, options, dtype, timeout=300):
+        assert found == [[1.0] if lost else [3.0], [3.0], [3.0]]

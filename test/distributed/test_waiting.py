@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -93,6 +94,27 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_step_on_every_other(mi
         assert re.match(
             rf"rank {missing} \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message
         )
+        assert message.index("Checks(timeout=") < message.index("gloo")
+
+
+def _alone_between_steps(rank: int, world_size: int, call: str) -> str:
+    """One rank alone calls, after three steps, what all ranks must call."""
+    _, opt = _optimizer(timeout=1.0)
+    saved = opt.state_dict()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["done"], timedelta(seconds=300))
+        return ""
+    with pytest.raises(zero_opt.PeerSilent) as caught:
+        {"load": lambda: opt.load_state_dict(saved), "consolidate": opt.consolidate_state_dict}[call]()
+    store.set("done", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["load", "consolidate"])
+def test_a_call_between_steps_counts_the_steps_before_it(call: str) -> None:
+    message = run_processes(2, _alone_between_steps, call, expect_errors=True, timeout=300)[0]
+    assert re.match(r"rank 1 \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message), message
 
 
 def _killed(rank: int, world_size: int) -> str:
@@ -112,7 +134,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
     assert time.monotonic() - begin < MOST_SECONDS
     assert isinstance(killed, Failure)
     pid, text = message.split(" ", 1)
-    assert text.startswith(f"rank 1 (pid {pid}) has ended")
+    assert re.match(rf"rank 1 \(pid {pid}\) has ended; restart all ranks .* \(\[.*gloo", text), text
 
 
 def _slow(rank: int, world_size: int) -> list[str]:

@@ -64,7 +64,7 @@ def check_policy(policy: object) -> None:
     if policy is not None and not isinstance(policy, (CPUOffload, WorkerOffload, NVMeOffload)):
         called = f"; write {policy.__name__}(...)" if isinstance(policy, type) else ""
         raise ConfigTypeError(
-            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r}{called}"
+            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r:.80}{called}"
         )
 
 

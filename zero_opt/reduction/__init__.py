@@ -29,7 +29,7 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced, DDPHook)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigTypeError(
-            f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {policy!r}{called}"
+            f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {policy!r:.80}{called}"
         )
 
 

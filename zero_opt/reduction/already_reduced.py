@@ -28,6 +28,8 @@ _FAR_APART = 0.01
 class AlreadyReducedGrads:
     """See the module."""
 
+    grad_scale = 1.0
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._copies: list[Tensor] = []
@@ -127,6 +129,8 @@ class AlreadyReducedGrads:
                 flat.param.grad.detach().mul_(factor.to(flat.param.device))
         for copy in self._copies:
             copy.mul_(factor.to(copy.device))
+
+    scale_in_step = scale
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See :class:`GradReduction`; it never does."""

@@ -55,7 +55,7 @@ class AtStepReduction:
         self._sparse = SparseGrads(parts)
         self._signature: _Signature | None = None
         self._shards: list[GradShard] = []
-        self._scaled = False
+        self._scaled, self.grad_scale = False, 1.0
         self._sequence = 0
         self._alone = False
 
@@ -64,7 +64,7 @@ class AtStepReduction:
         params, before = self._parts.all_params(), self._signature
         fresh = before is None or not before.matches(params)
         if before is not None and before.gone(params):
-            self._scaled = False  # the gradients that were clipped are no more
+            self._scaled, self.grad_scale = False, 1.0  # the gradients that were clipped are no more
         if fresh and self._scaled and error is None:
             error = GradientConflict(
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
@@ -113,18 +113,23 @@ class AtStepReduction:
                 if grad is not None:
                     grad.mul_(factor.to(grad.device))
 
+    def scale_in_step(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`."""
+        self._scaled = True
+        self.grad_scale *= float(factor)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See :class:`GradReduction`; it never does."""
         return nullcontext()
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""
-        self._signature, self._scaled = None, False
+        self._signature, self._scaled, self.grad_scale = None, False, 1.0
         self._parts.progress.epoch += 1
 
     def stepped(self) -> None:
         """A second step() without a new backward reduces the same gradients again, as torch applies them again."""
-        self._signature, self._scaled, self._sequence = None, False, 0
+        self._signature, self._scaled, self.grad_scale, self._sequence = None, False, 1.0, 0
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Gradients are read when needed; nothing to watch."""

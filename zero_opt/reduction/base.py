@@ -153,7 +153,13 @@ class Parts:
 
 
 class GradReduction(Protocol):
-    """How gradients become shards. Methods are called on every rank in the same order, ``reset`` excepted."""
+    """How gradients become shards. Methods are called on every rank in the same order, ``reset`` excepted.
+
+    Attributes:
+        grad_scale: what the step is to multiply the reduced gradients by.
+    """
+
+    grad_scale: float
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """Reduce what is left of this window; one shard per bucket, in bucket order.
@@ -167,6 +173,9 @@ class GradReduction(Protocol):
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by a 0-dim tensor, in place."""
+
+    def scale_in_step(self, factor: Tensor) -> None:
+        """Multiply :attr:`grad_scale` by a 0-dim tensor; as :meth:`scale` where users read the reduced gradients."""
 
     def reset(self) -> None:
         """``zero_grad`` was called: what has been gathered so far is void."""

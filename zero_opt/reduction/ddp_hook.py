@@ -4,20 +4,23 @@
 DDP copies ``p.grad`` to a bucket of its own as autograd finishes it, calls the hook per full bucket, in one order, and
 at the end of backward copies the buckets back to ``p.grad``: the local gradient, since the hook leaves it as it is. So
 ``p.grad`` is taken in the hook and replaced after DDP is done. With ``gradient_as_bucket_view`` it lies in DDP's
-bucket, which the next backward writes to, and has to be copied.
+bucket, which the next backward writes to, and has to be copied. In its second forward DDP makes its buckets anew, and
+then points every ``p.grad`` that is not None to one of them: ``p.grad`` is replaced before the module's own forward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigConflict, GradientConflict, StepDesync, ZeroOptError
 from .base import GradShard, Parts
-from .other_reducers import ddp_conflict
+from .other_reducers import ddp_conflict, forward_of_ddp
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -34,6 +37,7 @@ class DDPHookReduction(OverlappedReduction):
         self._index: dict[int, int] = {}
         self._called = self._inside = False
         self._lent: set[int] = set()
+        self._moved: dict[int, Tensor] = {}  # what a forward of DDP has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
         self._known: set[int] = set()
         self._alone: set[int] = set()
@@ -94,12 +98,28 @@ class DDPHookReduction(OverlappedReduction):
         """See :class:`OverlappedReduction`; during a backward, DDP keeps gradients of its own there."""
         return self._parts.partition.flats[index].param.grad is None
 
-    def lends(self, param: int) -> bool:
+    def lends(self, param: int, target: Tensor) -> bool:
         """See :class:`GradOwner`."""
         if not self._called:
             return False
-        self._lent.add(param)
+        if torch._C._current_graph_task_id() != -1:
+            self._lent.add(param)
+            return True
+        module = forward_of_ddp()
+        if module is None:
+            return False
+        if not self._moved:
+            _before_forward(module, weakref.WeakMethod(self._put_back))
+        self._moved[param] = target
         return True
+
+    def _put_back(self) -> None:
+        """DDP has made its buckets anew: make ``p.grad`` say again who holds the gradient."""
+        for index, view in self._moved.items():
+            param = self._parts.partition.flats[index].param
+            if param.grad is view:
+                param.grad = self._consumed[index]
+        self._moved.clear()
 
     def _end_backward(self) -> None:
         """DDP has written to ``p.grad``: make it say again who holds the gradient."""
@@ -114,6 +134,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`."""
+        self._put_back()
         if self._inside:
             error = error or StepDesync(
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"
@@ -134,4 +155,19 @@ class DDPHookReduction(OverlappedReduction):
     def reset(self) -> None:
         """See :class:`GradReduction`."""
         self._forget_handed()
+        for index in self._moved:  # its forward failed
+            self._parts.partition.flats[index].param.grad = None
+        self._moved.clear()
         super().reset()
+
+
+def _before_forward(module: nn.Module, call: weakref.WeakMethod[Any]) -> None:
+    """Make the call once, before the module's next forward."""
+
+    def once(*_: object) -> None:
+        handle.remove()
+        made = call()
+        if made is not None:
+            made()
+
+    handle = module.register_forward_pre_hook(once, prepend=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Collection, Iterable, Iterator
+from types import FrameType
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
 
 from ..errors import GradientConflict
 
@@ -42,3 +46,19 @@ def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataP
             yield found
     for below in kind.__subclasses__():
         yield from _instances(below)
+
+
+def forward_of_ddp() -> nn.Module | None:
+    """The module whose forward ``DistributedDataParallel`` is about to call, if the caller is called by its code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        ddp: Any = None
+        if frame.f_code is DistributedDataParallel._pre_forward.__code__:
+            ddp = frame.f_locals["self"]
+        elif frame.f_code is _DDPJoinHook.main_hook.__code__:
+            ddp = frame.f_locals["self"].ddp
+        if ddp is not None:
+            module: nn.Module = ddp.module
+            return module
+        frame = frame.f_back
+    return None

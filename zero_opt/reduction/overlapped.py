@@ -35,7 +35,7 @@ from ..errors import (
 from ..exchange import Ident
 from ..grad_norm import all_finite
 from ..hooks import ArrivalHooks, BackwardPasses
-from ..system.devices import is_host
+from ..system.devices import HOST, is_host
 from .base import GradShard, Parts, shard_list
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
@@ -61,6 +61,7 @@ class OverlappedReduction:
         self._shown: set[int] = set()
         self._void: Future[bool] | None = None
         self._unscaled: bool | None = None
+        self.grad_scale = 1.0
         self._ranked: list[int] = []
         self._order: list[int] = []
         self._seen: list[int] | None = []
@@ -179,10 +180,21 @@ class OverlappedReduction:
         self._launch_all()
         partition = self._parts.partition
         self._forget_dropped(self._shown)
+        self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._order}
         self._in_round.clear()
         self._rounds += 1
         self._next = 0
+
+    def _scale_held(self) -> None:
+        """Multiply what the next round will be added to by what the step was to multiply it by."""
+        factor, self.grad_scale = self.grad_scale, 1.0
+        if factor == 1.0 or not self._live:
+            return
+        for bucket in self._parts.partition.buckets:
+            if bucket.shard_nbytes:
+                with torch.no_grad(), bucket.streams.side([], []):
+                    bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
 
     def _forget_dropped(self, indices: Iterable[int]) -> None:
         """The shard follows ``p.grad``: where the user has dropped it, the next gradient starts afresh."""
@@ -388,7 +400,7 @@ class OverlappedReduction:
         self._begin_window()
         self._delivered.clear()
         self._synced.clear()
-        self._sequence, self._unscaled = 0, None
+        self._sequence, self._unscaled, self.grad_scale = 0, None, 1.0
         self._parts.progress.epoch += 1
 
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
@@ -399,6 +411,10 @@ class OverlappedReduction:
             if bucket.shard_nbytes:
                 bucket.scale(factor)
 
+    def scale_in_step(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`."""
+        self.grad_scale *= float(factor)
+
     def zero_consumed(self, param: int) -> None:
         """See :class:`GradOwner`."""
         bucket, position = self._parts.partition.places[param]
@@ -407,7 +423,7 @@ class OverlappedReduction:
             fill.grads[position] = None
         self._restart([param])
 
-    def lends(self, param: int) -> bool:  # noqa: ARG002  (see GradOwner)
+    def lends(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
         """See :class:`GradOwner`."""
         return False
 
