@@ -201,7 +201,7 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     reduction, precision = zero_opt.Overlapped(bucket_mb=0.1), zero_opt.MixedPrecision(master)
     found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
     sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
-    rehearsal, staying = Rehearsal(sketches, 2, reduction, Geometry(False, 0.1, None)), 0
+    rehearsal, staying = Rehearsal(sketches, (2, 2), reduction, Geometry(False, 0.1, None)), 0
     for rank in range(2):
         maker = HostUnits(offload, master)
         units = [unit for made in maker(rehearsal.buckets(rank)) for unit in made]

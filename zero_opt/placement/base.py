@@ -17,7 +17,7 @@ ParamState = MutableMapping[str, Any]
 
 
 class Stretch(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of a slice, of which ``steps`` have been done."""
+    """Elements ``start`` to ``stop`` (exclusive) of a slice; their next step is number ``steps`` + 1, as fp32 counts."""
 
     start: int
     stop: int

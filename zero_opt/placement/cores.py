@@ -15,7 +15,7 @@ import torch
 
 from ..collectives import Group
 from ..errors import ConfigError
-from ..host_exchange import host_id
+from ..host_exchange import host_if_known
 from ..policies import WorkerOffload
 from ..system.devices import in_use
 from ..worker_process import allowed_threads
@@ -72,7 +72,7 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
     A process that uses an accelerator is not confined: the threads of its driver and of its collectives would be too.
     """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (_siblings(core), core))
-    mine = {"host": host_id(), "cores": usable}
+    mine = {"host": host_if_known(), "cores": usable}
     offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
     sharers = sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
     split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
