@@ -231,7 +231,9 @@ def test_what_a_rank_skips_is_void_for_all_others_and_the_next_is_not() -> None:
 
     def advance(rank: int, ident: int) -> Any:
         filled = bucket(plan, grads[rank], rank)
-        return lambda published: ranks.ranks[rank].reduce(named(ident), filled, shards[rank].data_ptr(), published, 0.01)
+        return lambda published: ranks.ranks[rank].reduce(
+            named(ident), filled, shards[rank].data_ptr(), published, 0.01
+        )
 
     def both(rank: int) -> list[int]:
         return [_to_the_end(advance(rank, 5)), _to_the_end(advance(rank, 6))]
