@@ -195,7 +195,7 @@ def build_host_exchange(
         own = _new_arena(nbytes)
         offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own).hex())
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        offer["error"] = f"rank {group.rank} has no shared memory: {error}"
+        offer["error"] = f"rank {group.rank} has no shared memory: {_why(error)}"
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
     # A host that could not be named may be any; that there are several needs no saying.
     several = len({other["host"] for other in offers if other["host"]}) > 1
@@ -265,7 +265,7 @@ def _map_all(group: ControlGroup, offers: Sequence[dict[str, Any]], nbytes: int,
     try:
         peers.extend(_map_peers(group.rank, offers, nbytes))
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        failure = f"rank {group.rank} cannot map another rank's memory: {error}"
+        failure = f"rank {group.rank} cannot map another rank's memory: {_why(error)}"
     return [payload.decode() for payload in group.all_gather_bytes(failure.encode())]
 
 
@@ -274,6 +274,11 @@ def _map_peers(rank: int, offers: Sequence[dict[str, Any]], nbytes: int) -> Iter
         if other != rank:
             pid, token = offer["pid"], (_NONCE_AT, bytes.fromhex(offer["nonce"]))
             yield _Peer(other, pid, Arena.of_peer(pid, offer["fd"], nbytes, token))
+
+
+def _why(error: Exception) -> str:
+    """What is wrong, in the same words for the next optimizer, of which descriptors have other numbers."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 @functools.cache

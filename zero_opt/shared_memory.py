@@ -95,14 +95,14 @@ class Arena:
             OSError: it cannot be opened from here (another host or container, or not permitted), or is another file.
         """
         path = f"/proc/{pid}/fd/{fd}"
-        if not (link := os.readlink(path)).startswith("/memfd:"):  # to open a device, or a queue, may do something
-            raise OSError(f"{path} is no shared memory but {link!r}")
+        if not os.readlink(path).startswith("/memfd:"):  # to open a device, or a queue, may do something
+            raise OSError(f"what process {pid} has open there is no shared memory")
         opened = above_stdio(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         try:
             cls._require(opened, nbytes, token)
         except OSError as error:
             os.close(opened)
-            raise OSError(f"{path} is not the memory that was offered: {error}") from error
+            raise OSError(f"what process {pid} has open there is not the memory that was offered: {error}") from error
         return cls(opened)
 
     @classmethod

@@ -17,7 +17,7 @@ ParamState = MutableMapping[str, Any]
 
 
 class Stretch(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of a slice; their next step is number ``steps`` + 1, as fp32 counts."""
+    """Elements ``start`` to ``stop`` (exclusive) of a slice, the next step being number ``steps`` + 1, an fp32."""
 
     start: int
     stop: int
