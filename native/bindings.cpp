@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -281,18 +282,22 @@ HostRanks make_ranks(int rank, const std::vector<std::uintptr_t>& arenas, std::i
   return HostRanks(rank, addresses, data_at, slot_bytes);
 }
 
+using Named = std::array<std::uint64_t, 3>;  // step, epoch, sequence
+
 using Came = std::tuple<int, std::int32_t, std::int64_t>;
 
-Came host_reduce(HostRanks& ranks, std::uint64_t ident, const HostBucket& bucket, std::uintptr_t shard,
+Came host_reduce(HostRanks& ranks, const Named& named, const HostBucket& bucket, std::uintptr_t shard,
                  std::int64_t published, double patience_s) {
   const py::gil_scoped_release unlocked;
+  const zero_opt::ExchangeIdent ident = {named[0], named[1], named[2]};
   const auto found = ranks.reduce(ident, bucket, reinterpret_cast<char*>(shard), published, patience_s);
   return {static_cast<int>(found.state), found.peer, found.published};
 }
 
-Came host_gather(HostRanks& ranks, std::uint64_t ident, const HostBucket& bucket, std::int64_t published,
+Came host_gather(HostRanks& ranks, const Named& named, const HostBucket& bucket, std::int64_t published,
                  double patience_s) {
   const py::gil_scoped_release unlocked;
+  const zero_opt::ExchangeIdent ident = {named[0], named[1], named[2]};
   const auto found = ranks.gather(ident, bucket, published, patience_s);
   return {static_cast<int>(found.state), found.peer, found.published};
 }
@@ -417,6 +422,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<HostBucket>(m, "HostBucket")
       .def(py::init(&make_bucket), py::arg("runs"), py::arg("bounds"), py::arg("dtype"),
            py::arg("sums") = std::vector<Sum>());
+  m.attr("PEER_WORDS_NBYTES") = sizeof(zero_opt::PeerWords);
   py::class_<HostRanks>(m, "HostRanks")
       .def(py::init(&make_ranks), py::arg("rank"), py::arg("arenas"), py::arg("data_at"), py::arg("slot_bytes"))
       .def("reduce", &host_reduce, py::arg("ident"), py::arg("bucket"), py::arg("shard"), py::arg("published"),

@@ -81,7 +81,8 @@ HostRanks::HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, 
 
 char* HostRanks::slot(int rank, int number) const { return arenas_[rank] + data_at_ + number * slot_bytes_; }
 
-Staged HostRanks::wait_for_all(std::uint64_t ident, std::int64_t piece, double patience_s, HostProgress& progress) {
+Staged HostRanks::wait_for_all(const ExchangeIdent& ident, std::int64_t piece, double patience_s,
+                               HostProgress& progress) {
   Staged all = Staged::kSlot0;
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank == rank_) continue;
@@ -101,8 +102,8 @@ Staged HostRanks::wait_for_all(std::uint64_t ident, std::int64_t piece, double p
 }
 
 template <typename Stage, typename Read>
-HostProgress HostRanks::exchange(std::uint64_t ident, std::int64_t pieces, std::int64_t published, double patience_s,
-                                 const Stage& stage, const Read& read) {
+HostProgress HostRanks::exchange(const ExchangeIdent& ident, std::int64_t pieces, std::int64_t published,
+                                 double patience_s, const Stage& stage, const Read& read) {
   PeerWords& own = *reinterpret_cast<PeerWords*>(arenas_[rank_]);
   HostProgress progress = {Staged::kSlot0, rank_, published};
   for (std::int64_t piece = std::max<std::int64_t>(published - 1, 0); piece < pieces; ++piece) {
@@ -119,8 +120,8 @@ HostProgress HostRanks::exchange(std::uint64_t ident, std::int64_t pieces, std::
   return progress;
 }
 
-HostProgress HostRanks::reduce(std::uint64_t ident, const HostBucket& bucket, char* shard, std::int64_t published,
-                               double patience_s) {
+HostProgress HostRanks::reduce(const ExchangeIdent& ident, const HostBucket& bucket, char* shard,
+                               std::int64_t published, double patience_s) {
   const std::int64_t item = bytes_of(bucket.format);
   // Whole cache lines for each peer; a slot is far larger than its peers' lines.
   const std::int64_t step = std::max<std::int64_t>(slot_bytes_ / (world_size() - 1) / 64 * 64 / item, 64 / item);
@@ -151,7 +152,7 @@ HostProgress HostRanks::reduce(std::uint64_t ident, const HostBucket& bucket, ch
   return exchange(ident, piece_count(bucket, step), published, patience_s, stage, read);
 }
 
-HostProgress HostRanks::gather(std::uint64_t ident, const HostBucket& bucket, std::int64_t published,
+HostProgress HostRanks::gather(const ExchangeIdent& ident, const HostBucket& bucket, std::int64_t published,
                                double patience_s) {
   const std::int64_t item = bytes_of(bucket.format), step = slot_bytes_ / item;
   const auto stage = [&](std::int64_t piece, char* to) { copy_out(bucket, piece_of(bucket, rank_, piece, step), item, to); };

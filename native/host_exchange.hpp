@@ -53,17 +53,17 @@ class HostRanks {
 
   // The mean over ranks of this rank's shard of a bucket into ``shard``, and its sums while it is in the cache, as
   // grad_sum takes them. Waits at most patience_s for a peer, then returns, to be called again.
-  HostProgress reduce(std::uint64_t ident, const HostBucket& bucket, char* shard, std::int64_t published,
+  HostProgress reduce(const ExchangeIdent& ident, const HostBucket& bucket, char* shard, std::int64_t published,
                       double patience_s);
 
   // Every rank's shard of a bucket into this rank's runs.
-  HostProgress gather(std::uint64_t ident, const HostBucket& bucket, std::int64_t published, double patience_s);
+  HostProgress gather(const ExchangeIdent& ident, const HostBucket& bucket, std::int64_t published, double patience_s);
 
  private:
   template <typename Stage, typename Read>
-  HostProgress exchange(std::uint64_t ident, std::int64_t pieces, std::int64_t published, double patience_s,
+  HostProgress exchange(const ExchangeIdent& ident, std::int64_t pieces, std::int64_t published, double patience_s,
                         const Stage& stage, const Read& read);
-  Staged wait_for_all(std::uint64_t ident, std::int64_t piece, double patience_s, HostProgress& progress);
+  Staged wait_for_all(const ExchangeIdent& ident, std::int64_t piece, double patience_s, HostProgress& progress);
   char* slot(int rank, int number) const;
   int world_size() const { return static_cast<int>(arenas_.size()); }
 

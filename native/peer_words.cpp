@@ -37,13 +37,25 @@ void sleep_on(const std::atomic<std::uint32_t>&, std::uint32_t, std::chrono::nan
 }
 #endif
 
-Staged look(const PeerWords& words, std::uint64_t ident, std::uint64_t piece) {
+// The words of a slot, all of one publication; false if they are being written.
+bool read(const SlotWords& slot, ExchangeIdent& ident, std::uint64_t& piece) {
+  const std::uint64_t writes = slot.writes.load(std::memory_order_acquire);
+  if (writes == 0 || writes % 2 != 0) return false;
+  ident.step = slot.step.load(std::memory_order_acquire);
+  ident.epoch = slot.epoch.load(std::memory_order_acquire);
+  ident.sequence = slot.sequence.load(std::memory_order_acquire);
+  piece = slot.piece.load(std::memory_order_acquire);
+  return slot.writes.load(std::memory_order_relaxed) == writes;
+}
+
+// Where words are being written nothing is yet: the bell rings when they are there.
+Staged look(const PeerWords& words, const ExchangeIdent& ident, std::uint64_t piece) {
   bool passed = false;
   for (int slot = 0; slot < 2; ++slot) {
-    const std::uint64_t found = words.slots[slot].ident.load(std::memory_order_acquire);
-    if (found == ident && words.slots[slot].piece.load(std::memory_order_acquire) == piece) {
-      return static_cast<Staged>(slot);
-    }
+    ExchangeIdent found;
+    std::uint64_t found_piece;
+    if (!read(words.slots[slot], found, found_piece)) continue;
+    if (found == ident && found_piece == piece) return static_cast<Staged>(slot);
     passed |= found > ident;
   }
   return passed ? Staged::kPassed : Staged::kNotYet;
@@ -51,14 +63,21 @@ Staged look(const PeerWords& words, std::uint64_t ident, std::uint64_t piece) {
 
 }  // namespace
 
-void publish(PeerWords& words, int slot, std::uint64_t ident, std::uint64_t piece) {
-  words.slots[slot].piece.store(piece, std::memory_order_release);
-  words.slots[slot].ident.store(ident, std::memory_order_release);
+void publish(PeerWords& words, int slot, const ExchangeIdent& ident, std::uint64_t piece) {
+  SlotWords& to = words.slots[slot];
+  const std::uint64_t writes = to.writes.load(std::memory_order_relaxed);
+  // Whoever sees one of the new words sees an odd number of writes, or the next even one, after it.
+  to.writes.store(writes + 1, std::memory_order_relaxed);
+  to.step.store(ident.step, std::memory_order_release);
+  to.epoch.store(ident.epoch, std::memory_order_release);
+  to.sequence.store(ident.sequence, std::memory_order_release);
+  to.piece.store(piece, std::memory_order_release);
+  to.writes.store(writes + 2, std::memory_order_release);
   words.bell.fetch_add(1, std::memory_order_acq_rel);
   wake_all(words.bell);
 }
 
-Staged wait_staged(const PeerWords& words, std::uint64_t ident, std::uint64_t piece, double timeout_s) {
+Staged wait_staged(const PeerWords& words, const ExchangeIdent& ident, std::uint64_t piece, double timeout_s) {
   const auto start = Clock::now();
   const auto deadline = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   for (;;) {

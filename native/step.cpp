@@ -74,7 +74,7 @@ double pairwise_sum(const double* values, std::size_t count) {
 }  // namespace
 
 double step_of(const CountedRun& counted) {
-  return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step) + 1.0;
+  return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step + 1.0f);
 }
 
 std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel) {

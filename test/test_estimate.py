@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
+from zero_opt import (
+    ConfigConflict,
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedOptimizer,
+    UnsupportedParam,
+    estimate,
+    sizing,
+)
 from zero_opt.estimate import KINDS, Estimate
 from zero_opt.partition import Geometry
 from zero_opt.placement.cpu import HostUnits, InHost
@@ -89,6 +98,31 @@ def test_layouts_with_gaps_have_copies() -> None:
     assert estimate([param.detach().clone().requires_grad_()], 2).nbytes("buffers") == 0
 
 
+def test_ranks_of_several_hosts_share_no_memory_and_fewer_share_cores() -> None:
+    one, several = (estimate(linears(), 4, ranks_per_host=n) for n in (4, 2))
+    backend = estimate(linears(), 4, reduction=zero_opt.Overlapped(exchange="backend"))
+    assert several.rows == backend.rows != one.rows
+    assert (one.ranks_per_host, several.ranks_per_host) == (4, 2)
+    assert (estimate(linears(), 8).ranks_per_host, estimate(linears(), 9).ranks_per_host) == (8, 8)
+    assert estimate(linears(), 8).rows == estimate(linears(), 8, ranks_per_host=100).rows
+    assert estimate(linears(), 2, ranks_per_host=100).ranks_per_host == 2
+    assert "rank 0 of 1024, 8 to a host, in MiB" in str(estimate(linears(), 1024))
+
+
+@pytest.mark.parametrize("selective", [None, zero_opt.Selective()])
+def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(sizing, "allowed_threads", lambda usable: usable)
+    given: dict[str, Any] = {"device": "cuda", "offload": zero_opt.WorkerOffload(selective=selective)}
+    areas = [
+        next(
+            row.nbytes for row in estimate(linears(), 64, ranks_per_host=n, **given).rows if row.name == "control area"
+        )
+        for n in (1, 2, 4, 8, 16, 64)
+    ]
+    assert areas[0] > areas[1] > areas[2] > areas[3] > areas[4] == areas[5]
+
+
 def test_ranks_that_differ() -> None:
     params = [torch.empty(n, device="meta").requires_grad_() for n in (100_000, 1000)]
     found = estimate(params, 3, torch.optim.Adafactor, device="cpu")
@@ -148,6 +182,8 @@ def test_classes_of_others() -> None:
         (([torch.zeros(3, requires_grad=True)], 1, torch.optim.LBFGS), {}, UnsupportedOptimizer, "LBFGS"),
         ((100, 2), {"lr": -1.0}, ConfigError, "lr|learning"),
         ((100, 2), {"nothing": 1}, ConfigTypeError, "nothing"),
+        ((100, 2), {"ranks_per_host": 0}, ConfigError, "ranks_per_host"),
+        ((100, 2), {"ranks_per_host": 2.0}, ConfigTypeError, "ranks_per_host"),
         ((100, 1), {"fused": True, "foreach": True}, ConfigConflict, "fused"),
         ((100, 2), {"capturable": True}, UnsupportedOptimizer, "capturable"),
         ((100, 2), {"offload": "cpu"}, ConfigTypeError, "offload"),
@@ -201,7 +237,7 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     reduction, precision = zero_opt.Overlapped(bucket_mb=0.1), zero_opt.MixedPrecision(master)
     found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
     sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
-    rehearsal, staying = Rehearsal(sketches, 2, reduction, Geometry(False, 0.1, None)), 0
+    rehearsal, staying = Rehearsal(sketches, (2, 2), reduction, Geometry(False, 0.1, None)), 0
     for rank in range(2):
         maker = HostUnits(offload, master)
         units = [unit for made in maker(rehearsal.buckets(rank)) for unit in made]

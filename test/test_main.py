@@ -29,7 +29,8 @@ def test_it_runs_as_a_module() -> None:
 def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "estimate 2e6 --world 3 --optimizer Adam --option amsgrad=True --option lr=0.1 --param-dtype bfloat16 "
-        "--reduce-dtype float32 --device cuda --reduction at-step --bucket-mb 2 --offload worker --delay 1 --rank 2"
+        "--reduce-dtype float32 --device cuda --reduction at-step --bucket-mb 2 --offload worker --delay 1 --rank 2 "
+        "--ranks-per-host 2"
     )
     assert main(words.split()) == 0
     same = zero_opt.estimate(
@@ -41,9 +42,11 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         precision=zero_opt.MixedPrecision(reduce_dtype=torch.float32),
         param_dtype=torch.bfloat16,
         device="cuda",
+        ranks_per_host=2,
         amsgrad=True,
         lr=0.1,
     )
+    assert "rank 2 of 3, 2 to a host, in MiB" in str(same.on_rank(2))
     assert capsys.readouterr().out == f"{same.on_rank(2)}\n"
 
 
@@ -121,6 +124,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --offload worker --optimizer SGD", "steps Adam"),
         ("1e6 --optimizer Foo", "not a class"),
         ("1e6 --optimizer Optimizer --world 0", "world_size"),
+        ("1e6 --world 4 --ranks-per-host 0", "ranks_per_host"),
         ("1e6 --optimizer Adafactor", "shapes"),
         ("1e6 --param-dtype int8", "floating-point"),
         ("1e6 --param-dtype float31", "not a torch dtype"),

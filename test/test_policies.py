@@ -6,6 +6,8 @@ import dataclasses
 import math
 import pickle
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from zero_opt import (
     Overlapped,
     WorkerOffload,
 )
+from zero_opt.policies import waited_for
 
 ALL = [Overlapped, AtStep, AlreadyReduced, MixedPrecision, Checks, CPUOffload, WorkerOffload]
 BUCKETED = [Overlapped, AtStep]
@@ -73,6 +76,37 @@ def test_exchange_is_one_of_the_known(policy: type[Any]) -> None:
     assert policy(exchange="backend").exchange == "backend"
     with pytest.raises(ConfigError, match=rf"{policy.__name__}\.exchange must be one of .*'auto'.*, got 'tcp'"):
         policy(exchange="tcp")
+
+
+SECONDS: dict[str, Callable[[Any], Any]] = {
+    "Checks.timeout": lambda value: Checks(timeout=value),
+    "Checks.hang_timeout": lambda value: Checks(hang_timeout=value),
+    "WorkerOffload.hang_timeout": lambda value: WorkerOffload(hang_timeout=value),
+    "NVMeOffload.hang_timeout": lambda value: NVMeOffload(".", hang_timeout=value),
+}
+
+
+@pytest.mark.parametrize("field", SECONDS)
+def test_seconds_that_nobody_can_wait_are_refused(field: str) -> None:
+    for value in (0, 0.0, -1, -math.inf, math.inf, math.nan, 10**400, 10**5000):
+        with pytest.raises(ConfigError, match=rf"{field} must be positive and finite, got"):
+            SECONDS[field](value)
+    # A backend counts milliseconds, of which 0 is no limit at all to it.
+    for value in (1e-9, 0.000999):
+        with pytest.raises(ConfigError, match=rf"{field} is in seconds and must be at least 0.001, got"):
+            SECONDS[field](value)
+    for value in ("30s", None, True) if field != "Checks.timeout" else ("30s", True):
+        with pytest.raises(ConfigTypeError, match=rf"{field} must be a number, got"):
+            SECONDS[field](value)
+    for value in (0.001, 10, 1e12, 10**300):
+        assert SECONDS[field](value) == SECONDS[field](value)
+
+
+def test_nobody_waits_longer_than_the_system_counts() -> None:
+    assert [waited_for(seconds) for seconds in (0.001, 30, 1e6)] == [0.001, 30, 1e6]
+    for seconds in (2147483.648, 1e12, 10**300):
+        assert round(waited_for(seconds) * 1000) < 2**31
+        assert waited_for(seconds) < threading.TIMEOUT_MAX
 
 
 def test_timeouts() -> None:

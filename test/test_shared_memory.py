@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def test_pages() -> None:
 
 def test_two_mappings_share_memory() -> None:
     arena = Arena.create("test", 3 * PAGE)
-    peer = Arena.of_peer(os.getpid(), arena.fd)
+    arena.bytes[5:8] = 9
+    peer = Arena.of_peer(os.getpid(), arena.fd, 3 * PAGE - 1, (5, b"\x09" * 3))
     arena.view(PAGE, 8, torch.float32).copy_(torch.arange(8.0))
     assert torch.equal(peer.view(PAGE, 8, torch.float32), torch.arange(8.0))
     assert peer.address != arena.address
@@ -37,7 +39,39 @@ def test_its_size_is_sealed() -> None:
 
 def test_a_process_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError):
-        Arena.of_peer(2**22 + 1, 3)
+        Arena.of_peer(2**22 + 1, 3, PAGE, (0, b""))
+
+
+def _a_memfd(nbytes: int, seals: int, text: bytes) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(fd, nbytes)
+    os.pwrite(fd, text, 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+FOREIGN = {
+    "empty": (lambda: os.memfd_create("test"), "it has 0 bytes"),
+    "shorter": (lambda: _a_memfd(PAGE, SEALED, b"token"), f"it has {PAGE} bytes, not {2 * PAGE}"),
+    "longer": (lambda: _a_memfd(3 * PAGE, SEALED, b"token"), f"it has {3 * PAGE} bytes, not {2 * PAGE}"),
+    "one that may be made shorter": (lambda: _a_memfd(2 * PAGE, fcntl.F_SEAL_GROW, b"token"), "its size may change"),
+    "another program's": (lambda: _a_memfd(2 * PAGE, SEALED, b"other"), "another rank's, or another program's"),
+    "a file": (lambda: os.open(__file__, os.O_RDONLY), "is no shared memory"),
+    "a directory": (lambda: os.open("/", os.O_RDONLY), "is no shared memory"),
+    "a pipe": (lambda: os.pipe()[0], "is no shared memory"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_is_not_the_arena_is_refused_and_not_mapped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, said = FOREIGN[kind]
+    fd, before = make(), os.listdir("/proc/self/fd")
+    monkeypatch.setattr(Arena, "_map", lambda _: pytest.fail("mapped"))
+    with pytest.raises(OSError, match=said):
+        Arena.of_peer(os.getpid(), fd, 2 * PAGE - 5, (0, b"token"))
+    assert os.listdir("/proc/self/fd") == before
+    os.close(fd)
 
 
 def test_tensors_outlive_the_descriptor() -> None:

@@ -127,18 +127,23 @@ class HostBucket:
         sums: Sequence[tuple[int, int, int]] = (),
     ) -> None: ...
 
+PEER_WORDS_NBYTES: int  # at the front of every rank's arena, which a rank of HostRanks writes
+
 class HostRanks:
     """The ranks of a host, by the addresses at which their arenas are mapped here; see native/host_exchange.hpp.
 
-    Both methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that
-    peer, pieces published): after a 3 they are called again with what was published.
+    ``ident`` is (step, epoch, sequence), each from 0 and below 2^64; of two exchanges the later one's is greater. Both
+    methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that peer,
+    pieces published): after a 3 they are called again with what was published.
     """
 
     def __init__(self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int) -> None: ...
     def reduce(
-        self, ident: int, bucket: HostBucket, shard: int, published: int, patience_s: float
+        self, ident: tuple[int, int, int], bucket: HostBucket, shard: int, published: int, patience_s: float
     ) -> tuple[int, int, int]: ...
-    def gather(self, ident: int, bucket: HostBucket, published: int, patience_s: float) -> tuple[int, int, int]: ...
+    def gather(
+        self, ident: tuple[int, int, int], bucket: HostBucket, published: int, patience_s: float
+    ) -> tuple[int, int, int]: ...
 
 def control_nbytes(lanes: int, max_runs: int) -> int:
     """Bytes of the control area at the front of an arena: whole pages, the same for the arena's life."""

@@ -29,6 +29,7 @@ from .comm.device_backends import abort_device_backend, add_device_backend
 from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch
 from .late_params import bring
 from .meeting import resolve_group
+from .policies import waited_for
 from .serial_thread import SerialThread
 from .system.devices import HOST, device_backends, own_device
 from .transfers import Gathered, Message, Transfer, peer_lost, start
@@ -50,8 +51,8 @@ ALONE = "alone"
 # Backends of torch's tests and dry runs, whose ranks are threads, or are not there.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
-# A tag of messages that no rank ever sends.
-_NEVER_SENT = 0
+# A tag of messages that no rank ever sends: others are lower.
+_NEVER_SENT = (1 << 31) - 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Group:
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
-        self.timeout_s = _timeout_of(parent) if timeout is None else timeout
+        self.timeout_s = waited_for(_timeout_of(parent) if timeout is None else timeout)
         self._pid, self._broken = os.getpid(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None

@@ -203,7 +203,7 @@ def _peer_memory() -> Finding:
     try:
         arena = Arena.create("zero_opt doctor", PAGE)
         try:
-            Arena.of_peer(os.getpid(), arena.fd).close()
+            Arena.of_peer(os.getpid(), arena.fd, PAGE, (0, bytes(8))).close()
         finally:
             arena.close()
     except (OSError, AttributeError) as error:

@@ -193,7 +193,8 @@ def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> No
     old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
     before = [flat.param._version for flat in (*old, *fresh)]
     _raise(fresh)
-    raised = [(flat, flat.param._version - was) for flat, was in zip((*old, *fresh), before, strict=True)]
+    # Counters have 32 bits, and wrap.
+    raised = [(flat, (flat.param._version - was) % (1 << 32)) for flat, was in zip((*old, *fresh), before, strict=True)]
     with_known = any(count for _, count in raised[: len(old)])
     rest = []
     for flat, count in raised:

@@ -79,7 +79,8 @@ class BackwardPasses:
             self._first_inner = task if self._first_inner is None else self._first_inner
             return False
         inner, self._first_inner = self._first_inner, None
-        return inner is None or task > inner
+        # The numbers are C integers of 32 bits, which wrap.
+        return inner is None or 0 < (task - inner) % (1 << 32) < 1 << 31
 
     def broken(self) -> bool:
         """Whether a pass that had an arrival has ended in an exception, since :meth:`forget`."""

@@ -6,6 +6,8 @@ native/host_exchange.hpp for how, and for why two slots are enough.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import json
 import logging
@@ -38,10 +40,14 @@ from .exchange import (
     StagingPool,
     chunks_of,
 )
-from .shared_memory import PAGE, Arena, page_aligned
+from .shared_memory import PAGE, Arena, above_stdio, page_aligned
 
+# The first page holds the peer words, and after them a nonce that proves whose memory it is.
+_NONCE_AT, _NONCE_BYTES = 0, 16
 if native_available():
     from . import _native
+
+    _NONCE_AT = _native.PEER_WORDS_NBYTES
 else:
     _native = None  # type: ignore[assignment]
 
@@ -52,8 +58,6 @@ _PASSED, _NOT_YET = 2, 3
 # What one rank stages should be in a cache still when its peers read it, and waiting be rare.
 _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
-# The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
-_NONCE_AT, _NONCE_BYTES = 256, 16
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
 # What is under way when the exchange closes ends within a look, on a machine that is not overloaded.
@@ -76,7 +80,11 @@ class _Peer:
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = above_stdio(os.pidfd_open(pid))
+        except OSError:
+            arena.close()
+            raise
         self._close = weakref.finalize(self, os.close, pidfd)
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
@@ -89,11 +97,6 @@ class _Peer:
         """Let go of the process and of the descriptor of its memory."""
         self._close()
         self.arena.close()
-
-
-def _number(ident: Ident) -> int:
-    """An ident as one 64-bit word that orders as idents do and is never 0."""
-    return (ident.step + 1) << 40 | ident.epoch << 20 | ident.sequence
 
 
 class HostExchange(PooledExchange):
@@ -120,12 +123,12 @@ class HostExchange(PooledExchange):
     ) -> bool:
         """See :class:`DirectExchange`."""
         bucket = _bucket(runs, bounds, out.dtype, sums)
-        return self._complete(partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
+        return self._complete(partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
         """See :class:`DirectExchange`; complete on return."""
         dtype = next(run.values.dtype for run in runs if run.values is not None)
-        if not self._complete(partial(self._ranks.gather, _number(ident), _bucket(runs, bounds, dtype))):
+        if not self._complete(partial(self._ranks.gather, ident, _bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return _nothing_left
 
@@ -195,30 +198,29 @@ def build_host_exchange(
     group: ControlGroup, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int
 ) -> Exchange:
     """A shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
-    own, error = None, "the native extension is not built"
-    if _native is not None:
-        try:
-            own, error = _new_arena(own_nbytes(group.world_size, largest_bucket_bytes)), ""
-        except OSError as found:
-            error = f"shared memory: {found}"
-    offer: dict[str, Any] = {"host": host_id(), "error": error}
-    if own is not None:
-        offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own))
+    nbytes = own_nbytes(group.world_size, largest_bucket_bytes)
+    own: Arena | None = None
+    offer: dict[str, Any] = {"host": "", "error": ""}
+    try:
+        offer["host"] = host_id()
+        own = _new_arena(nbytes)
+        offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own).hex())
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        offer["error"] = f"rank {group.rank} has no shared memory: {_why(error)}"
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
-    peers: list[_Peer] = []
-    if own is not None and all(other["error"] == "" for other in offers):
-        try:
-            peers.extend(_map_peers(group.rank, offers))
-        except OSError as found:
-            error = f"mapping a peer's memory: {found}"
-    verdicts = [p.decode() for p in group.all_gather_bytes(error.encode())]
-    if own is not None and len(peers) == group.world_size - 1 and not any(verdicts):
-        return HostExchange(group, own, peers, fallback, pool)
+    # A host that could not be named may be any; that there are several needs no saying.
+    several = len({other["host"] for other in offers if other["host"]}) > 1
+    failures, peers = [other["error"] for other in offers], list[_Peer]()
+    if own is not None and not several and not any(failures):
+        failures = _map_all(group, offers, nbytes, peers)
+        if not any(failures):
+            return HostExchange(group, own, peers, fallback, pool)
     for peer in peers:
         peer.close()
     if own is not None:
         own.close()
-    _explain(group.rank, offers, verdicts)
+    if group.rank == 0 and not several:
+        _warn_once(next(filter(None, failures)))
     return fallback
 
 
@@ -229,42 +231,65 @@ def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
 
 
 def _new_arena(nbytes: int) -> Arena:
+    if _native is None:
+        raise OSError("the native extension is not built")
     arena = Arena.create("zero_opt exchange", nbytes)
     nonce = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8)
     arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES] = nonce
     return arena
 
 
-def _nonce(arena: Arena) -> str:
-    return bytes(arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES].tolist()).hex()
+def _nonce(arena: Arena) -> bytes:
+    return bytes(arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES].tolist())
 
 
 def host_id() -> str:
-    """Names this host, and this start of it."""
+    """Names this host, and this start of it.
+
+    Raises:
+        OSError: there is no descriptor, or no memory, to read the name with.
+    """
     try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
+        return _boot_id(_BOOT_ID)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return platform.node()
 
 
-def _map_peers(rank: int, offers: Sequence[dict[str, Any]]) -> Iterable[_Peer]:
+@functools.cache
+def _boot_id(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read().strip()
+
+
+def host_if_known() -> str:
+    """As :func:`host_id`; "" where the name cannot be read."""
+    with contextlib.suppress(OSError):
+        return host_id()
+    return ""
+
+
+def _map_all(group: ControlGroup, offers: Sequence[dict[str, Any]], nbytes: int, peers: list[_Peer]) -> list[str]:
+    """Add the other ranks, whose memory is mapped, to ``peers``. Returns why not, of every rank. Collective."""
+    failure = ""
+    try:
+        peers.extend(_map_peers(group.rank, offers, nbytes))
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        failure = f"rank {group.rank} cannot map another rank's memory: {_why(error)}"
+    return [payload.decode() for payload in group.all_gather_bytes(failure.encode())]
+
+
+def _map_peers(rank: int, offers: Sequence[dict[str, Any]], nbytes: int) -> Iterable[_Peer]:
     for other, offer in enumerate(offers):
-        if other == rank:
-            continue
-        if offer["host"] != host_id():
-            raise OSError("ranks are on different hosts")
-        arena = Arena.of_peer(offer["pid"], offer["fd"])
-        if arena.bytes.numel() <= PAGE or _nonce(arena) != offer["nonce"]:
-            arena.close()
-            raise OSError(f"process {offer['pid']} here is not rank {other} (another process namespace)")
-        yield _Peer(other, offer["pid"], arena)
+        if other != rank:
+            pid, token = offer["pid"], (_NONCE_AT, bytes.fromhex(offer["nonce"]))
+            yield _Peer(other, pid, Arena.of_peer(pid, offer["fd"], nbytes, token))
 
 
-def _explain(rank: int, offers: Sequence[dict[str, Any]], verdicts: Sequence[str]) -> None:
-    """Say on rank 0 why the ranks do not share memory; that they are on several hosts needs no saying."""
-    if rank == 0 and len({offer["host"] for offer in offers}) == 1:
-        _warn_once(next((verdict for verdict in verdicts if verdict), "unknown"))
+def _why(error: Exception) -> str:
+    """What is wrong, in the same words for the next optimizer, of which descriptors have other numbers."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 @functools.cache

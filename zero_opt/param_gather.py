@@ -15,8 +15,8 @@ from .exchange import Exchange, Gathering, Ident
 from .flat_param import own_writes
 from .partition import Partition
 
-# Gathers follow a step's reductions: greater than any number of zero_grad calls between two steps.
-_GATHER_EPOCH = (1 << 20) - 1
+# Gathers follow a step's reductions: greater than any number of zero_grad calls between two steps, and an int64.
+_GATHER_EPOCH = (1 << 63) - 1
 
 
 class _Copies:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,13 +18,31 @@ MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # That step. A slip of the pen would take all the processes that the system grants.
 _MOST_THREADS = 1024
+# Backends count in whole milliseconds, of which 0 is no limit to them, and the system in as many as 31 bits hold.
+_LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
+
+
+def waited_for(seconds: float) -> float:
+    """How long is waited where somebody has said so many seconds: at most 24.8 days."""
+    return min(seconds, _LONGEST_WAIT_S)
 
 
 def _check_positive(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{owner}.{field} must be a number, got {value!r}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"{owner}.{field} must be positive and finite, got {value!r}")
+    if not 0 < value <= sys.float_info.max:  # which NaN is not, and whole numbers may exceed
+        raise ConfigError(f"{owner}.{field} must be positive and finite, got {_shortened(value)}")
+
+
+def _check_seconds(owner: str, field: str, value: object) -> None:
+    _check_positive(owner, field, value)
+    if isinstance(value, (int, float)) and value < _LEAST_WAIT_S:
+        raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {value!r}")
+
+
+def _shortened(value: float) -> str:
+    """How a message quotes a number, of which Python writes no more than a few thousand digits."""
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
 
 
 def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
@@ -225,7 +243,7 @@ class WorkerOffload:
         _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
-        _check_positive("WorkerOffload", "hang_timeout", self.hang_timeout)
+        _check_seconds("WorkerOffload", "hang_timeout", self.hang_timeout)
         _check_count("WorkerOffload", "max_deaths", self.max_deaths)
 
     def _check_cores(self, cores: object) -> None:
@@ -258,7 +276,7 @@ class NVMeOffload:
         threads: that step, at most 1024; ``None``: as many as cores that this process may use, divided by the ranks
             that share them, and at most what ``torch.set_num_threads`` was given. ``OMP_NUM_THREADS=1``, which torchrun
             sets, does not count.
-        hang_timeout: seconds that the disk may take for one window.
+        hang_timeout: seconds, from 0.001 to 24.8 days, that the disk may take for one window; more are as many.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
 
@@ -276,7 +294,7 @@ class NVMeOffload:
             raise ConfigError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
         _check_positive("NVMeOffload", "window_mb", self.window_mb)
         _check_threads("NVMeOffload", self.threads)
-        _check_positive("NVMeOffload", "hang_timeout", self.hang_timeout)
+        _check_seconds("NVMeOffload", "hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -353,8 +371,8 @@ class Checks:
         nonfinite: what ``step()`` does when a reduced gradient has an inf or NaN on any rank. ``"ignore"``: does not
             look. ``"raise"``: ``NonFiniteGradient`` on every rank, naming the owner and the parameter. ``"skip"``: no
             rank steps, and ``opt.skipped_steps`` counts it. Both leave parameters and state as they were.
-        timeout: seconds a collective of this optimizer may take before it is an error; ``None`` is the process
-            group's own timeout.
+        timeout: seconds, from 0.001, a collective of this optimizer may take before it is an error; ``None`` is the
+            process group's own timeout. More than 24.8 days, of either, are 24.8 days.
         hang_timeout: seconds after which a rank of this host that is stopped (``SIGSTOP``, a debugger) is an error for
             those that wait for it.
     """
@@ -367,8 +385,8 @@ class Checks:
         if self.nonfinite not in NONFINITE:
             raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {self.nonfinite!r}")
         if self.timeout is not None:
-            _check_positive("Checks", "timeout", self.timeout)
-        _check_positive("Checks", "hang_timeout", self.hang_timeout)
+            _check_seconds("Checks", "timeout", self.timeout)
+        _check_seconds("Checks", "hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)

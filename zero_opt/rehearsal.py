@@ -142,20 +142,22 @@ class Rehearsal:
     """The plan of sketched parameters, and what a step by it takes.
 
     Args:
-        sketches: trainable parameters by global index.
+        sketches: trainable parameters by global index. ranks: how many there are, and how many of them to a host.
 
     Attributes:
         layouts: the plan, as the optimizer would make it.
     """
 
-    def __init__(self, sketches: Mapping[int, Sketch], world_size: int, reduction: Policy, geometry: Geometry) -> None:
-        self._sketches, self._world_size, self._reduction = sketches, world_size, reduction
+    def __init__(
+        self, sketches: Mapping[int, Sketch], ranks: tuple[int, int], reduction: Policy, geometry: Geometry
+    ) -> None:
+        (self._world_size, self._ranks_per_host), self._sketches, self._reduction = ranks, sketches, reduction
         self._dtypes = (geometry.reduce_dtype, geometry.accumulate_dtype)
         specs: dict[int, ParamSpec] = {
             index: found.flat.spec(found.group)._replace(device=str(found.device)) for index, found in sketches.items()
         }
         planner = plan_whole_params if geometry.whole else plan_flat
-        self.layouts: list[BucketLayout] = planner(specs, world_size, geometry.bucket_mb * 2**20)
+        self.layouts: list[BucketLayout] = planner(specs, self._world_size, geometry.bucket_mb * 2**20)
 
     def fullest_rank(self) -> int:
         """The rank whose shards have the most elements; of several the first."""
@@ -202,14 +204,14 @@ class Rehearsal:
         return pool.nbytes + exchange.nbytes
 
     def _exchange(self, device: torch.device, rank: int, pool: StagingPool, largest_bytes: int) -> Exchange:
-        """The exchange that ranks of one host have, or, forced to the backend, those of several."""
+        """The exchange that ranks of one host have, or those of several, or that are forced to the backend."""
         if self._world_size == 1:
             return AloneExchange(pool, blocks=is_host(device))
         if not is_host(device):
             return _Backend(pool)
         post = _Silent(rank, self._world_size)
         pairwise = PairwiseExchange(post, post, pool)
-        if self._reduction.exchange != "auto" or not native_available():
+        if self._reduction.exchange != "auto" or self._ranks_per_host < self._world_size or not native_available():
             return pairwise
         return _SharedMemory(pool, pairwise, own_nbytes(self._world_size, largest_bytes))
 

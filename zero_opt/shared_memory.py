@@ -77,21 +77,54 @@ class Arena:
         fd = above_stdio(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             os.ftruncate(fd, page_aligned(nbytes))
-            seals = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, cls._seals())
         except OSError:
             os.close(fd)
             raise
         return cls(fd)
 
     @classmethod
-    def of_peer(cls, pid: int, fd: int) -> Arena:
-        """The arena that process ``pid`` has open as ``fd``.
+    def of_peer(cls, pid: int, fd: int, nbytes: int, token: tuple[int, bytes]) -> Arena:
+        """The arena, of at least ``nbytes`` when it was created, that process ``pid`` has open as ``fd``.
+
+        Args:
+            token: what the arena holds, and the byte where it begins. In another process namespace ``pid`` is another
+                process, so the file is known to be the arena before it is mapped.
 
         Raises:
-            OSError: it cannot be opened from here (another host or container, or not permitted).
+            OSError: it cannot be opened from here (another host or container, or not permitted), or is another file.
         """
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith("/memfd:"):  # to open a device, or a queue, may do something
+            raise OSError(f"what process {pid} has open there is no shared memory")
+        opened = above_stdio(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        try:
+            cls._require(opened, nbytes, token)
+        except OSError as error:
+            os.close(opened)
+            raise OSError(f"what process {pid} has open there is not the memory that was offered: {error}") from error
+        return cls(opened)
+
+    @classmethod
+    def _seals(cls) -> int:
+        """What a new arena is sealed against, that included."""
+        import fcntl  # not on every platform
+
+        seals: int = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
+        return seals | fcntl.F_SEAL_SEAL
+
+    @classmethod
+    def _require(cls, fd: int, nbytes: int, token: tuple[int, bytes]) -> None:
+        """Raise OSError unless a file is an arena of that size and holds the token. Nothing is mapped."""
+        import fcntl  # not on every platform
+
+        size, (start, held) = os.fstat(fd).st_size, token
+        if size != page_aligned(nbytes):
+            raise OSError(f"it has {size} bytes, not {page_aligned(nbytes)}")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != cls._seals():
+            raise OSError("its size may change")
+        if os.pread(fd, len(held), start) != held:
+            raise OSError("it is another rank's, or another program's")
 
     @property
     def address(self) -> int:

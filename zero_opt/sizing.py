@@ -80,6 +80,7 @@ class Sizing:
     trainable: Sequence[int]
     hypers: Sequence[Mapping[str, Any]]
     world_size: int
+    ranks_per_host: int
     recipe: Recipe
 
     @cached_property
@@ -92,7 +93,7 @@ class Sizing:
         dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
         geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
         planned = {index: self.sketches[index] for index in self.trainable}
-        return Rehearsal(planned, self.world_size, recipe.reduction, geometry)
+        return Rehearsal(planned, (self.world_size, self.ranks_per_host), recipe.reduction, geometry)
 
     def fullest_rank(self) -> int:
         """The rank that needs most."""
@@ -170,7 +171,7 @@ class Sizing:
         yield Row("buffers", HOST, "copies of columns", _nbytes(sketches.values()))
         if not isinstance(policy, WorkerOffload):
             yield Row("buffers", HOST, "means of gradients", sum(home.shard_nbytes for home in homes))
-        for row in Sizing(sketches, sorted(sketches), self.hypers, 1, recipe)._of_home(homes):
+        for row in Sizing(sketches, sorted(sketches), self.hypers, 1, self.ranks_per_host, recipe)._of_home(homes):
             is_mean = row.kind == "grad_shards"
             yield row._replace(kind="buffers", name="means of gradients") if is_mean else row
 
@@ -284,7 +285,7 @@ class Sizing:
     def _of_worker(self, policy: WorkerOffload, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         held = Held()
         usable = sorted(os.sched_getaffinity(0))
-        threads = split_cores(policy, usable, allowed_threads(len(usable)), self.world_size).threads
+        threads = split_cores(policy, usable, allowed_threads(len(usable)), self.ranks_per_host).threads
         make = BankedShard if policy.speculate else ArenaShard
         # A run is a stretch of neighbours with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))

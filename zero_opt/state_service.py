@@ -41,14 +41,27 @@ from .consolidate import FrozenState, FullState, LocalState, chunks, listed, lis
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .serial_thread import start_threads
+from .state.messages import (
+    CLOSED,
+    ERROR,
+    GO,
+    LATER,
+    OPEN,
+    RING_TAG,
+    STOP,
+    Answer,
+    Message,
+    answer_tag,
+    tensor_of,
+)
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
 from .system.devices import thread_device
 from .transfers import Transfer, Window
 
 _log = logging.getLogger("zero_opt")
 
-# Seconds that a thread may take to wait for messages: for ever, as gloo counts.
-_FOR_EVER_S = 10 * 365 * 86400.0
+# Seconds that a thread may take to wait for messages: a hundred years. gloo counts nanoseconds, in 63 bits.
+_FOR_EVER_S = 100 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
 # Seconds that a step, which all ranks may have entered and left with an error, has to end once one has closed.
@@ -56,38 +69,6 @@ _GRACE_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
 _State = LocalState | FrozenState
-
-# Messages round the ring.
-_OPEN, _CLOSED = 0, 1
-# What an asking rank says once it has heard all answers.
-_GO, _STOP = 0, 1
-# Answers beside those of Verdict: it comes later; there is an error in the listing's place.
-_LATER, _ERROR = 3, 4
-_RING_TAG = 1
-# Pulls of one rank that have a tag of their own.
-_PULL_TAGS = 1 << 20
-
-
-class _Message(NamedTuple):
-    """Round the ring: ``origin`` asks for the state after so many changes, or has closed after them, in that step."""
-
-    kind: int
-    origin: int
-    pull: int
-    changes: int
-    step: int
-
-
-class _Answer(NamedTuple):
-    """To the asking rank.
-
-    Attributes:
-        code: a Verdict's value, ``_LATER`` or ``_ERROR``. nbytes: of the listing, or the error, that follows.
-    """
-
-    code: int
-    step: int
-    nbytes: int
 
 
 class _Offer(NamedTuple):
@@ -98,15 +79,11 @@ class _Offer(NamedTuple):
     """
 
     dst: int
-    tag: int
+    pull: int
     state: _State | None
     payload: bytes
     text: Tensor
     sending: Transfer
-
-
-def _words(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _step_failed(where: str, failure: Exception) -> StepFailed:
@@ -114,11 +91,6 @@ def _step_failed(where: str, failure: Exception) -> StepFailed:
         f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
         "that step: load a checkpoint, or step again"
     )
-
-
-def _answer_tag(pull: int) -> int:
-    """Of what an asked rank sends; the asking rank's own words have the tag after it."""
-    return _RING_TAG + 1 + 2 * (pull % _PULL_TAGS)
 
 
 class StateService:
@@ -172,9 +144,9 @@ class StateService:
         try:
             self._use_device()
             while self._open:
-                words = _words(*[0] * len(_Message._fields))
-                self._side.receive_from(words, self._left, _RING_TAG).wait(_FOR_EVER_S)
-                message = _Message(*words.tolist())
+                words = tensor_of(*[0] * len(Message._fields))
+                self._side.receive_from(words, self._left, RING_TAG).wait(_FOR_EVER_S)
+                message = Message(*words.tolist())
                 if message.origin != self._right:
                     self._pass_on(words)
                 self._take(message)
@@ -189,8 +161,8 @@ class StateService:
         finally:
             self._end()
 
-    def _take(self, message: _Message) -> None:
-        if message.kind == _CLOSED:
+    def _take(self, message: Message) -> None:
+        if message.kind == CLOSED:
             self._open.discard(message.origin)
             if self._in_step is not None and message.changes == self._guard.changes:
                 process_end.started(threading.Timer(_GRACE_S, self._leave_step, [self._in_step]))
@@ -220,14 +192,19 @@ class StateService:
         process_end.running.discard(self)
 
     def _send(self, dst: int, tag: int, *numbers: int) -> None:
-        words = _words(*numbers)
+        words = tensor_of(*numbers)
         self._sent.append((self._side.send_to(words, dst, tag), words))
 
+    def _receive(self, into: Tensor, src: int, tag: int) -> None:
+        """Wait for a message, as long as a rank may take that is itself waiting; one of no bytes there is not."""
+        if into.numel():
+            self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
+
     def _pass_on(self, words: Tensor) -> None:
-        self._passed.append((self._side.send_to(words, self._right, _RING_TAG), words))
+        self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
 
     def _send_round(self, kind: int, pull: int, changes: int) -> None:
-        self._pass_on(_words(*_Message(kind, self._side.rank, pull, changes, self._guard.step)))
+        self._pass_on(tensor_of(*Message(kind, self._side.rank, pull, changes, self._guard.step)))
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -256,7 +233,7 @@ class StateService:
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, message: _Message) -> None:
+    def _answer(self, message: Message) -> None:
         """Answer one pull from beginning to end."""
         self._use_device()
         with self._served(message.origin):
@@ -295,23 +272,24 @@ class StateService:
         finally:
             self._answering.discard(threading.current_thread())
 
-    def _offer(self, message: _Message) -> _Offer | None:
+    def _offer(self, message: Message) -> _Offer | None:
         """Say whether the state can be had, and list it. Waits for nobody after close()."""
-        dst, tag, guard = message.origin, _answer_tag(message.pull), self._guard
-        verdict = guard.admit(message.changes)
+        dst, pull, guard = message.origin, message.pull, self._guard
+        tag, verdict = answer_tag(pull), guard.admit(message.changes)
         if verdict is Verdict.BEHIND:
-            self._send(dst, tag, *_Answer(_LATER, guard.step, 0))
+            self._send(dst, tag, *Answer(LATER, guard.step, 0, pull))
             verdict = guard.wait_for(message.changes, self._side.timeout_s)
         if verdict is not Verdict.READY:
-            self._send(dst, tag, *_Answer(verdict.value, guard.step, 0))
+            self._send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
             return None
         try:
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
             with self._guard.after_change():
                 state, payload = self._final or self._listed(*now)
-            self._send(dst, tag, *_Answer(_ERROR if state is None else Verdict.READY.value, guard.step, len(payload)))
+            code = ERROR if state is None else Verdict.READY.value
+            self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
-            return _Offer(dst, tag, state, payload, text, self._side.send_to(text, dst, tag))
+            return _Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()
             raise
@@ -319,9 +297,12 @@ class StateService:
     def _deliver(self, offer: _Offer) -> None:
         """Send the elements once the asking rank says so."""
         try:
-            word = _words(_STOP)
-            self._side.receive_from(word, offer.dst, offer.tag + 1).wait(self._side.timeout_s + _MARGIN_S)
-            if word.item() == _GO and offer.state is not None:
+            said, of = STOP, -1
+            while of != offer.pull:
+                words = tensor_of(said, of)
+                self._receive(words, offer.dst, answer_tag(offer.pull) + 1)
+                said, of = words.tolist()
+            if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change():
                     self._send_elements(offer, offer.state)
@@ -342,7 +323,7 @@ class StateService:
         window = Window()
         for entry in listed(offer.payload):
             for chunk in chunks(state, entry):
-                window.add(self._side.send_to(chunk, offer.dst, offer.tag), chunk)
+                window.add(self._side.send_to(chunk, offer.dst, answer_tag(offer.pull)), chunk)
         window.drain()
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -377,7 +358,7 @@ class StateService:
             finally:
                 with contextlib.suppress(RuntimeError):
                     for rank in unasked:
-                        self._send(rank, _answer_tag(self._pulls) + 1, _STOP)
+                        self._send(rank, answer_tag(self._pulls) + 1, STOP, self._pulls)
             return result.by_param()
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
@@ -396,7 +377,7 @@ class StateService:
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
         process_end.started(warning)
         try:
-            self._send_round(_OPEN, self._pulls, changes)
+            self._send_round(OPEN, self._pulls, changes)
             return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
         finally:
             warning.cancel()
@@ -409,12 +390,12 @@ class StateService:
 
     def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
         """A rank's listing. ``heard`` has the step of each that has not given its own."""
-        tag, patience_s, mine = _answer_tag(self._pulls), self._side.timeout_s + _MARGIN_S, self._guard.step
-        answer = _Answer(_LATER, 0, 0)
-        while answer.code == _LATER:
-            words = _words(*answer)
-            self._side.receive_from(words, rank, tag).wait(patience_s)
-            answer = _Answer(*words.tolist())
+        tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
+        while answer.code == LATER or answer.pull != self._pulls:
+            self._receive(torch.empty(answer.nbytes, dtype=torch.uint8), rank, tag)  # of a pull that was given up
+            words = tensor_of(*answer)
+            self._receive(words, rank, tag)
+            answer = Answer(*words.tolist())
             heard[rank] = answer.step
         if answer.code == Verdict.AHEAD.value:
             raise StepDesync(
@@ -427,8 +408,8 @@ class StateService:
                 "every rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
         text = torch.empty(answer.nbytes, dtype=torch.uint8)
-        self._side.receive_from(text, rank, tag).wait(patience_s)
-        if answer.code == _ERROR:
+        self._receive(text, rank, tag)
+        if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(tensor_bytes(text)))
         del heard[rank]
         return tensor_bytes(text)
@@ -446,9 +427,9 @@ class StateService:
         return runs
 
     def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete = _answer_tag(self._pulls), Window(), False
+        tag, window, complete = answer_tag(self._pulls), Window(), False
         try:
-            self._send(rank, tag + 1, _GO)
+            self._send(rank, tag + 1, GO, self._pulls)
             for run in runs:
                 window.add(self._side.receive_from(run, rank, tag), run)
             window.drain()
@@ -478,7 +459,7 @@ class StateService:
             self._guard.finish()
             self._freeze()
             with contextlib.suppress(RuntimeError):
-                self._send_round(_CLOSED, 0, self._guard.changes)
+                self._send_round(CLOSED, 0, self._guard.changes)
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
             self._condition.notify_all()

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from .errors import PeerLost, PeerSilent
-from .host_exchange import host_id
+from .host_exchange import host_if_known
 from .serial_thread import SerialThread
 from .state_guard import WARN_AFTER_S
 
@@ -64,26 +64,32 @@ class Home(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Home:
-        """Home of whoever calls."""
-        namespace = ""
+        """Home of whoever calls; without a host, where that cannot be named."""
+        host, namespace = host_if_known(), ""
         with contextlib.suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        return cls(f"{host_id()} {namespace}", os.getpid(), _stat(os.getpid())[1])
+        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1])
+
+    def is_near(self, other: Home) -> bool:
+        """Whether both are known to be processes of one host, which see each other."""
+        return bool(self.host and self.started) and self.host == other.host
 
     def state(self) -> str:
-        """Of a process of this host, the kernel's letter for its state; an ended one is ``X``."""
+        """Of a process of this host, the kernel's letter for its state; an ended one is ``X``, an unknown one ``?``."""
         state, started = _stat(self.pid)
-        return state if started == self.started else "X"
+        return state if state == "?" or started == self.started else "X"
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and starting time of a process; ("X", 0) if there is none."""
+    """State and starting time of a process; ("X", 0) if there is none, ("?", 0) if that cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         return fields[0], int(fields[19])
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X", 0
+    except OSError:  # no descriptors are left, say
+        return "?", 0
 
 
 class Watch:
@@ -99,7 +105,7 @@ class Watch:
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
         self._world_size = len(homes)
-        self._near = {r: home for r, home in enumerate(homes) if r != rank and home.host == homes[rank].host}
+        self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
         self._entered = 0
         self._thread = SerialThread("zero_opt watch")
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +24,7 @@ from torch import Tensor
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from zero_opt import host_exchange, pairwise_exchange, shared_memory
+from zero_opt.comm import backend_exchanges
 from zero_opt.host_exchange import HostExchange
 from zero_opt.pairwise_exchange import PairwiseExchange
 
@@ -72,6 +78,57 @@ def test_same_bits_as_the_gloo_exchange(world_size: int, dtype: torch.dtype) -> 
         assert_bitwise(ours, shared[0][1])
 
 
+NEW_ARENA, MAP_PEERS = host_exchange._new_arena, host_exchange._map_peers
+# Files that a descriptor may name where its number is looked up in another process.
+FOREIGN: dict[str, Callable[[int], int]] = {
+    "an empty file": lambda _: os.memfd_create("foreign"),
+    "a pipe": lambda _: os.pipe()[0],
+    "a file of the size": lambda nbytes: sized(os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR), nbytes),
+    "memory that may be made shorter": lambda nbytes: sized(os.memfd_create("foreign"), nbytes),
+    "another optimizer's memory": lambda nbytes: duplicate(NEW_ARENA(nbytes)),
+}
+
+
+def duplicate(arena: shared_memory.Arena) -> int:
+    return os.dup(arena.fd)
+
+
+def sized(fd: int, nbytes: int) -> int:
+    os.truncate(fd, shared_memory.page_aligned(nbytes))
+    return fd
+
+
+def offering(other: Callable[[int], int]) -> Callable[[int], shared_memory.Arena]:
+    """An arena whose descriptor names another file."""
+
+    def new_arena(nbytes: int) -> shared_memory.Arena:
+        arena, foreign = NEW_ARENA(nbytes), other(nbytes)
+        os.dup2(foreign, arena.fd)
+        os.close(foreign)
+        return arena
+
+    return new_arena
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Within it, no file can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def without_descriptors(call: Callable[..., Any]) -> Callable[..., Any]:
+    def there_are_none(*arguments: Any) -> Any:
+        with no_descriptors():
+            return call(*arguments)
+
+    return there_are_none
+
+
 def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     records: list[str] = []
 
@@ -95,6 +152,12 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
         patch.setattr(sys, "platform", "darwin")
         patch.delattr(os, "memfd_create")
         patch.setattr(host_exchange, "_BOOT_ID", "/proc/no such file")
+    elif how == "no descriptors" and rank == 1:
+        patch.setattr(backend_exchanges, "build_host_exchange", without_descriptors(host_exchange.build_host_exchange))
+    elif how == "no descriptors to map by" and rank == 1:
+        patch.setattr(host_exchange, "_map_peers", without_descriptors(lambda *given: list(MAP_PEERS(*given))))
+    elif how in FOREIGN and rank == 1:
+        patch.setattr(host_exchange, "_new_arena", offering(FOREIGN[how]))
     for _ in range(2):
         opt, params = make(torch.float32, "auto")
         fell_back = isinstance(exchange_of(opt), PairwiseExchange)
@@ -107,12 +170,29 @@ def refuse(*_: object, **__: object) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-@pytest.mark.parametrize("how", ["no memfd", "no mapping", "no pidfd", "no extension", "not Linux"])
-def test_falls_back_on_every_rank_and_says_so_once(how: str) -> None:
+REASONS = {
+    "no memfd": "rank 1 has no shared memory: .*not permitted",
+    "no mapping": "rank 1 cannot map another rank's memory: .*not permitted",
+    "no pidfd": "rank 0 cannot map another rank's memory: .*not permitted",
+    "no extension": "rank 1 has no shared memory: the native extension is not built",
+    "not Linux": "rank 0 has no shared memory: there is no memfd on darwin",
+    "no descriptors": "rank 1 has no shared memory: .*Too many open files",
+    "no descriptors to map by": "rank 1 cannot map another rank's memory: .*Too many open files",
+    "an empty file": "rank 0 cannot map another rank's memory: .*it has 0 bytes",
+    "a pipe": "rank 0 cannot map another rank's memory: .*is no shared memory",
+    "a file of the size": "rank 0 cannot map another rank's memory: .*is no shared memory",
+    "memory that may be made shorter": "rank 0 cannot map another rank's memory: .*its size may change",
+    "another optimizer's memory": "rank 0 cannot map another rank's memory: .*another rank's, or another program's",
+}
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_falls_back_on_every_rank_and_says_why_once(how: str) -> None:
     results = run_processes(2, fall_back, how)
     assert [fell_back for fell_back, _ in results] == [True, True]
-    assert [len(records) for _, records in results] == [1, 0]
+    assert all(len(records) == (rank == 0) for rank, (_, records) in enumerate(results)), results
     assert "torch.distributed" in results[0][1][0]
+    assert re.search(REASONS[how], results[0][1][0]), results[0][1][0]
 
 
 def test_ranks_on_two_hosts_fall_back_without_a_word() -> None:

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 import zero_opt
 from test.distributed.harness import Failure, run_processes
 from test.distributed.scenario import BUCKET_MB
-from zero_opt import waiting
+from zero_opt import host_exchange, waiting
 
 MOST_SECONDS = 5
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -239,3 +241,65 @@ def test_a_forked_child_gets_a_typed_error_and_disturbs_nobody() -> None:
     for found in run_processes(2, _in_a_fork, timeout=15):
         for text in found:
             assert re.match("(ProcessGroupError|StateNotConsolidated): .*forked from", text), text
+
+
+def _patient(rank: int, world_size: int, seconds: float | None) -> Any:
+    """What has ended a thread while a rank asks for state, alone, beside one that has closed; and who still runs."""
+    ended_by: list[str] = []
+    threading.excepthook = lambda given: ended_by.append(f"{given.thread} ended with {given.exc_value!r}")
+    checks = {} if seconds is None else {"timeout": seconds, "hang_timeout": seconds}
+    _, opt = _optimizer(**checks)
+    if rank == 1:
+        opt.close()
+    torch.distributed.barrier()
+    step = None if ended_by or rank else opt.state_dict()["state"][0]["step"].item()
+    torch.distributed.barrier()
+    opt.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("zero_opt state"):
+            thread.join(0 if ended_by else PATIENCE_S)
+            assert ended_by or not thread.is_alive()
+    return step, ended_by
+
+
+PATIENCE_S = 300  # nothing hangs
+
+
+@pytest.mark.parametrize("seconds", [1e6, 9.3e9, 1e12, 1e300, None])
+def test_no_number_of_seconds_ends_a_thread(seconds: float | None) -> None:
+    """More than the system can count; for ``None``, of the process group."""
+    bound = 5e9 if seconds is None else None  # with twice as much torch's own collectives end at once
+    results = run_processes(2, _patient, seconds, timeout=PATIENCE_S, group_timeout=bound)
+    assert results == [(3.0, []), (None, [])]
+
+
+def test_a_disk_may_be_given_any_number_of_seconds(tmp_path: Path) -> None:
+    param = torch.nn.Parameter(torch.ones(300))
+    offload = zero_opt.NVMeOffload(tmp_path, hang_timeout=1e12)
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, fused=True, offload=offload)
+    param.grad = torch.ones(300)
+    opt.step()
+    assert opt.state_dict()["state"][0]["step"] == 1
+    opt.close()
+
+
+@contextlib.contextmanager
+def _no_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
+    here = waiting.Home.of_this_process()
+    assert here.is_near(here) and here.state() == "R"
+    assert here._replace(started=here.started + 1).state() == "X", "another process has the pid"
+    assert waiting.Home(here.host, 2**22 + 1, 5).state() == "X"
+    with _no_descriptors():
+        assert here.state() == "?"
+        host_exchange._boot_id.cache_clear()
+        nameless = waiting.Home.of_this_process()
+    assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)

@@ -53,6 +53,11 @@ def _to_the_end(advance: Any) -> int:
     return int(state)
 
 
+def named(number: int) -> tuple[int, int, int]:
+    """The ident of an exchange."""
+    return 0, 0, number
+
+
 @dataclass
 class Plan:
     """A bucket: bounds of the shards, runs as (start, numel), who lacks which, which are added."""
@@ -135,7 +140,7 @@ def test_means_of_whatever_lies_anywhere(plan: Plan, exchanges: int) -> None:
         buckets = [bucket(plan, grads[rank], rank) for rank in range(plan.world_size)]
         calls = [
             lambda published, r=rank, n=number, b=buckets: ranks.ranks[r].reduce(
-                n, b[r], shards[r].data_ptr(), published, 0.01
+                named(n), b[r], shards[r].data_ptr(), published, 0.01
             )
             for rank in range(plan.world_size)
         ]
@@ -174,7 +179,7 @@ def test_sums_of_squares_are_those_of_the_shard(
         buckets.append(_native.HostBucket(listed, bounds, dtype, [(a, n, place.data_ptr()) for a, n, place in mine]))
         sums.append(mine)
     calls = [
-        lambda published, r=rank: ranks.ranks[r].reduce(1, buckets[r], shards[r].data_ptr(), published, 0.01)
+        lambda published, r=rank: ranks.ranks[r].reduce(named(1), buckets[r], shards[r].data_ptr(), published, 0.01)
         for rank in range(world_size)
     ]
     assert all(state in DONE for state in ranks.all_at_once(calls))
@@ -204,7 +209,7 @@ def test_gathers_every_shard_and_nothing_else(plan: Plan) -> None:
                 value[low - start : high - start] = mine[low - start : high - start]
     buckets = [bucket(plan, params[rank], None) for rank in range(plan.world_size)]
     calls = [
-        lambda published, r=rank: ranks.ranks[r].gather(1, buckets[r], published, 0.01)
+        lambda published, r=rank: ranks.ranks[r].gather(named(1), buckets[r], published, 0.01)
         for rank in range(plan.world_size)
     ]
     assert all(state in DONE for state in ranks.all_at_once(calls))
@@ -226,7 +231,9 @@ def test_what_a_rank_skips_is_void_for_all_others_and_the_next_is_not() -> None:
 
     def advance(rank: int, ident: int) -> Any:
         filled = bucket(plan, grads[rank], rank)
-        return lambda published: ranks.ranks[rank].reduce(ident, filled, shards[rank].data_ptr(), published, 0.01)
+        return lambda published: ranks.ranks[rank].reduce(
+            named(ident), filled, shards[rank].data_ptr(), published, 0.01
+        )
 
     def both(rank: int) -> list[int]:
         return [_to_the_end(advance(rank, 5)), _to_the_end(advance(rank, 6))]
@@ -251,7 +258,7 @@ def test_a_peer_that_went_on_does_not_let_a_rank_run_ahead_of_another() -> None:
     shard = torch.zeros(10)
 
     def reduce(rank: int, ident: int, published: int) -> Any:
-        return ranks.ranks[rank].reduce(ident, filled[rank], shard.data_ptr(), published, 0.0)
+        return ranks.ranks[rank].reduce(named(ident), filled[rank], shard.data_ptr(), published, 0.0)
 
     assert reduce(0, 6, 0)[0] == NOT_YET  # without 5
     assert reduce(1, 5, 0) == (NOT_YET, 2, 1)
@@ -266,14 +273,89 @@ def test_says_who_has_not_come_and_goes_on_from_there() -> None:
     grads = [run_tensors(plan, rank, 0) for rank in range(2)]
     shards = [torch.zeros(300), torch.zeros(300)]
     filled = [bucket(plan, grads[rank], rank) for rank in range(2)]
-    assert ranks.ranks[0].reduce(1, filled[0], shards[0].data_ptr(), 0, 0.0) == (NOT_YET, 1, 1)
+    assert ranks.ranks[0].reduce(named(1), filled[0], shards[0].data_ptr(), 0, 0.0) == (NOT_YET, 1, 1)
     published = [1, 0]
     states = [NOT_YET, NOT_YET]
     while NOT_YET in states:
         for rank in (1, 0):
             if states[rank] == NOT_YET:
                 states[rank], _, published[rank] = ranks.ranks[rank].reduce(
-                    1, filled[rank], shards[rank].data_ptr(), published[rank], 0.0
+                    named(1), filled[rank], shards[rank].data_ptr(), published[rank], 0.0
                 )
     assert torch.equal(torch.cat(shards), (grads[0][0] + grads[1][0]) / 2)
+    ranks.close()
+
+
+SLOT_WORDS, BELL_AT = 5, 80  # of 64 bits: how often written, step, epoch, sequence, piece; bytes
+
+
+def words_of(ranks: Ranks, rank: int, slot: int) -> Tensor:
+    """What a rank says of a slot."""
+    start = 8 * SLOT_WORDS * slot
+    return ranks.arenas[rank][start : start + 8 * SLOT_WORDS].view(torch.int64)
+
+
+IDENTS = [0, 2**20 - 1, 2**20, 2**24 - 2, 2**24 - 1, 2**24, 2**32 - 1, 2**32, 2**40, 2**63 - 1]
+NEIGHBOURS = [
+    *(((low, 2**62, 2**62), (high, 0, 0)) for low, high in pairwise(IDENTS)),
+    *(((7, low, 2**62), (7, high, 0)) for low, high in pairwise(IDENTS)),
+    *(((7, 7, low), (7, 7, high)) for low, high in pairwise(IDENTS)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), NEIGHBOURS, ids=str)
+def test_idents_are_in_order_however_large(before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+    plan = one_run(30, 2)
+    ranks, shards = Ranks(2, plan.slot_bytes), [torch.zeros(15), torch.zeros(15)]
+    grads = [run_tensors(plan, rank, 0) for rank in range(2)]
+    filled = [bucket(plan, grads[rank], rank) for rank in range(2)]
+
+    def reduce(rank: int, ident: tuple[int, int, int], published: int) -> Any:
+        return ranks.ranks[rank].reduce(ident, filled[rank], shards[rank].data_ptr(), published, 0.0)
+
+    assert reduce(0, before, 0)[0] == NOT_YET
+    assert reduce(1, after, 0)[0] == NOT_YET  # without the one before
+    assert reduce(0, before, 1)[0] == PASSED
+    assert reduce(0, after, 0)[0] in DONE
+    assert reduce(1, after, 1)[0] in DONE
+    assert torch.equal(torch.cat(shards), (grads[0][0] + grads[1][0]) / 2)
+    ranks.close()
+
+
+def test_what_counts_publications_may_wrap() -> None:
+    """A bell of 32 bits, on which peers sleep, and how often a slot was written, beyond 32."""
+    plan = one_run(3000, 2)
+    ranks, shards = Ranks(2, plan.slot_bytes), [torch.zeros(1500), torch.zeros(1500)]
+    grads = [run_tensors(plan, rank, 0) for rank in range(2)]
+    filled = [bucket(plan, grads[rank], rank) for rank in range(2)]
+    for arena in ranks.arenas:
+        arena[BELL_AT : BELL_AT + 4].view(torch.int32).fill_(-3)
+    for rank, slot in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        words_of(ranks, rank, slot)[0] = 2**32 - 4
+    calls = [
+        lambda published, r=rank: ranks.ranks[r].reduce(named(1), filled[r], shards[r].data_ptr(), published, 60.0)
+        for rank in range(2)
+    ]
+    assert all(state in DONE for state in ranks.all_at_once(calls))
+    assert torch.equal(torch.cat(shards), (grads[0][0] + grads[1][0]) / 2)
+    assert all(0 < int(arena[BELL_AT : BELL_AT + 4].view(torch.int32)) < 1000 for arena in ranks.arenas)
+    assert all(int(words_of(ranks, rank, slot)[0]) > 2**32 for rank in range(2) for slot in range(2))
+    ranks.close()
+
+
+def test_words_that_are_being_written_say_nothing() -> None:
+    plan = one_run(30, 2)
+    ranks, shards = Ranks(2, plan.slot_bytes), [torch.zeros(15), torch.zeros(15)]
+    filled = [bucket(plan, run_tensors(plan, rank, 0), rank) for rank in range(2)]
+
+    def reduce(rank: int, published: int) -> Any:
+        return ranks.ranks[rank].reduce(named(5), filled[rank], shards[rank].data_ptr(), published, 0.0)
+
+    assert reduce(0, 0)[0] == NOT_YET
+    assert words_of(ranks, 0, 0).tolist() == [2, 0, 0, 5, 0]
+    for sequence in (5, 6):  # this exchange, or a later one
+        words_of(ranks, 0, 0)[[0, 3]] = torch.tensor([3, sequence])
+        assert reduce(1, 1 if sequence == 6 else 0)[0] == NOT_YET
+    words_of(ranks, 0, 0)[[0, 3]] = torch.tensor([4, 5])
+    assert reduce(1, 1)[0] in DONE
     ranks.close()

@@ -130,11 +130,11 @@ void exchange_as(int rank, const std::vector<char*>& arenas) {
       {{0, numel, reinterpret_cast<char*>(values.data()), false}}, {0, shard, 2 * shard, 3 * shard}, Format::kFloat32};
   for (int number = 0; number < kExchanges; ++number) {
     for (std::int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>(rank + 1 + i);
-    const auto ident = static_cast<std::uint64_t>(2 * number + 1);
+    const auto step = static_cast<std::uint64_t>(number);
     zero_opt::HostProgress progress = {zero_opt::Staged::kNotYet, 0, 0};
     await(
         [&] {
-          progress = ranks.reduce(ident, bucket, reinterpret_cast<char*>(mean.data()), progress.published, 1.0);
+          progress = ranks.reduce({step, 0, 0}, bucket, reinterpret_cast<char*>(mean.data()), progress.published, 1.0);
           return progress.state == zero_opt::Staged::kSlot0;
         },
         "a peer does not come");
@@ -143,7 +143,7 @@ void exchange_as(int rank, const std::vector<char*>& arenas) {
     progress.published = 0;
     await(
         [&] {
-          progress = ranks.gather(ident + 1, bucket, progress.published, 1.0);
+          progress = ranks.gather({step, 1, 0}, bucket, progress.published, 1.0);
           return progress.state == zero_opt::Staged::kSlot0;
         },
         "a peer does not come");

@@ -121,19 +121,19 @@ class ArenaShard(StateShard):
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
         """One native run, and its place in the shard, per stretch of neighbouring slices at one step count and bank."""
-        counts = self.steps.tolist()
+        next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
-            return at[1] - at[0], counts[at[1]], self.bank[at[1]]
+            return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
 
         roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
         roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
         whole = [position for position in positions if position not in self.stretches]
-        for (_, count, bank), members in groupby(enumerate(whole), kind):
+        for (_, step, bank), members in groupby(enumerate(whole), kind):
             found = [position for _, position in members]
             start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
             if stop > start:
-                yield self._run(roles, slice(start, stop), count + 1, bank), slice(start, stop)
+                yield self._run(roles, slice(start, stop), step, bank), slice(start, stop)
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:

@@ -16,7 +16,7 @@ import torch
 from ..collectives import Group
 from ..cpu_adam.threads import allowed_threads, checked_threads, fair_threads, meet_sharers
 from ..errors import ConfigError
-from ..host_exchange import host_id
+from ..host_exchange import host_if_known
 from ..policies import CPUOffload, NVMeOffload, WorkerOffload
 from ..system.devices import in_use
 
@@ -103,7 +103,7 @@ def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, grou
 
 def _agreed_sharers(group: Group, usable: Sequence[int]) -> int:
     """How many ranks of this host may run on some of these cores, this one among them. Collective."""
-    mine = {"host": host_id(), "cores": usable}
+    mine = {"host": host_if_known(), "cores": usable}
     offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
     return meet_sharers(
         sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..errors import StorageFailed
 from ..interrupts import uninterrupted
+from ..policies import waited_for
 from ..serial_thread import SerialThread
 from .nvme_file import StateFile
 
@@ -74,7 +75,7 @@ class Disk:
     """A file with a thread that reads and one that writes, and bounded waits for both."""
 
     def __init__(self, file: StateFile, patience_s: float) -> None:
-        self.file, self.patience_s = file, patience_s
+        self.file, self.patience_s = file, waited_for(patience_s)
         self._reader, self._writer = SerialThread("zero_opt state reader"), SerialThread("zero_opt state writer")
 
     def read(self, window: Window, buffer: Buffer) -> Future[None]:

@@ -102,7 +102,8 @@ class StateShard(MasterShard):
         """What of a slice is stepped, and at which step counts."""
         if position in self.stretches:
             return self.stretches[position]
-        return [Stretch(0, self.pieces[position].in_shard.numel, float(self.steps[position]))]
+        next_step = float(self.steps[position] + 1)  # in fp32, where counting ends at 2^24, as torch's does
+        return [Stretch(0, self.pieces[position].in_shard.numel, next_step - 1)]
 
     def has_maximum(self) -> bool:
         """Whether there is a place for amsgrad's state."""

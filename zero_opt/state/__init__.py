@@ -1,0 +1,1 @@
+"""Optimizer state, as it is shown, saved, loaded and served to other ranks."""

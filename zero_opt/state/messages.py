@@ -1,0 +1,56 @@
+"""What ranks say to each other when one asks for the others' state; see the notes of the state service.
+
+Every message but a listing, and the elements themselves, is a few int64 numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Messages round the ring.
+OPEN, CLOSED = 0, 1
+# What an asking rank says once it has heard all answers; the number of its pull follows.
+GO, STOP = 0, 1
+# Answers beside those of Verdict: it comes later; there is an error in the listing's place.
+LATER, ERROR = 3, 4
+RING_TAG = 1
+# Pulls of one rank that have a tag of their own. A tag that comes back may find messages of a pull that was given up:
+# so they say which pull they are of.
+_PULL_TAGS = 1 << 20
+
+
+class Message(NamedTuple):
+    """Round the ring: ``origin`` asks for the state after so many changes, or has closed after them, in that step."""
+
+    kind: int
+    origin: int
+    pull: int
+    changes: int
+    step: int
+
+
+class Answer(NamedTuple):
+    """To the asking rank.
+
+    Attributes:
+        code: a Verdict's value, ``LATER`` or ``ERROR``. nbytes: of the listing, or the error, that follows.
+        pull: which one is answered.
+    """
+
+    code: int
+    step: int
+    nbytes: int
+    pull: int
+
+
+def tensor_of(*numbers: int) -> Tensor:
+    """Numbers as a message."""
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def answer_tag(pull: int) -> int:
+    """Of what an asked rank sends; the asking rank's own words have the tag after it."""
+    return RING_TAG + 1 + 2 * (pull % _PULL_TAGS)
