@@ -43,10 +43,13 @@ class Loading:
         A step that is under way ends first.
 
         Raises:
+            ParamsReplaced: on every rank, if the user has replaced parameters on one.
             StateDictError: on every rank, naming what does not fit on one. StateOffloaded: likewise.
         """
         error: Exception | None = None
         try:
+            if parts is not None:
+                parts.planned.require()
             parked.require_here()
             if not isinstance(self._strict, bool):
                 raise ConfigTypeError(f"strict must be True or False, got {self._strict!r}")
