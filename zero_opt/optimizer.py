@@ -156,6 +156,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             wraps = mesh is not None and not steps_apart(recipe)
             if not wraps:
                 recipe.check_params(self.param_groups, self._describe)
+        with old.agreement.together():
+            old.planned.require_replaced()
         old.agreement.on_contents([("parameters are DTensors", mesh is not None)])
         self._finalizer.detach()
         old.close()

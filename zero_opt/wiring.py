@@ -99,7 +99,7 @@ class Wiring:
         return self._owner.param_groups
 
     def require_replaceable(self) -> None:
-        """Raise ParamsReplaced unless other parameters can be planned in the place of those that were."""
+        """Raise ParamsReplaced if the user has replaced parameters by what cannot be planned in their place."""
         reduced = any(isinstance(param.grad, ConsumedGrad) for param in self.planned)
         begun = reduced or self._loaded or self.progress.step + self.progress.skips > 0
         self.planned.require_replaceable(begun=begun)

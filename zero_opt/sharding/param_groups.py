@@ -107,19 +107,22 @@ class PlannedGroups:
             raise ParamsReplaced(f"{edit.text}; {_WAY_OUT}")
 
     def require_replaceable(self, *, begun: bool) -> None:
-        """Raise ParamsReplaced unless the groups hold parameters that can be planned in the place of the planned ones.
+        """Raise ParamsReplaced if the groups hold what cannot be planned in the place of the planned parameters.
 
         Args:
             begun: there is something of the planned parameters that others have not.
         """
         edit = self.edit()
-        if edit is None:
+        if edit is not None and (begun or not edit.fits):
+            late = ", which has been trained, or had gradients reduced or state loaded" if edit.fits else ""
+            raise ParamsReplaced(f"{edit.text}{late}; {_WAY_OUT}")
+
+    def require_replaced(self) -> None:
+        """Raise ParamsReplaced if the groups hold the planned parameters, where those of another rank do not."""
+        if self.edit() is None:
             raise ParamsReplaced(
                 f"opt.param_groups holds what was planned here, and other parameters on another rank; {_WAY_OUT}"
             )
-        if begun or not edit.fits:
-            late = ", which has been trained, or had gradients reduced or state loaded" if edit.fits else ""
-            raise ParamsReplaced(f"{edit.text}{late}; {_WAY_OUT}")
 
 
 def _edit(label: str, params: Any, planned: Sequence[Tensor]) -> Edit | None:
