@@ -28,7 +28,7 @@ from .errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ZeroOptErr
 from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
 from .join import UnevenInputs, join_notice
-from .loading import Loading
+from .loading import Loading, add_places, asked_by_load, joined
 from .local_wiring import build_wiring, own_groups
 from .loss_scale import LossScaled, overflowed, unscaling
 from .mesh_params import MeshParams, admit, mesh_of, steps_apart
@@ -379,6 +379,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
                 state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
+        if asked_by_load():
+            add_places(state_dict, self.param_groups, self._recipe)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
@@ -403,7 +405,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        self._load(state_dict, strict=strict)
+        self._load(joined(state_dict), strict=strict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
