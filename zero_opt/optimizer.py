@@ -231,6 +231,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         Raises:
             StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
+            ParamsReplaced: ``param_groups`` was edited, and not before the first step or to other shapes; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
