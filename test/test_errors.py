@@ -23,6 +23,7 @@ SECOND_BASE = {
     "RankMismatch": RuntimeError,
     "StepDesync": RuntimeError,
     "StepFailed": RuntimeError,
+    "ParamsReplaced": RuntimeError,
     "ParamsUnsharded": RuntimeError,
     "PeerLost": RuntimeError,
     "PeerSilent": RuntimeError,

@@ -1,19 +1,23 @@
-"""World size 1: the wrapped class's own step, after what is asked of the gradients."""
+"""The wrapped class itself: its own step, after what is asked of the gradients, its attributes and its pickles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .construction import needs_closure
-from .errors import UnsupportedOptimizer
+from .construction import adopt_errors, needs_closure, normalized, param_name
+from .errors import ConfigTypeError, UnsupportedOptimizer
 from .grad_norm import Measured, measure
-from .nonfinite import Ignored, NonFinite
+from .nonfinite import Ignored, NonFinite, build_nonfinite
 from .placement import bare_step
 from .policies import Checks
+
+if TYPE_CHECKING:
+    from .mesh_params import MeshParams
+    from .recipe import Recipe
 
 
 class _NotTaken(Exception):
@@ -79,3 +83,72 @@ class AloneStep:
 
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """What an optimizer is where the wrapped class steps the parameters themselves: that class's, to the attribute."""
+
+    _recipe: Recipe
+    _mesh: MeshParams | None
+    _inner: torch.optim.Optimizer | None = None
+    _alone_step: AloneStep
+
+    def _describe(self, index: int) -> str:
+        """How messages name the parameter with a global index."""
+        return param_name(self.param_groups, index)
+
+    def _wrapped(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Have the wrapped class step these parameters themselves; returns the wrapped optimizer."""
+        recipe = self._recipe
+        check_skippable(recipe.optimizer_class, recipe.checks)
+        kind = AloneStep if self._mesh is None else self._mesh.stepper
+        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
+        with adopt_errors():
+            self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
+        return self._inner
+
+    def _build_alone(self, params: Iterable[Any]) -> None:
+        inner = self._wrapped(params)
+        super().__init__(inner.param_groups, inner.defaults)
+        self._share_inner()
+
+    def _share_inner(self) -> None:
+        """Our groups and state are the wrapped optimizer's own."""
+        assert self._inner is not None
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def _alone(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, with the groups and state of ours even if the user replaced them."""
+        assert self._inner is not None
+        self._inner.param_groups, self._inner.state = self.param_groups, self.state
+        if self._mesh is not None:
+            self._mesh.follow(self.param_groups, self._recipe)
+        return self._inner
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the wrapped class has for its users."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
+        if self._inner is None:
+            raise ConfigTypeError(
+                "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its "
+                "state is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) "
+                "on every rank"
+            )
+        self._alone()
+        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_inner" in state:
+            super().__setstate__(state)
+        elif self._inner is None:
+            raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
+        else:  # the wrapped class's own form, of which it completes what an older version wrote
+            self._alone().__setstate__(state)
+        self._share_inner()

@@ -6,14 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .errors import ConfigTypeError, StateDictError
-from .flat_param import is_dtensor
-from .mesh_params import state_like
+from .loading import entry_of, places
 from .optimizer import ShardedOptimizer
-from .placement import extra_places, home_of, is_by_columns
-from .state_dict import StateDict, first_state, pack_groups
+from .placement import is_by_columns
+from .state_dict import StateDict, pack_groups
 
 # Of a sharded state dict: for which parameters there is state, and which; a JSON text.
 _WITH_STATE = "with_state"
@@ -46,7 +43,7 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
             if param.requires_grad and (index not in state or is_by_columns(optimizer._recipe.offload, param)):
-                state[index] = {**_places(optimizer, packed, param), **state.get(index, {})}
+                state[index] = {**places(optimizer._recipe, optimizer._group, packed, param), **state.get(index, {})}
     state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, state_dict)
@@ -77,25 +74,6 @@ def _check(optimizer: object) -> None:
         raise ConfigTypeError(f"optimizer must be a ShardedOptimizer, got {type(optimizer).__name__}")
 
 
-def _places(optimizer: ShardedOptimizer, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """What state of a parameter without any can be loaded into."""
-    from .sharded_state import blank  # takes seconds to import, and few need it
-
-    recipe = optimizer._recipe
-    hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    home = home_of(recipe.offload, recipe.precision, param)
-    if is_dtensor(param):
-        return state_like(recipe, hypers, param, home[0])
-    made = first_state(recipe.optimizer_class, hypers, param, home[0])
-    if is_by_columns(recipe.offload, param):
-        made |= extra_places(param)
-    group = optimizer._group
-    return {
-        key: blank(value, param, shape, group) if isinstance(value, Tensor) else value
-        for key, (value, shape) in made.items()
-    }
-
-
 def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     """The state that was saved, without places that nothing was loaded into."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
@@ -104,10 +82,10 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
     if _WITH_STATE not in state_dict:
-        return {int(index): _entry(state, int(index)) for index in state}
+        return {int(index): entry_of(state, int(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_WITH_STATE]):
-        found = _entry(state, index)
+        found = entry_of(state, index)
         missing = [key for key in keys if key not in found]
         if missing:
             raise StateDictError(
@@ -118,11 +96,6 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
             )
         real[index] = {key: found[key] for key in keys}
     return real
-
-
-def _entry(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
-    """State of one parameter. What is no tensor, torch puts under the number as text, which is how it writes paths."""
-    return {**state.get(index, {}), **state.get(str(index), {})}
 
 
 def _known(text: object) -> Sequence[tuple[int, list[str]]]:

@@ -20,7 +20,11 @@ class ConfigTypeError(ZeroOptError, TypeError):
 
 
 class ConfigConflict(ZeroOptError, RuntimeError):
-    """Arguments, each of them fine by itself, exclude each other; the message is the wrapped class's."""
+    """What was asked for, each of it fine by itself, excludes each other; the message may be the wrapped class's."""
+
+
+class ParamsReplaced(ConfigConflict):
+    """``opt.param_groups`` holds other parameters than those that were planned, too late to plan them instead."""
 
 
 class UnsupportedOptimizer(ZeroOptError, ValueError):

@@ -12,27 +12,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from .collectives import Group
+from .collectives import AloneGroup, Group, agreed_group
 from .placement import hypers_of
+from .sharding.param_groups import following
 from .system.devices import HOST, carries
 
 
 class ShadowSteps(JoinHook):
     """Takes part in every step of the ranks that still have inputs."""
 
-    def __init__(self, shadow_step: Callable[[], None] | None, end: Callable[[], None] | None) -> None:
-        """``shadow_step``: what to do per step; ``end``: when all have run out; ``None`` if there are no others."""
+    def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
+        """``shadow_step``: what to do per step; ``end``: when all have run out."""
         self._shadow_step, self._end = shadow_step, end
 
     def main_hook(self) -> None:
         """The others take a step."""
-        if self._shadow_step is not None:
-            self._shadow_step()
+        self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
         """All have run out."""
-        if self._end is not None:
-            self._end()
+        self._end()
 
 
 def join_notice(joinable: Joinable) -> Callable[[], None]:
@@ -96,3 +95,42 @@ def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
         )
     else:
         entry[key] = value
+
+
+class UnevenInputs(Joinable):
+    """What an optimizer is to ``torch.distributed.algorithms.Join``."""
+
+    _sharded: Any
+    _params: Callable[[], list[Tensor]]
+    _replan: Callable[[], None]
+
+    @property
+    def _group(self) -> Group:
+        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
+        """For ``torch.distributed.algorithms.Join``: what a rank does that has run out of inputs.
+
+        It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
+        the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
+        """
+        return ShadowSteps(self._shadow_step, self._forget_epoch)
+
+    @following
+    def _shadow_step(self) -> None:
+        if self._sharded is not None:
+            self._sharded.shadow_step()
+
+    def _forget_epoch(self) -> None:
+        if self._sharded is not None:
+            self._sharded.progress.forget_epoch()
+
+    @property
+    def join_device(self) -> torch.device:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return device_for(self._params()[0].device, self.join_process_group)
+
+    @property
+    def join_process_group(self) -> Any:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return self._group.parent or agreed_group(None)

@@ -1,27 +1,101 @@
-"""What is checked of a full state dict, on all ranks, before anything of it is loaded."""
+"""What is checked of a full state dict, on all ranks, before anything of it is loaded, and what to load it into."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .construction import check_options, is_elementwise
+from .collectives import AloneGroup, Group
+from .construction import check_options, is_elementwise, needs_closure
 from .cpu_adam import CPUAdam, CPUAdamW
 from .errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
+from .flat_param import is_dtensor
+from .mesh_params import state_like
 from .parked import Parked
-from .placement import check_state, taken_states
+from .placement import check_state, extra_places, home_of, is_by_columns, taken_states
 from .placement.master_shard import HALVES
 from .recipe import Recipe
-from .state_dict import Refused, StateDict, fitted, match
+from .state_dict import Refused, StateDict, first_state, fitted, match
+from .trial import is_known
 from .wiring import Wiring
 
 States = dict[int, Mapping[str, Any]]
 
 _log = logging.getLogger("zero_opt")
+
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
+
+
+def asked_by_load() -> bool:
+    """Whether ``torch.distributed.checkpoint.load`` asks the caller's caller, a ``state_dict()``, what to load into.
+
+    It loads nothing but what is there, and says nothing of the rest. It may ask by way of other ``state_dict()``.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "state_dict" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == _LOADER
+
+
+def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """What state of a parameter without any can be loaded into: cut by rows over ``group``, or as a DTensor is."""
+    from .sharded_state import blank  # takes seconds to import, and few need it
+
+    hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
+    home = home_of(recipe.offload, recipe.precision, param)
+    if is_dtensor(param):
+        return state_like(recipe, hypers, param, home[0])
+    made = first_state(recipe.optimizer_class, hypers, param, home[0])
+    if is_by_columns(recipe.offload, param):
+        made |= extra_places(param)
+    return {
+        key: blank(value, param, shape, group) if isinstance(value, Tensor) else value
+        for key, (value, shape) in made.items()
+    }
+
+
+def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    """Give trainable parameters without state a place to load it into, in full shape, or as a DTensor is cut.
+
+    Raises:
+        StateDictError: what the class keeps is not known before its first step.
+    """
+    cls, state = recipe.optimizer_class, state_dict["state"]
+    for packed, group in zip(state_dict["param_groups"], param_groups, strict=True):
+        for index, param in zip(packed["params"], group["params"], strict=True):
+            if not param.requires_grad or index in state:
+                continue
+            if needs_closure(cls) or not is_known(cls):
+                raise StateDictError(
+                    f"torch.distributed.checkpoint.load() would load no state of parameter {index}, because what "
+                    f"{cls.__name__} keeps is not known before its first step; if it is elementwise, see "
+                    "zero_opt.register_elementwise(), else give opt.load_state_dict() a full state dict"
+                )
+            made = places(recipe, AloneGroup(), packed, param)
+            if made:
+                state[index] = made
+
+
+def entry_of(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
+    """State of one parameter. What is no tensor, torch puts under the number as text, which is how it writes paths."""
+    return {**state.get(index, {}), **state.get(str(index), {})}
+
+
+def joined(saved: Any) -> Any:
+    """A state dict with one entry per parameter, where torch has put what is no tensor under the number as text."""
+    state = saved.get("state") if isinstance(saved, Mapping) else None
+    if not isinstance(state, Mapping):
+        return saved
+    texts = {str(key): key for key in state if isinstance(key, int) and str(key) in state}
+    if not texts:
+        return saved
+    entries = {key: entry for key, entry in state.items() if key not in texts}
+    return {**saved, "state": entries | {index: entry_of(state, index) for index in texts.values()}}
 
 
 class Loading:
@@ -43,10 +117,13 @@ class Loading:
         A step that is under way ends first.
 
         Raises:
+            ParamsReplaced: on every rank, if the user has replaced parameters on one.
             StateDictError: on every rank, naming what does not fit on one. StateOffloaded: likewise.
         """
         error: Exception | None = None
         try:
+            if parts is not None:
+                parts.planned.require()
             parked.require_here()
             if not isinstance(self._strict, bool):
                 raise ConfigTypeError(f"strict must be True or False, got {self._strict!r}")

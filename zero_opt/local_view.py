@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -153,16 +154,16 @@ class LocalView:
         self._user = user
         self._twins: dict[Tensor, _Twin] = {}  # by the user's parameter
         self._by_plain: dict[Tensor, _Twin] = {}
-        self._seen: object = None
+        self._seen: list[MutableMapping[str, Any]] = []
         self._groups: list[MutableMapping[str, Any]] = []
         self.state = LocalState(user, self._by_plain)
 
     @property
     def param_groups(self) -> list[MutableMapping[str, Any]]:
-        """The user's groups with the plain parameters; the same list until the user has another one, or more in it."""
+        """The user's groups with the plain parameters; the same list until the user has other groups."""
         groups = self._user.param_groups
-        if groups is not self._seen or len(groups) != len(self._groups):
-            self._seen = groups
+        if len(groups) != len(self._seen) or not all(map(is_, groups, self._seen)):
+            self._seen = list(groups)
             self._groups = [LocalGroup(group, [self._plain(param) for param in group["params"]]) for group in groups]
         return self._groups
 

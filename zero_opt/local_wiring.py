@@ -20,6 +20,7 @@ from .parked import Parked
 from .policies import AlreadyReduced, Checks
 from .recipe import Recipe
 from .reduction import GradShard
+from .sharding.param_groups import PlannedGroups
 from .wiring import Wiring
 
 
@@ -42,9 +43,11 @@ class LocalWiring(Wiring):
         self._user, self._mesh, self._view = owner, mesh, LocalView(owner)
         # Gradients are the means already, of the parts that are here.
         super().__init__(replace(recipe, reduction=AlreadyReduced()), groups, describe, self._view, parked)
+        self.planned = PlannedGroups(owner)
 
     def finish(self, error: ZeroOptError | None = None, clip_to: float | None = None) -> Sequence[GradShard]:
         """See :class:`Wiring`; takes this rank's parts of the gradients."""
+        self.planned.require()
         self._mesh.forget()
         self._follow()
         return super().finish(error, clip_to)

@@ -7,6 +7,7 @@ rank, and a state dict in full shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,15 +41,26 @@ class MeshParams:
 
     def __init__(self) -> None:
         self.shards = Shards()
+        self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], States] | None = None
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Take in more parameters, DTensors or not."""
         self.shards.add(params)
+        self._params += params
         for mesh in (param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
             if mesh not in self._groups:
                 self._groups[mesh] = MeshGroup(mesh)
+
+    def follow(self, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+        """Take in the parameters that the user has put in the place of others; see :func:`admit`."""
+        params = [param for group in param_groups for param in group["params"]]
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            self.shards, self._params = Shards(), []
+            self._groups.clear()
+            self.forget()
+            admit(self, params, recipe)
 
     @property
     def largest(self) -> MeshGroup:

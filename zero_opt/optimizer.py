@@ -10,30 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 
 from .agreement import Agreement
-from .alone_step import AloneStep, check_skippable
-from .collectives import AloneGroup, Group, agreed_group, check_rank
+from .alone_step import Wrapping
+from .collectives import agreed_group, check_rank
 from .construction import (
     adopt_errors,
     normalized,
     normalized_group,
-    param_name,
     run_once,
     template_of,
     tensors_of,
 )
 from .dtensors import local_of
-from .errors import ConfigTypeError, OptimizerClosed, ZeroOptError
+from .errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ZeroOptError
 from .flat_param import is_dtensor
 from .grad_norm import check_max_norm
-from .join import ShadowSteps, device_for, join_notice
-from .loading import Loading
+from .join import UnevenInputs, join_notice
+from .loading import Loading, add_places, asked_by_load, joined
 from .local_wiring import build_wiring, own_groups
 from .loss_scale import LossScaled, overflowed, unscaling
 from .mesh_params import MeshParams, admit, mesh_of, steps_apart
-from .nonfinite import build_nonfinite
 from .own_groups import OwnGroups
 from .parked import Parked
 from .placement import Policy as Offload
@@ -41,13 +39,14 @@ from .placement import hypers_of
 from .policies import Checks, MixedPrecision, Overlapped
 from .recipe import Recipe
 from .reduction import GradReduction, Policy
+from .sharding.param_groups import following
 from .state_dict import StateDict, copied, pack_groups
 from .wiring import Wiring
 
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
+class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -103,8 +102,8 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             self._mesh = mesh_of(params, self._recipe, process_group)
         except ZeroOptError as error:  # of one rank alone, the others must hear of it
             wrong = error
+        self._process_group = process_group
         self._sharded: Wiring | None = None
-        self._inner: torch.optim.Optimizer | None = None
         self._parked = Parked()
         self._wired = self._closed = False
         Joinable.__init__(self)
@@ -120,43 +119,23 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _build_alone(self, params: Iterable[Any]) -> None:
-        recipe = self._recipe
-        check_skippable(recipe.optimizer_class, recipe.checks)
-        kind = AloneStep if self._mesh is None else self._mesh.stepper
-        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
-        with adopt_errors():
-            inner = self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
-        super().__init__(inner.param_groups, inner.defaults)
-        self._share_inner()
-
-    def _share_inner(self) -> None:
-        """World size 1: our groups and state are the wrapped optimizer's own."""
-        assert self._inner is not None
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
-
-    def _alone(self) -> torch.optim.Optimizer:
-        """World size 1: the wrapped optimizer, with the groups and state of ours even if the user replaced them."""
-        assert self._inner is not None
-        self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        return self._inner
-
-    def __getattr__(self, name: str) -> Any:
-        """At world size 1, what else the wrapped class has for its users."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return getattr(inner, name)
-
     def _build_sharded(self, params: Iterable[Any], groups: OwnGroups, wrong: ZeroOptError | None) -> None:
         try:
             with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
                 if wrong is not None:
                     raise wrong
                 self._validate(params)
-            self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
-            self._sharded.progress.begins = join_notice(self)
-            self._sharded.add_groups()
+        except BaseException:
+            groups.close()
+            raise
+        self._connect(groups)
+
+    def _connect(self, groups: OwnGroups) -> Wiring:
+        """Plan the parameters, over groups that are closed if that fails. Collective."""
+        try:
+            parts = self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
+            parts.progress.begins = join_notice(self)
+            parts.add_groups()
         except BaseException:
             if self._sharded is None:
                 groups.close()
@@ -165,6 +144,31 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             raise
         self._finalizer = weakref.finalize(self, groups.close)
         self._finalizer.atexit = False
+        return parts
+
+    def _replan(self) -> None:
+        """Build everything anew over parameters that the user has put in the place of the planned ones. Collective."""
+        old, recipe = self._sharded, self._recipe
+        assert old is not None
+        with old.agreement.together():
+            old.require_replaceable()
+            mesh = mesh_of(self.param_groups, recipe, self._process_group)
+            wraps = mesh is not None and not steps_apart(recipe)
+            if not wraps:
+                recipe.check_params(self.param_groups, self._describe)
+        with old.agreement.together():
+            old.planned.require_replaced()
+        old.agreement.on_contents([("parameters are DTensors", mesh is not None)])
+        self._finalizer.detach()
+        old.close()
+        self._sharded, self._mesh, self._closed = None, mesh, True  # so it stays if anything fails below
+        self.state.clear()
+        if wraps:
+            self.state.update(self._wrapped(self.param_groups).state)
+        else:
+            parent = old.agreement.group.parent if mesh is None else None
+            self._connect(own_groups(parent, recipe.checks, mesh)).progress.begun = old.progress.begun
+        self._closed = False
 
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
@@ -177,10 +181,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             group.update(hypers_of(complete))
         recipe.check_params(self.param_groups, self._describe)
 
-    def _describe(self, index: int) -> str:
-        """How messages name the parameter with a global index."""
-        return param_name(self.param_groups, index)
-
+    @following
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
 
@@ -204,6 +205,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             return
         try:
             with self._sharded.agreement.together("add_param_group()"):
+                self._sharded.planned.require()
                 self._parked.require_here()
                 with adopt_errors():
                     group = normalized_group(param_group, known)
@@ -229,6 +231,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         Raises:
             StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
+            ParamsReplaced: ``param_groups`` was edited, and not before the first step or to other shapes; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
@@ -239,16 +242,26 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             return self._alone_step.step(self._alone(), closure, options)
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
-        return self._step_sharded(self._sharded, closure)
+        return self._step_sharded(closure)
 
     @_disable_dynamo  # what torch.compile cannot trace, it calls
-    def _step_sharded(self, parts: Wiring, closure: _Closure | None) -> Any:
+    def _step_sharded(self, closure: _Closure | None) -> Any:
         """World size > 1, or an offload."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if not overflowed(self):
-            parts.take(parts.finish(), unscaling(self))
+            self._take()
         return loss
+
+    @following
+    def _take(self) -> None:
+        """Step with the gradients that there are."""
+        if self._sharded is not None:
+            self._sharded.take(self._sharded.finish(), unscaling(self))
+        elif unscaling(self) == 1.0:
+            self._alone_step.step(self._alone(), None, {})
+        else:  # parameters were replaced by DTensors
+            raise ConfigConflict("GradScaler has left fp16 gradients scaled; make the optimizer after fully_shard()")
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -265,6 +278,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         return nullcontext() if self._sharded is None else self._sharded.reduction.no_sync()
 
     @torch.no_grad()
+    @following
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
 
@@ -282,6 +296,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         if error is not None:
             raise error
         self._parked.require_here()
+        self._alone()
         return self._alone_step.clip(self._params(), limit)
 
     @property
@@ -324,6 +339,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    @following
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
@@ -364,6 +380,8 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
                 state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
         else:
             state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
+        if asked_by_load():
+            add_places(state_dict, self.param_groups, self._recipe)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
@@ -388,6 +406,12 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        self._load(joined(state_dict), strict=strict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @following
+    def _load(self, state_dict: StateDict, *, strict: bool) -> None:
         loading = Loading(self, self._recipe, state_dict, strict=strict)
         loading.check(self._sharded, self._parked)
         refused, states = loading.refused, loading.states
@@ -401,29 +425,6 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             self._sharded.load(states, loading.groups)
         if self._group.rank == 0:
             loading.say(self._params(), self._describe)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    # -- uneven inputs ------------------------------------------------------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
-        """For ``torch.distributed.algorithms.Join``: what a rank does that has run out of inputs.
-
-        It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
-        the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
-        """
-        parts = self._sharded
-        return ShadowSteps(None, None) if parts is None else ShadowSteps(parts.shadow_step, parts.progress.forget_epoch)
-
-    @property
-    def join_device(self) -> torch.device:
-        """See ``torch.distributed.algorithms.Joinable``."""
-        return device_for(self._params()[0].device, self.join_process_group)
-
-    @property
-    def join_process_group(self) -> Any:
-        """See ``torch.distributed.algorithms.Joinable``."""
-        return self._group.parent or agreed_group(None)
 
     # -- for dcp.py and ddp_hook.py -----------------------------------------------------------------------------------
 
@@ -431,15 +432,12 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
     def _reduction(self) -> GradReduction | None:
         return None if self._sharded is None else self._sharded.reduction
 
-    @property
-    def _group(self) -> Group:
-        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
-
     def _together(self, call: str) -> AbstractContextManager[None]:
         """See :meth:`Agreement.together`."""
         self._require_open()
         return nullcontext() if self._sharded is None else self._sharded.agreement.together(call)
 
+    @following
     def _rows(self) -> dict[int, dict[str, Any]]:
         """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
@@ -458,27 +456,6 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
         held |= {} if self._sharded is None else self._sharded.memory_report()
         tensors = [local_of(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor)]
         return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
-        if self._inner is None:
-            raise ConfigTypeError(
-                "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its "
-                "state is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) "
-                "on every rank"
-            )
-        self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_inner" in state:
-            super().__setstate__(state)
-        elif self._inner is None:
-            raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
-        else:  # the wrapped class's own form, of which it completes what an older version wrote
-            self._alone().__setstate__(state)
-        self._share_inner()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .errors import ConfigConflict, StateDictError, ZeroOptError
+from .errors import StateDictError, ZeroOptError
 from .layout import ParamSlice
 from .partition import Partition
 from .placement import ParamState, Placement, ReadThrough
@@ -37,14 +37,15 @@ class ShownState:
     def __init__(self, owner: Owner, stand_ins: StandIns, partition: Partition, placement: Placement) -> None:
         self._owner, self._stand_ins = owner, stand_ins
         self._partition, self._placement = partition, placement
-        self._groups_checked: object = owner.param_groups
         self._due: list[int] = []
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
         self._live: dict[int, ParamState] = {}  # as shown, by global index
 
-    def add(self, elsewhere: Mapping[int, Kind]) -> None:
-        """Parameters were planned of which this rank has no slice, by global index."""
+    def add(self, added: Mapping[int, Kind]) -> None:
+        """Parameters were planned, by global index; those without a slice on this rank are stood in for."""
         self._pieces = self._partition.owned()
+        mine = {piece.param for piece in self._pieces}
+        elsewhere = {index: kind for index, kind in added.items() if index not in mine}
         self._stand_ins.add(elsewhere, self._owner.param_groups)
 
     def show(self, params: Sequence[Tensor]) -> None:
@@ -79,16 +80,6 @@ class ShownState:
         self._owner.state.clear()
         self._live.clear()
         self._stand_ins.load(states, self._owner.param_groups)
-
-    def require_params(self, params: Sequence[Tensor]) -> None:
-        """Raise ConfigConflict if ``owner.param_groups`` was replaced by groups of other parameters."""
-        groups = self._owner.param_groups
-        if groups is self._groups_checked:
-            return
-        held = [param for group in groups for param in group["params"]]
-        if len(held) != len(params) or any(a is not b for a, b in zip(held, params, strict=True)):
-            raise ConfigConflict("param_groups was replaced by groups of other parameters; use add_param_group()")
-        self._groups_checked = groups
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         """Take over entries of ``owner.state`` that were added, replaced or dropped.

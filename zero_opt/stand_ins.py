@@ -7,7 +7,7 @@ scalars to the bit, and nothing needs to be sent. One stand-in serves all parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .placement import hypers_of
+from .placement import Policy, home_of, hypers_of, is_by_columns
+from .policies import MixedPrecision
 from .state_dict import apart
 from .trial import Trial, is_known
 
@@ -31,6 +32,18 @@ class Kind(NamedTuple):
     dims: int
     dtype: torch.dtype
     device: torch.device
+
+
+def kinds_of(offload: Policy, precision: MixedPrecision, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
+    """What stand-ins for parameters are, given (global index, number of the param group, parameter), by global index.
+
+    None for those that are stepped by columns.
+    """
+    return {
+        index: Kind(group, param.dim(), *home_of(offload, precision, param))
+        for index, group, param in params
+        if not is_by_columns(offload, param)
+    }
 
 
 @dataclass(eq=False)

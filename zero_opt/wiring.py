@@ -17,7 +17,8 @@ from .background_gather import build_gather
 from .buckets import GradBucket
 from .comm.backend_exchanges import build_exchange
 from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
-from .errors import StepFailed, UnsupportedParam, ZeroOptError
+from .consumed_grad import ConsumedGrad
+from .errors import ParamsReplaced, StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
 from .join import follow_hypers
@@ -26,13 +27,14 @@ from .own_groups import OwnGroups
 from .param_gather import spread
 from .parked import Parked
 from .partition import Geometry, Partition
-from .placement import Placement, Results, build_placement, build_results, home_of, hypers_of, is_by_columns
+from .placement import Placement, Results, build_placement, build_results, hypers_of
 from .policies import AlreadyReduced
 from .recipe import Recipe
 from .reduction import GradShard, Parts, build_reduction
 from .serial_thread import SerialThread
+from .sharding.param_groups import PlannedGroups
 from .shown_state import Owner, ShownState
-from .stand_ins import Kind, StandIns
+from .stand_ins import StandIns, kinds_of
 from .state_guard import StateGuard, marks
 from .streams import wait_done
 from .system.devices import is_host
@@ -64,6 +66,8 @@ class Wiring:
         self._params: list[Tensor] = []
         self._group_of: list[int] = []
         self._known_groups = 0
+        self.planned = PlannedGroups(owner)
+        self._loaded = False
         self._digest = HyperDigest()
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._closed = False
@@ -93,6 +97,12 @@ class Wiring:
     @property
     def _param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._owner.param_groups
+
+    def require_replaceable(self) -> None:
+        """Raise ParamsReplaced if the user has replaced parameters by what cannot be planned in their place."""
+        reduced = any(isinstance(param.grad, ConsumedGrad) for param in self.planned)
+        begun = reduced or self._loaded or self.progress.step + self.progress.skips > 0
+        self.planned.require_replaceable(begun=begun)
 
     def _build_placement(self, results: Results) -> Placement:
         """The placement, or an error on all ranks if there can be none on one. Collective."""
@@ -138,6 +148,7 @@ class Wiring:
             del self._params[before:], self._group_of[before:]
             self.placement.drop_groups(self._known_groups)
             raise
+        self.planned.add()
         self._known_groups = len(self._param_groups)
         self._guard.commit(self.progress.step)
         self._groups.serve(self._guard, self.placement, self.partition)
@@ -161,24 +172,14 @@ class Wiring:
         self._reserve_staging(added)
         self.reduction.watch(added)
         self.gather.watch()
-        self._stand_in(missing)
+        offload, precision = self._recipe.offload, self._recipe.precision
+        self._shown.add(kinds_of(offload, precision, [(i, self._group_of[i], self._params[i]) for i in missing]))
         self._show_state()
 
     @property
     def _patience_s(self) -> float:
         """Seconds that this rank waits for another one that reads its state."""
         return self._groups.control.timeout_s
-
-    def _stand_in(self, added: Sequence[int]) -> None:
-        """Have state to show of those parameters of which there is no slice here."""
-        mine = {piece.param for piece in self.partition.owned()}
-        kinds = {}
-        for index in added:
-            param = self._params[index]
-            if index not in mine and not is_by_columns(self._recipe.offload, param):
-                home = home_of(self._recipe.offload, self._recipe.precision, param)
-                kinds[index] = Kind(self._group_of[index], param.dim(), *home)
-        self._shown.add(kinds)
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
         """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
@@ -275,7 +276,7 @@ class Wiring:
     def _follow_edits(self) -> ZeroOptError | None:
         """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
         try:
-            self._shown.require_params(self._params)
+            self.planned.require()
             self._shown.adopt(self._params)
         except ZeroOptError as error:
             return error
@@ -433,7 +434,9 @@ class Wiring:
         if not self._closed:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
         conflict = None if self._closed else self._follow_edits()
-        if conflict is not None:
+        if isinstance(conflict, ParamsReplaced):
+            self.require_replaceable()  # there is no other state yet than that of the planned ones
+        elif conflict is not None:
             raise conflict
         return self._whole.here(self._groups.service)
 
@@ -449,6 +452,7 @@ class Wiring:
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._shown.load(states)
         self._show_state()
+        self._loaded = self._loaded or bool(states)
         self._guard.failure = None
         self._guard.commit(self.progress.step)
 

@@ -18,7 +18,7 @@ from test.distributed.harness import assert_bitwise, run_processes
 
 WORLD_SIZE = 2
 # Of one program. They take a few seconds, on a machine that others may be using.
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 HYPERS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
