@@ -16,7 +16,7 @@ from .agreement import Agreement
 from .background_gather import build_gather
 from .buckets import GradBucket
 from .comm.backend_exchanges import build_exchange
-from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
+from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents, value_contents
 from .errors import StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
 from .grad_norm import Measured, clip_factor, measure
@@ -65,6 +65,8 @@ class Wiring:
         self._group_of: list[int] = []
         self._known_groups = 0
         self._digest = HyperDigest()
+        # Whether parameters must be alike when they are planned; under DDP, that may be still to see to it, later.
+        self._values_count = groups.control.world_size > 1 and not isinstance(recipe.reduction, AlreadyReduced)
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._closed = False
         self._parked = parked
@@ -122,8 +124,7 @@ class Wiring:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
         """
         self.gather.flush()
-        values = not isinstance(self._recipe.reduction, AlreadyReduced)
-        listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
+        listed = contents(self._param_groups, self._known_groups, self._describe, values=self._values_count)
         self.agreement.on_contents(listed)
         self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
         before = len(self._params)
@@ -133,7 +134,7 @@ class Wiring:
                 self.placement.add_group(group)
                 self._params.extend(group["params"])
                 self._group_of.extend([number] * len(group["params"]))
-            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
+            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad), compared=True)
         except BaseException:
             del self._params[before:], self._group_of[before:]
             self.placement.drop_groups(self._known_groups)
@@ -142,9 +143,15 @@ class Wiring:
         self._guard.commit(self.progress.step)
         self._groups.serve(self._guard, self.placement, self.partition)
 
-    def _admit(self, mask: int) -> None:
-        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank."""
+    def _admit(self, mask: int, *, compared: bool = False) -> None:
+        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
+
+        Raises:
+            RankMismatch: values differ between ranks (``compared``: they do not), as they may of what was frozen.
+        """
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
+        if missing and self._values_count and not compared:
+            self.agreement.on_contents(value_contents([(self._describe(i), self._params[i]) for i in missing]))
         if missing:
             with self._guard.changing(self._patience_s, self.progress.step):
                 self._plan(missing)
@@ -335,6 +342,7 @@ class Wiring:
         """
         self.reduction.stepped()
         self.progress.stepped()
+        self.partition.settle()
         self._guard.commit(self.progress.step)
         if self._guard.failure is not None:
             raise self._guard.failure
