@@ -53,6 +53,9 @@ _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
 # The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
 _NONCE_AT, _NONCE_BYTES = 256, 16
+# And here the number, from 1, of the last step that failed on its rank. It is written before the rank's part of that
+# step's last gather is published, and read after that has been seen.
+_FAILED_AT = 1024
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
 
@@ -104,6 +107,9 @@ class HostExchange(PooledExchange):
         self._timeout_s, self._closed = group.timeout_s, False
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
+        arenas_of = {group.rank: own, **{peer.rank: peer.arena for peer in peers}}
+        self._failed = {rank: arenas_of[rank].view(_FAILED_AT, 1, torch.int64) for rank in sorted(arenas_of)}
+        self._rank = group.rank
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
         slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._ranks = _native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
@@ -147,6 +153,14 @@ class HostExchange(PooledExchange):
                 raise PeerLost(
                     f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
                 )
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._failed[self._rank].fill_(step + 1)
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`; it costs a look at memory."""
+        return lambda: [rank for rank, word in self._failed.items() if word.item() == step + 1]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""

@@ -230,7 +230,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
             StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
@@ -298,7 +298,7 @@ class ShardedOptimizer(LossScaled, torch.optim.Optimizer, Joinable):
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
-            WorkerDied, WorkerFailed, StorageFailed: the worker, or the disk, cannot take the pending step.
+            WorkerDied, WorkerFailed, StorageFailed: worker or disk cannot take the pending step. StepFailed.
         """
         self._require_open()
         if self._sharded is not None:
