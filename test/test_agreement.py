@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.agreement import Agreement, StepReport, value_digest
+from zero_opt.agreement import Agreement, StepReport, edits_digest, value_digest
 from zero_opt.collectives import Group
 from zero_opt.errors import ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
 
@@ -80,7 +80,7 @@ class RecordedGroup:
     def in_step(self, step: int) -> None:
         """What a message about a wait would say."""
 
-    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         return [payload, self._other.pop(0)]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -94,7 +94,7 @@ class Sink(RecordedGroup):
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         self.sent.append(payload)
         return [payload]
 
@@ -196,3 +196,63 @@ def test_equal_contents_are_compared_by_a_digest_of_fixed_size() -> None:
 def test_the_first_difference_is_named_with_both_values(mine: Entries, theirs: Entries, message: str) -> None:
     with pytest.raises(RankMismatch, match=message):
         compare(mine, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what users have written to
+
+
+def test_a_digest_tells_what_was_written_to_and_how_often() -> None:
+    edits: list[dict[int, int]] = [{}, {0: 1}, {1: 1}, {0: 2}, {0: 1, 1: 1}, {11: 1}, {1: 11}]
+    assert len({edits_digest(one) for one in edits}) == len(edits)
+    assert edits_digest({}) == 0 and edits_digest({3: 1}) == edits_digest({3: 1})
+
+
+@pytest.mark.parametrize("theirs", [{}, {0: 1}, {0: 2}])
+def test_a_step_says_whether_ranks_have_written_to_the_same(theirs: dict[int, int]) -> None:
+    other = step_of_rank_1(StepReport(3, 0, 0, 0, 3, edits=edits_digest(theirs)), 2)
+    agreed = agreement(other).on_step(StepReport(3, 0, 0, 0, 3, edits=edits_digest({0: 1})), 2)
+    assert agreed.same_edits == (theirs == {0: 1})
+
+
+def edited(mine: dict[int, int], theirs: dict[int, int], differ: set[int]) -> set[int]:
+    """What is alike of five parameters after all, of which rank 1 has other values for some."""
+    params = [torch.full((3,), float(index)) for index in range(5)]
+    digests = [
+        value_digest(param + (index in differ))
+        for index, param in enumerate(params)
+        if mine.get(index, 0) != theirs.get(index, 0)
+    ]
+    other = RecordedGroup([json.dumps([*theirs.items()]).encode(), json.dumps(digests).encode()])
+    return agreement(other).on_edits(mine, params)
+
+
+def test_parameters_written_to_on_one_rank_may_be_alike_after_all() -> None:
+    assert edited({0: 1, 2: 1}, {2: 1, 3: 7}, set()) == {0, 3}
+    assert edited({}, {4: 1}, {0, 1, 2, 3}) == {4}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "differ", "message"),
+    [
+        (
+            {0: 1},
+            {},
+            {0},
+            r"values of parameter 0 \(layer\.0\) differ .* written to on rank 0 alone; .*broadcast_params",
+        ),
+        ({0: 1}, {1: 2}, {0, 1}, r"parameter 0 \(layer\.0\), parameter 1 \(layer\.1\) differ .* on rank 0 alone"),
+        ({0: 1}, {0: 2}, {0}, "written to on rank 1 more often than on rank 0;"),
+        (
+            {},
+            {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
+            {1, 2, 3, 4},
+            r"values of parameter 1 .*parameter 3 \(layer\.3\) and 1 more",
+        ),
+    ],
+)
+def test_parameters_that_differ_are_named_with_who_has_written(
+    mine: dict[int, int], theirs: dict[int, int], differ: set[int], message: str
+) -> None:
+    with pytest.raises(RankMismatch, match=message):
+        edited(mine, theirs, differ)

@@ -253,3 +253,16 @@ def test_own_writes_to_a_parameter_are_no_edits_of_those_with_the_same_counter(k
         params[4].add_(1)
     changed = [flat.edits != edits for flat, edits in zip(flats, before)]
     assert changed == [False, False, True, False, True, False]
+
+
+def test_counters_that_are_looked_at_stay_as_they_were() -> None:
+    """A graph from before the optimizer was made, which holds parameters, can still be run backward."""
+    first = torch.randn(4, 4)
+    params = [torch.nn.Parameter(t) for t in (first[:2], torch.randn(3, 3), first[2:], first)]
+    with torch.no_grad():
+        params[1].add_(1)
+    loss = (params[1] @ params[1]).sum()
+    before = [param._version for param in params]
+    counted(list(params), 2)
+    assert [param._version for param in params] == before
+    loss.backward()

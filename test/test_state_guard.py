@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from zero_opt.errors import PeerLost, StepDesync
+from zero_opt.errors import PeerLost, StepDesync, StepFailed
 from zero_opt.state_guard import StateGuard, Verdict
 
 
@@ -83,3 +83,18 @@ def test_a_change_that_is_taken_back_is_none() -> None:
     with guard.changing(1, step=7):
         pass
     assert (guard.changes, guard.step) == (1, 7)
+
+
+def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
+    guard = StateGuard()
+    assert guard.untold() is guard.lacking() is None and not guard.lacks()
+    failure = MemoryError("no more of it")
+    guard.begin(1)
+    guard.failed(failure)
+    guard.commit(step=4)
+    told = guard.untold()
+    assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed there with Mem" in str(told)
+    assert guard.untold() is None
+    assert str(guard.lacking()) == str(told) and guard.lacks()
+    guard.failed(None)
+    assert guard.untold() is guard.lacking() is None and not guard.lacks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -18,7 +18,9 @@ from torch import Tensor
 from .collectives import Group, bytes_tensor, tensor_bytes
 from .errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
 
-_HEADER = struct.Struct("<qqqBdQq")
+_HEADER = struct.Struct("<qqqBdQqQ")
+# Parameters that an error names.
+_NAMED = 3
 # Of the header's flags.
 _FAILED, _ABSENT, _CLIPS = 1, 2, 4
 
@@ -35,6 +37,7 @@ class StepReport:
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
         hypers: a digest of the hyperparameters.
+        edits: a digest of which parameters the user has written to here since ranks last agreed, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
             exchange of such a round on another rank would be answered by a later one here.
     """
@@ -49,12 +52,18 @@ class StepReport:
     clip_to: float | None = None
     hypers: int = 0
     abandoned: int = 0
+    edits: int = 0
+
+    @property
+    def call(self) -> str:
+        """What the user called."""
+        return "step()" if self.clip_to is None else "clip_grad_norm_()"
 
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """As bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
         header = _HEADER.pack(
-            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned
+            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned, self.edits
         )
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
@@ -62,13 +71,13 @@ class StepReport:
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """What :meth:`pack` was given."""
-        step, epoch, rounds, flags, clip_to, hypers, abandoned = _HEADER.unpack_from(raw)
+        step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
         starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
         used, trainable, restarted = [
             int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
         ] or (0, 0, 0)
         absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
-        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned)
+        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned, edits)
         return report, bool(flags & _FAILED)
 
 
@@ -79,7 +88,8 @@ class StepAgreement:
     Attributes:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
-        same_hypers: whether the ranks that have inputs have the same hyperparameters.
+        same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
+            have written to the same parameters equally often.
         abandoned, rounds_by: per rank, as it reports.
     """
 
@@ -92,6 +102,7 @@ class StepAgreement:
     clip_to: float | None = None
     absent: Sequence[int] = ()
     same_hypers: bool = True
+    same_edits: bool = True
     abandoned: Sequence[int] = ()
     rounds_by: Sequence[int] = ()
 
@@ -119,7 +130,7 @@ class Agreement:
         payload = mine.pack(mask_bytes, failed=error is not None)
         unpacked = [
             StepReport.unpack(raw, mask_bytes)
-            for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()")
+            for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()", mine.call)
         ]
         if any(failed for _, failed in unpacked):
             self.raise_first_error(error)
@@ -139,6 +150,7 @@ class Agreement:
             clip_to=first.clip_to,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
+            same_edits=all(report.edits == first.edits for report in reports),
             abandoned=[report.abandoned for report in reports],
             rounds_by=[report.rounds for report in reports],
         )
@@ -149,8 +161,7 @@ class Agreement:
             if report.step != first.step:
                 raise StepDesync(f"rank {rank} is in step {report.step} while rank 0 is in step {first.step}")
             if rank in present and (report.clip_to is None) != (first.clip_to is None):
-                here, there = ("step()" if r.clip_to is None else "clip_grad_norm_()" for r in (first, report))
-                raise RankMismatch(f"rank {present[0]} called {here} where rank {rank} called {there}")
+                raise RankMismatch(f"rank {present[0]} called {first.call} where rank {rank} called {report.call}")
             if rank in present and report.clip_to != first.clip_to:
                 raise RankMismatch(
                     f"clip_grad_norm_() was given max_norm={first.clip_to!r} on rank {present[0]} and "
@@ -174,6 +185,38 @@ class Agreement:
                     f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
                 )
 
+    def on_edits(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
+        """Have parameters that the ranks have not written to equally often be alike on all; returns which. Collective.
+
+        They may be: what one rank has loaded and sent to the others through ``.data`` (or DDP has) has raised the
+        version counters of some ranks alone.
+
+        Args:
+            mine: by parameter, how often it was written to here. params: all parameters of the optimizer.
+
+        Raises:
+            RankMismatch: on every rank, naming parameters that differ, and where they were written to.
+        """
+        listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
+        counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
+        uneven = [index for index, by_rank in counts.items() if len(set(by_rank)) > 1]
+        digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
+        found = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
+        apart = [index for index, *others in zip(uneven, *found, strict=True) if len(set(others)) > 1]
+        if not apart:
+            return set(uneven)
+        by_rank = counts[apart[0]]
+        least, most = min(by_rank), max(by_rank)
+        where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
+        where += " alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}"
+        names = ", ".join(map(self._describe, apart[:_NAMED]))
+        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
+        raise RankMismatch(
+            f"values of {names}{more} differ between ranks: since the last step they were written to on {where}; call "
+            "zero_opt.broadcast_params(model) on every rank and repeat the step; load_state_dict(), and whatever else "
+            "writes to parameters, belongs on every rank"
+        )
+
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
         return any(bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8)))
@@ -184,18 +227,21 @@ class Agreement:
         self.group.broadcast(tensor, 0)
         return [int(n) for n in tensor.tolist()]
 
-    def raise_first_error(self, error: Exception | None, call: str = "") -> None:
+    def raise_first_error(self, error: Exception | None, call: str = "", own: Exception | None = None) -> None:
         """Raise, on every rank, the error of the first rank that has one; return if none has. Collective.
 
         The rank's own error object is raised on the rank it comes from.
 
         Args:
             call: what the user called, if this is the first that ranks hear of each other in it.
+            own: raised here in place of any.
         """
         text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
         for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
             if not other:
                 continue
+            if own is not None:
+                raise own
             if rank == self.group.rank and error is not None:
                 raise error
             raise error_of_rank(rank, *json.loads(other))
@@ -244,6 +290,13 @@ def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int)
             return f"{name}: {value!r} on rank 0, {other_value!r} on rank {rank}{hint}"
     longer, where = (first, 0) if len(first) > len(other) else (other, rank)
     return f"{longer[min(len(first), len(other))][0]} exists on rank {where} alone"
+
+
+def edits_digest(edits: Mapping[int, int]) -> int:
+    """64 bits that tell what was written to, by parameter and how often, from anything else; 0 for nothing."""
+    if not edits:
+        return 0
+    return int.from_bytes(hashlib.sha256(json.dumps([*edits.items()]).encode()).digest()[:8], "little")
 
 
 def value_digest(param: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .buckets import GradBucket
-from .errors import ConfigError
+from .errors import ConfigError, StepFailed
 from .exchange import Exchange
 from .late_params import announce
 from .param_gather import ParamGather
@@ -45,6 +45,8 @@ class BackgroundGather(ParamGather):
         self._thread, self._model, self._results = thread, model, results
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
+        self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step has failed
+        self._step = 0
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
         self._handles: list[Any] = []
@@ -59,26 +61,50 @@ class BackgroundGather(ParamGather):
             self._hooked.add(module)
             # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
             self._handles.append(module.register_forward_pre_hook(_Waiter(me), prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_pre_hook(_Reader(me)))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
         if fresh:
             _forget_compiled()
 
-    def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
-        """See :class:`ParamGather`."""
+    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
+        """See :class:`ParamGather`; nobody knows by the time it returns."""
         self._plan_waits()
         self._arrived.clear()
+        self._step, self._failures = step, None
+        exchange: Exchange | None = None
         for turn, bucket in enumerate(buckets):
-            blocks = self._exchanges[bucket.device.type].blocks
-            thread, (_, stepped) = self._thread if blocks else CallingThread(), bucket.streams.produced()
-            self._arriving[bucket.layout.index] = thread.submit(self._gather_one, step, turn, bucket, stepped)
+            exchange, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
+            thread = self._thread if exchange.blocks else CallingThread()
+            arriving = thread.submit(self._gather_one, step, turn, bucket, stepped, failed())
+            self._arriving[bucket.layout.index] = arriving
+        if exchange is not None:
+            self._failures = thread.submit(_failures, exchange, step)
+        return ()
 
-    def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any) -> Any:
+    def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any, failed: bool) -> Any:
         """Bring a bucket's results and the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.bring(bucket.layout.index)
-            self._gather(step, turn, bucket)()
+            self._gather(step, turn, bucket, failed=failed)()
             return bucket.streams.produced()[1]
+
+    def failed(self) -> Sequence[int]:
+        """See :class:`ParamGather`."""
+        return () if self._failures is None else self._failures.result()
+
+    def require_whole(self) -> None:
+        """As :meth:`flush`, and raise StepFailed if the last step has failed on a rank."""
+        self.flush()
+        if self.failed():
+            ranks = " and ".join(f"rank {rank}" for rank in self.failed())
+            raise StepFailed(
+                f"step {self._step} failed on {ranks}, where step() has raised why, so parameters lack a part of it on "
+                "all ranks: load a checkpoint, or step again"
+            )
+
+    def made_up_for(self) -> None:
+        """See :class:`ParamGather`."""
+        self._failures = None
 
     def watch(self) -> None:
         """See :class:`ParamGather`."""
@@ -178,12 +204,26 @@ class _Waiter(_Hook):
 
 
 class _Flusher(_Hook):
-    """Before state is read or written."""
+    """Before state is written."""
 
     def __call__(self, *_: Any) -> None:
         target = self._target()
         if target is not None:
             target.flush()
+
+
+class _Reader(_Hook):
+    """Before state is read."""
+
+    def __call__(self, *_: Any) -> None:
+        target = self._target()
+        if target is not None:
+            target.require_whole()
+
+
+def _failures(exchange: Exchange, step: int) -> Sequence[int]:
+    """The ranks on which a step has failed, once its gathers have ended."""
+    return exchange.failures(step)()
 
 
 def _forget_compiled() -> None:

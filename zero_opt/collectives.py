@@ -259,17 +259,20 @@ class Group:
                 self._watch.wait(work)
         return outputs
 
-    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         """Every rank's payload, which may differ in length, in rank order.
 
         The first message has one size whatever it is about: a backend may abort the process where sizes differ.
 
         Args:
-            call: what the user called on this rank.
+            call: what the user called on this rank, the same on all.
+            called: which one it was, where ``call`` names several.
 
         Raises:
             RankMismatch: on every rank, when ranks are in different calls.
         """
+        if self._watch is not None:
+            self._watch.call = called or call or self._watch.call
         envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
         first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
         envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
@@ -397,7 +400,7 @@ class AloneGroup(Group):
         self._require_own()
         return [tensor.clone()]
 
-    def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:  # noqa: ARG002
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
         """See :class:`Group`."""
         self._require_own()
         return [payload]

@@ -370,8 +370,13 @@ def contents(
             yield f"{label} device type", param.device.type
             yield f"{label} requires_grad", param.requires_grad
             if values:
-                yield f"{label} values", value_digest(param)
+                yield from value_contents([(label, param)])
             index += 1
+
+
+def value_contents(params: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Any]]:
+    """A digest of the values of labelled parameters."""
+    return ((f"{label} values", value_digest(param)) for label, param in params)
 
 
 def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:

@@ -72,7 +72,7 @@ class StepDesync(ZeroOptError, RuntimeError):
 
 
 class StepFailed(ZeroOptError, RuntimeError):
-    """The wrapped class's own step failed on a rank, so parameters lack a part of it; told to all ranks once."""
+    """A step failed on another rank, so parameters and state lack a part of it, and are not to be saved."""
 
 
 class StepPending(ZeroOptError, RuntimeError):

@@ -223,6 +223,16 @@ class Exchange(Protocol):
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
         """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
 
+    def fail(self, step: int) -> None:
+        """Have the all-gathers that follow tell the other ranks that this step has failed here."""
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """Begin to ask on which ranks a step has failed: called on every rank when its last gather has been started.
+
+        The result, called when that gather has ended, returns the ranks that called :meth:`fail` before it, the same on
+        every rank. An exchange that cannot tell without waiting for other ranks knows of none.
+        """
+
     def close(self) -> None:
         """Release what is held."""
 
@@ -243,6 +253,13 @@ class PooledExchange:
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
         """See :class:`Exchange`."""
         return None
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
+        """See :class:`Exchange`; knows of none."""
+        return tuple
 
     def close(self) -> None:
         """Nothing is held."""

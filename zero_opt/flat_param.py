@@ -7,12 +7,13 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .errors import UnsupportedParam
 from .layout import ParamSpec, Span
@@ -175,6 +176,14 @@ class FlatParam:
         return run
 
 
+def edits_of(flats: Collection[FlatParam]) -> list[int]:
+    """:attr:`FlatParam.edits` of each, without a call per parameter."""
+    try:
+        return [flat.param._version - flat._counter.own_writes for flat in flats]
+    except RuntimeError:  # one is an inference tensor, which has no version counter
+        return [flat.edits for flat in flats]
+
+
 @contextmanager
 def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
     """What is written to these parameters within it is no edit of the user's."""
@@ -188,34 +197,28 @@ def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> No
     """Find out which added parameters have a version counter in common with others, as views of one tensor do.
 
     A write to one of them raises the counter of all. Which do is not to be seen, also where their memory has parted
-    since (``model.to``), but from raising counters.
+    since (``model.to``), but from raising counters, which are put back: a graph may hold the parameters.
     """
     old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
-    before = [flat.param._version for flat in (*old, *fresh)]
-    _raise(fresh)
+    with _unsafe_preserve_version_counter(tuple(flat.param for flat in (*old, *fresh))):
+        counts = _raised((*old, *fresh), by=fresh)
+        with_known = any(counts[: len(old)])
+        rest = [flat for flat, count in zip((*old, *fresh), counts, strict=True) if count > 1 or (count and with_known)]
+        while rest:
+            sharing = [flat for flat, count in zip(rest, _raised(rest, by=rest[:1]), strict=True) if count]
+            counter = sharing[0]._counter  # of a known one, if there is one: they come first
+            for flat in sharing:
+                flat._counter = counter
+            rest = [flat for flat in rest if flat._counter is not counter]
+
+
+def _raised(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
+    """Raise some parameters' counters by one; how far that has raised those of ``flats``."""
+    before = [flat.param._version for flat in flats]
+    if by:
+        torch.autograd.graph.increment_version([flat.param for flat in by])
     # Counters have 32 bits, and wrap.
-    raised = [(flat, (flat.param._version - was) % (1 << 32)) for flat, was in zip((*old, *fresh), before, strict=True)]
-    with_known = any(count for _, count in raised[: len(old)])
-    rest = []
-    for flat, count in raised:
-        if count > 1 or (count and with_known):
-            rest.append((flat, count))
-        else:
-            flat._counter.own_writes += count
-    while rest:
-        was = [flat.param._version for flat, _ in rest]
-        _raise([rest[0][0]])
-        sharing = [flat for (flat, _), version in zip(rest, was, strict=True) if flat.param._version != version]
-        counter = sharing[0]._counter  # of a known one, if there is one: they come first
-        counter.own_writes += 1 + rest[0][1]
-        for flat in sharing:
-            flat._counter = counter
-        rest = [(flat, count) for flat, count in rest if flat._counter is not counter]
-
-
-def _raise(flats: Sequence[FlatParam]) -> None:
-    if flats:
-        torch.autograd.graph.increment_version([flat.param for flat in flats])
+    return [(flat.param._version - was) % (1 << 32) for flat, was in zip(flats, before, strict=True)]
 
 
 def is_dtensor(value: object) -> bool:

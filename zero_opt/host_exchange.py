@@ -58,6 +58,9 @@ _PASSED, _NOT_YET = 2, 3
 # What one rank stages should be in a cache still when its peers read it, and waiting be rare.
 _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
+# In the first page: the number, from 1, of the last step that failed on its rank. It is written before the rank's part
+# of that step's last gather is published, and read after that has been seen.
+_FAILED_AT = 1024
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
 # What is under way when the exchange closes ends within a look, on a machine that is not overloaded.
@@ -110,6 +113,9 @@ class HostExchange(PooledExchange):
         self._timeout_s, self._closed, self._reading = group.timeout_s, False, threading.Lock()
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
+        arenas_of = {group.rank: own, **{peer.rank: peer.arena for peer in peers}}
+        self._failed = {rank: arenas_of[rank].view(_FAILED_AT, 1, torch.int64) for rank in sorted(arenas_of)}
+        self._rank = group.rank
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
         slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._ranks = _native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
@@ -158,6 +164,14 @@ class HostExchange(PooledExchange):
                     f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
                 )
 
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._failed[self._rank].fill_(step + 1)
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`; it costs a look at memory."""
+        return lambda: [rank for rank, word in self._failed.items() if word.item() == step + 1]
+
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""
         if bucket.dtype not in NATIVE_DTYPES:
@@ -180,6 +194,7 @@ class HostExchange(PooledExchange):
         if self._reading.acquire(timeout=_ENDS_S):
             for arena in (self._own, *(peer.arena for peer in self._peers.values())):
                 arena.unmap()
+            self._failed.clear()
             self._reading.release()
 
 

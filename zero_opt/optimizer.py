@@ -233,7 +233,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             ParamsReplaced: ``param_groups`` was edited, and not before the first step or to other shapes; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
-            ParamsUnsharded: FSDP2 has parameters gathered; likewise.
+            ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
@@ -313,7 +313,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
 
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
-            WorkerDied, WorkerFailed, StorageFailed: the worker, or the disk, cannot take the pending step.
+            WorkerDied, WorkerFailed, StorageFailed: worker or disk cannot take the pending step. StepFailed.
         """
         self._require_open()
         if self._sharded is not None:

@@ -28,6 +28,8 @@ _TAG_MODULUS = 1 << 29
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 _SENT, _RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (_SENT, _RECEIVED)
+# Tags of the gather's messages: of elements, and of whether the step has failed.
+_ELEMENTS, _FAILURES = 0, 1
 
 
 class Post(Protocol):
@@ -170,6 +172,7 @@ class PairwiseExchange(PooledExchange):
         self._inbox = {peer: _Inbox(reduce_post, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
+        self._failed = -1  # the last step that did
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
         """See :class:`Exchange`."""
@@ -249,10 +252,10 @@ class PairwiseExchange(PooledExchange):
                 if into is None:
                     into = stretches.room(span.numel)
                     later.append((span, into))
-                works.append(self._gather.receive_from(into, peer, 0))
+                works.append(self._gather.receive_from(into, peer, _ELEMENTS))
         for span in plans[self._rank]:
             own = stretches.filled(runs, span)
-            works += [self._gather.send_to(own, peer, 0) for peer in self._peers]
+            works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
 
         def finish() -> None:
             for work in works:
@@ -263,6 +266,23 @@ class PairwiseExchange(PooledExchange):
                         run.values[low - run.start : high - run.start].copy_(
                             values[low - span.start : high - span.start]
                         )
+
+        return finish
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._failed = step
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`; a message to each peer, beside those of the gather."""
+        words = {rank: torch.tensor([self._failed], dtype=torch.int64) for rank in range(self._world_size)}
+        works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
+        works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
+
+        def finish() -> list[int]:
+            for work in works:
+                work.wait()
+            return [rank for rank, word in words.items() if word.item() == step]
 
         return finish
 

@@ -61,26 +61,43 @@ class ParamGather:
     def flush(self) -> None:
         """Return when all parameters are up to date."""
 
+    def failed(self) -> Sequence[int]:
+        """The ranks on which the last step has failed, once they are known, if :meth:`run` could not tell."""
+        return ()
+
+    def made_up_for(self) -> None:
+        """What a failed step has left out has been brought in since, or was loaded."""
+
     def close(self) -> None:
         """Release what is held."""
 
-    def run(self, step: int, buckets: Iterable[GradBucket]) -> None:
+    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
         """Gather the given buckets, the same on every rank, in the same order. Collective.
 
         Args:
             step: the step whose result they hold.
+            failed: whether the step has failed on this rank, before it was through with the bucket that came last.
+
+        Returns:
+            The ranks on which it has, the same on every rank; those alone of which all ranks know by now.
         """
         under_way: deque[Callable[[], None]] = deque()
+        exchange: Exchange | None = None
         for turn, bucket in enumerate(buckets):
-            under_way.append(self._gather(step, turn, bucket))
-            if len(under_way) > self._exchanges[bucket.device.type].gathers_ahead:
+            exchange = self._exchanges[bucket.device.type]
+            under_way.append(self._gather(step, turn, bucket, failed=failed()))
+            if len(under_way) > exchange.gathers_ahead:
                 under_way.popleft()()
+        failures = None if exchange is None else exchange.failures(step)
         for finish in under_way:
             finish()
+        return () if failures is None else failures()
 
-    def _gather(self, step: int, turn: int, bucket: GradBucket) -> Callable[[], None]:
+    def _gather(self, step: int, turn: int, bucket: GradBucket, *, failed: bool) -> Callable[[], None]:
         """Start to gather a bucket; the result ends it."""
         exchange, ident = self._exchanges[bucket.device.type], Ident(step, _GATHER_EPOCH, turn)
+        if failed:
+            exchange.fail(step)
         direct = exchange.direct(bucket.params[0].param.dtype)
         if direct is not None:
             arrive = direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)

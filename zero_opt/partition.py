@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .buckets import GradBucket
 from .collectives import Group
-from .flat_param import FlatParam
+from .flat_param import FlatParam, edits_of, share_counters
 from .layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
 from .streams import Streams
 from .system.devices import build_streams
@@ -50,6 +50,8 @@ class Partition:
         self.places: dict[int, tuple[int, int]] = {}
         self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
+        self._settled: list[int] = []  # edits that are accounted for, by parameter in the order of ``flats``
+        self._moved: set[int] = set()
 
     def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
         """Plan more parameters, given as (global index, group index, parameter); returns the new buckets."""
@@ -57,7 +59,9 @@ class Partition:
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, param in params}
         layouts = self._plan(specs)
+        share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)
+        self._settled += edits_of(flats.values())
         added = []
         for layout in layouts:
             members = [flats[index] for index in layout.params]
@@ -77,6 +81,7 @@ class Partition:
                 del self.flats[index], self.places[index]
                 if self._geometry.whole:
                     self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
+        del self._settled[len(self.flats) :]
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
@@ -116,4 +121,24 @@ class Partition:
         moved = [index for index, flat in self.flats.items() if flat.moved()]
         for index in moved:
             self.flats[index].follow()
+        self._moved.update(moved)
         return moved
+
+    def edits(self) -> dict[int, int]:
+        """How often others have written to a parameter, or re-pointed it, since it was added or :meth:`settle`.
+
+        By parameter, ascending; those that nobody has written to are left out. A rank alone does not look.
+        """
+        if self.world_size == 1:
+            return {}
+        edits = edits_of(self.flats.values())
+        if edits == self._settled and not self._moved:
+            return {}
+        writes = zip(self.flats, edits, self._settled, strict=True)
+        counts = {index: now - was + (index in self._moved) for index, now, was in writes}
+        return {index: counts[index] for index in sorted(counts) if counts[index]}
+
+    def settle(self) -> None:
+        """Parameters are alike on all ranks, or will be once every gather has ended."""
+        if self.world_size > 1:
+            self._settled, self._moved = edits_of(self.flats.values()), set()

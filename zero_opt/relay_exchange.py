@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,14 @@ class RelayExchange(PooledExchange):
         for start, chunk in zip(bounds, chunks, strict=False):
             arrived.append(bucket[start : start + chunk.numel()].copy_(chunk))
         return Gathering((), arrived)
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._host.fail(step)
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`."""
+        return self._host.failures(step)
 
     def close(self) -> None:
         """See :class:`Exchange`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import PeerLost, StepDesync
+from .errors import PeerLost, StepDesync, StepFailed
 from .streams import Streams
 from .system.devices import build_streams, is_host
 
@@ -47,7 +47,7 @@ class StateGuard:
 
     Attributes:
         changes: changes committed. step: optimizer steps among them.
-        failure: why the last step failed on this rank, if so and the other ranks do not know.
+        failure: why the last step failed on this rank, if so, until another step is taken or a state is loaded.
     """
 
     def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple) -> None:
@@ -55,6 +55,7 @@ class StateGuard:
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
+        self._told = False
         self._condition = threading.Condition()
         self._readers = 0
         self._changing = self._final = False
@@ -100,6 +101,31 @@ class StateGuard:
         with self._condition:
             self.changes, self.step, self._changing = self.changes + 1, step, False
             self._condition.notify_all()
+
+    def failed(self, failure: Exception | None) -> None:
+        """The step has failed on this rank, and no other rank knows; or, with ``None``, it is not lacking any more."""
+        self.failure, self._told = failure, False
+
+    def lacks(self) -> bool:
+        """Whether this rank's state lacks a part of the last step."""
+        return self.failure is not None
+
+    def lacking(self) -> StepFailed | None:
+        """Return what all ranks are told where this one's state lacks a part of the last step; they know then."""
+        failure = self.failure
+        if failure is None:
+            return None
+        self._told = True
+        lacking = StepFailed(
+            f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
+            "all ranks, but without a part of that step: load a checkpoint, or go on"
+        )
+        lacking.__cause__ = failure
+        return lacking
+
+    def untold(self) -> StepFailed | None:
+        """As :meth:`lacking`, unless all ranks know."""
+        return None if self._told else self.lacking()
 
     def mark(self) -> None:
         """Let readers wait for what this thread has enqueued so far."""

@@ -96,12 +96,12 @@ class Watch:
     """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
 
     Attributes:
-        step: the step that this rank is in.
+        step: the step that this rank is in. call: what its user called.
     """
 
     def __init__(self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float]) -> None:
         """``timeouts``: of the process group, and for ranks that are stopped."""
-        self.step = 0
+        self.step, self.call = 0, "step()"
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
         self._world_size = len(homes)
@@ -163,6 +163,11 @@ class Watch:
         """The last step that a missing rank has come to: all have come to the one before this rank's."""
         return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
 
+    def alone(self, missing: Sequence[int]) -> str:
+        """What this rank has called, and those have not."""
+        others = " and ".join(f"rank {rank}" for rank in missing)
+        return f"rank {self._rank} called {self.call}, {others} did not"
+
     def hung(self, ranks: Sequence[int], seconds: float) -> PeerSilent | None:
         """The error, once these have been stopped for so long."""
         if seconds < self._hang_timeout_s:
@@ -188,8 +193,9 @@ class Watch:
         if not missing:
             return None
         return PeerSilent(
-            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}; look at what "
-            f"it does (py-spy dump), or give it longer with checks=Checks(timeout=...) ({text})"
+            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}: "
+            f"{self.alone(missing)}; look at what it does (py-spy dump), or give it longer with "
+            f"checks=Checks(timeout=...) ({text})"
         )
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -230,8 +236,10 @@ class _Patience:
             watch.mark()
         if not self._warned and self.waited > WARN_AFTER_S:
             self._warned = True
-            who = watch.name(watch.missing()) or "another rank"
-            _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, watch.last)
+            missing = watch.missing()
+            who, last = watch.name(missing) or "another rank", watch.last
+            last += f": {watch.alone(missing)}" if missing else ""
+            _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
         if now - self._looked < _LOOK_S:
             return
         self._looked = now

@@ -16,7 +16,7 @@ from .agreement import Agreement
 from .background_gather import build_gather
 from .buckets import GradBucket
 from .comm.backend_exchanges import build_exchange
-from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents
+from .construction import HyperDigest, contents, hyper_contents, is_elementwise, loaded_contents, value_contents
 from .consumed_grad import ConsumedGrad
 from .errors import ParamsReplaced, StepFailed, UnsupportedParam, ZeroOptError
 from .exchange import Exchange
@@ -69,6 +69,8 @@ class Wiring:
         self.planned = PlannedGroups(owner)
         self._loaded = False
         self._digest = HyperDigest()
+        # Whether parameters must be alike when they are planned; under DDP, that may be still to see to it, later.
+        self._values_count = groups.control.world_size > 1 and not isinstance(recipe.reduction, AlreadyReduced)
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._closed = False
         self._parked = parked
@@ -132,8 +134,7 @@ class Wiring:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
         """
         self.gather.flush()
-        values = not isinstance(self._recipe.reduction, AlreadyReduced)
-        listed = contents(self._param_groups, self._known_groups, self._describe, values=values)
+        listed = contents(self._param_groups, self._known_groups, self._describe, values=self._values_count)
         self.agreement.on_contents(listed)
         self.agreement.reserve(sum(len(group["params"]) for group in self._param_groups))
         before = len(self._params)
@@ -143,7 +144,7 @@ class Wiring:
                 self.placement.add_group(group)
                 self._params.extend(group["params"])
                 self._group_of.extend([number] * len(group["params"]))
-            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad))
+            self._admit(sum(1 << i for i, param in enumerate(self._params) if param.requires_grad), compared=True)
         except BaseException:
             del self._params[before:], self._group_of[before:]
             self.placement.drop_groups(self._known_groups)
@@ -153,9 +154,15 @@ class Wiring:
         self._guard.commit(self.progress.step)
         self._groups.serve(self._guard, self.placement, self.partition)
 
-    def _admit(self, mask: int) -> None:
-        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank."""
+    def _admit(self, mask: int, *, compared: bool = False) -> None:
+        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
+
+        Raises:
+            RankMismatch: values differ between ranks (``compared``: they do not), as they may of what was frozen.
+        """
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
+        if missing and self._values_count and not compared:
+            self.agreement.on_contents(value_contents([(self._describe(i), self._params[i]) for i in missing]))
         if missing:
             with self._guard.changing(self._patience_s, self.progress.step):
                 self._plan(missing)
@@ -216,7 +223,7 @@ class Wiring:
         self.gather.flush()
         self.progress.clip_to = clip_to
         self.progress.hypers = self._digest.of(self._param_groups)
-        error = error or self._parked.error() or self._missed() or self._follow_edits()
+        error = error or self._parked.error() or self._guard.untold() or self._follow_edits()
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -255,7 +262,7 @@ class Wiring:
             grad_scale: what gradients are multiplied by first.
 
         Raises:
-            NonFiniteGradient: on every rank, before anything is changed.
+            NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`stepped`.
         """
         limit, look = self._recipe.max_grad_norm, cache(partial(self.measure, grads))
         grad_scale *= self.reduction.grad_scale
@@ -264,8 +271,7 @@ class Wiring:
             return
         if limit is not None:
             grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
-        self.gather.run(self.progress.step, self.step(grads, grad_scale))
-        self.stepped()
+        self.stepped(self.gather.run(self.progress.step, self.step(grads, grad_scale), self._guard.lacks))
 
     def _follow_params(self) -> None:
         moved = self.partition.refresh()
@@ -281,18 +287,6 @@ class Wiring:
         except ZeroOptError as error:
             return error
         return None
-
-    def _missed(self) -> StepFailed | None:
-        """What the other ranks do not know yet: the last step failed here."""
-        failure, self._guard.failure = self._guard.failure, None
-        if failure is None:
-            return None
-        missed = StepFailed(
-            f"step {self.progress.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the "
-            "same on all ranks, but without a part of that step: load a checkpoint, or go on"
-        )
-        missed.__cause__ = failure
-        return missed
 
     def clip(self, grads: Sequence[GradShard], max_norm: float) -> Tensor:
         """Scale the reduced gradients to a global L2 norm of at most ``max_norm``; the norm before. Collective.
@@ -323,40 +317,55 @@ class Wiring:
             left += [index for index in range(len(buckets)) if index not in left]
         try:
             self._guard.begin(self._patience_s)
+            self._guard.failed(None)
             for index in self.placement.step(grads, self._param_groups, grad_scale):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
-            self._guard.failure = error
+            self._guard.failed(error)
         yield from (buckets[index] for index in left)
         self._owed = False
 
-    def stepped(self) -> None:
-        """A step is done.
+    def stepped(self, failed: Sequence[int]) -> None:
+        """A step is done. Collective where it has failed on some ranks.
+
+        Args:
+            failed: those ranks, as far as all ranks know of them.
 
         Raises:
-            Exception: what failed on this rank; the others hear of it when they next call something collective.
+            Exception: what failed on this rank. StepFailed: it failed on another. Unless all know, they hear later.
         """
+        failure = self._guard.failure
         self.reduction.stepped()
         self.progress.stepped()
         self.agreement.group.in_step(self.progress.step)
+        self.partition.settle()
         self._guard.commit(self.progress.step)
-        if self._guard.failure is not None:
-            raise self._guard.failure
-        self._shown.stepped(self.progress.used)
-        self._show_state()
+        if failure is None:
+            self._shown.stepped(self.progress.used)
+            self._show_state()
+        if failed:
+            self._owed = True
+            self.agreement.raise_first_error(self._guard.lacking(), "step()", own=failure)
+        if failure is not None:
+            raise failure
 
     def flush(self) -> None:
         """Let parameters arrive, and bring a pending step into them. Collective.
 
         Raises:
             StepPending: on every rank, if a parameter was changed on one meanwhile; it keeps the change.
+            StepFailed: on every rank, if the last step failed on one, which :meth:`stepped` could not tell.
             WorkerDied, WorkerFailed, StorageFailed: on every rank, if one cannot take the step; it stays pending there.
         """
         self.placement.require_own()
         self.gather.flush()
-        if self._recipe.offload is None:
-            return
+        if self._recipe.offload is not None:
+            self._land()
+        if self.gather.failed():
+            self.agreement.raise_first_error(self._guard.lacking(), "flush()")
+
+    def _land(self) -> None:
         conflict: ZeroOptError | None = None
         try:
             with self.agreement.together("flush()"):
@@ -366,13 +375,14 @@ class Wiring:
                     self._owed = True
                     self._guard.begin(self._patience_s)
                 for _ in self.placement.land():
-                    self._guard.failure = None
+                    self._guard.failed(None)
         except Exception:
             self._owed = True
             raise
         if self.agreement.any(self._owed):
             spread(self.partition.buckets, self._groups.control)
             self._owed = False
+            self.gather.made_up_for()
             self._guard.commit(self.progress.step)
             self._shown.landed()
             self._show_state()
@@ -422,7 +432,7 @@ class Wiring:
     def _settle(self, call: str) -> None:
         """Let state be what it is after the last step and the user's edits, on every rank."""
         self.flush()
-        self.agreement.raise_first_error(self._missed() or self._follow_edits(), call)
+        self.agreement.raise_first_error(self._guard.lacking() or self._follow_edits(), call)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """The full state: what :meth:`consolidate` brought here, if still current, else pulled from the other ranks.
@@ -453,7 +463,8 @@ class Wiring:
         self._shown.load(states)
         self._show_state()
         self._loaded = self._loaded or bool(states)
-        self._guard.failure = None
+        self._guard.failed(None)
+        self.gather.made_up_for()
         self._guard.commit(self.progress.step)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_opt
 from test.distributed.harness import Failure, run_processes
@@ -94,7 +95,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_step_on_every_other(mi
         name, message, seconds = outcomes[rank]
         assert name == "PeerSilent" and seconds < MOST_SECONDS
         assert re.match(
-            rf"rank {missing} \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message
+            rf"rank {missing} \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2: "
+            rf"rank {rank} called step\(\), rank {missing} did not",
+            message,
         )
         assert message.index("Checks(timeout=") < message.index("gloo")
 
@@ -117,6 +120,34 @@ def _alone_between_steps(rank: int, world_size: int, call: str) -> str:
 def test_a_call_between_steps_counts_the_steps_before_it(call: str) -> None:
     message = run_processes(2, _alone_between_steps, call, expect_errors=True, timeout=300)[0]
     assert re.match(r"rank 1 \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message), message
+
+
+def _alone(rank: int, world_size: int, call: str) -> Any:
+    """Rank 0 calls something of all ranks while rank 1 reads its state, and goes on to the next backward."""
+    param, opt = _optimizer(timeout=5.0)
+    store = dist.distributed_c10d._get_default_store()
+    param.sum().backward()
+    if rank == 1:
+        assert len(opt.state_dict()["state"]) == 1
+        opt.zero_grad()
+        param.sum().backward()
+        store.wait(["told"], timedelta(seconds=300))
+        return None
+    calls: dict[str, Any] = {
+        "step()": opt.step,
+        "clip_grad_norm_()": lambda: opt.clip_grad_norm_(1.0),
+        "consolidate_state_dict()": opt.consolidate_state_dict,
+    }
+    with pytest.raises(zero_opt.PeerSilent) as caught:
+        calls[call]()
+    store.set("told", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["step()", "clip_grad_norm_()", "consolidate_state_dict()"])
+def test_a_call_on_one_rank_alone_says_what_was_called_and_where(call: str) -> None:
+    message = run_processes(2, _alone, call, expect_errors=True, timeout=300)[0]
+    assert isinstance(message, str) and f"rank 0 called {call}, rank 1 did not" in message
 
 
 def _killed(rank: int, world_size: int) -> str:
@@ -158,7 +189,8 @@ def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> N
     records, none = run_processes(2, _slow, timeout=15)
     assert none == []
     (record,) = records
-    assert re.fullmatch(r"step 3 has waited \d s for rank 1 \(pid \d+\); its last step is 2", record)
+    said = r"step 3 has waited \d s for rank 1 \(pid \d+\); its last step is 2: rank 0 called step\(\), rank 1 did not"
+    assert re.fullmatch(said, record)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ class _GroupExchange(PooledExchange):
 
 class ListExchange(_GroupExchange):
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
+
+    _failed = -1  # the last step that did
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._failed = step
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`."""
+        return lambda: [
+            rank
+            for rank, word in enumerate(self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64)))
+            if word.item() == step
+        ]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..cpu_adam import CPUAdam, CPUAdamW
 from ..errors import UnsupportedOptimizer
-from ..flat_param import FlatParam, share_counters
 from ..reduction.base import GradShard
 from .base import AtOnce, ParamState, Stretch, load_mirrors
 from .master_shard import HALVES, MasterShard
@@ -78,7 +77,6 @@ class DevicePlacement(AtOnce):
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
         self._places: dict[int, tuple[Unit, int]] = {}
-        self._known: list[FlatParam] = []
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         """See :class:`Placement`."""
@@ -97,10 +95,8 @@ class DevicePlacement(AtOnce):
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
-        inner, added = self._optimizer, [flat for bucket in buckets for flat in bucket.params]
+        inner = self._optimizer
         made = dict(zip((bucket.layout.index for bucket in buckets), self._make_units(buckets), strict=True))
-        if any(isinstance(unit, MasterShard) for units in (*self._units.values(), *made.values()) for unit in units):
-            share_counters(self._known, added)
         for bucket in buckets:
             group = inner.param_groups[bucket.layout.group]
             for unit in made[bucket.layout.index]:
@@ -111,7 +107,6 @@ class DevicePlacement(AtOnce):
                 inner.state.update(self._class([hypers], **self._defaults).state)
                 group["params"].extend(unit.stepped)
         self._units.update(made)
-        self._known.extend(added)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:

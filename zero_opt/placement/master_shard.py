@@ -30,8 +30,8 @@ def follow_param(master: Tensor, param: Tensor) -> None:
 class FollowedParams:
     """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
 
-    That somebody has written to a parameter is seen by its version counter, which was raised. Whoever has parameters
-    with a version counter in common calls :func:`share_counters` for them.
+    That somebody has written to a parameter is seen by its version counter, which was raised. Parameters with a version
+    counter in common are known as such (:func:`share_counters`).
 
     Attributes:
         pieces: the slices. flats: the parameter of each. param_dtype: of all of them.

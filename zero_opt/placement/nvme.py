@@ -13,7 +13,6 @@ import torch
 from ..buckets import GradBucket
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StorageFailed, ZeroOptError
-from ..flat_param import share_counters
 from ..interrupts import uninterrupted
 from ..policies import NVMeOffload
 from ..reduction.base import GradShard
@@ -61,8 +60,6 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         first = buckets[0].layout.index
         # What another rank could not take in was dropped again, and is planned anew.
         kept = [extent for extent in self._extents if extent.shards[0][1].index < first]
-        known = [flat for extent in kept for _, shard in extent.shards for flat in shard.bucket.params]
-        share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         self._extend([*kept, *extents_of(buckets)])
         self._shards = {shard.index: shard for extent in self._extents for _, shard in extent.shards}
         self._places = {

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..buckets import GradBucket
 from ..collectives import Group
 from ..errors import StepPending, ZeroOptError
-from ..flat_param import share_counters
 from ..policies import Selective
 from ..reduction.base import GradShard
 from ..system.devices import HOST
@@ -87,8 +86,6 @@ class SelectivePlacement:
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
-        known = [flat for bucket in self._buckets.values() for flat in bucket.params]
-        share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         added = {}
         for bucket in buckets:
             members = matrix_members(bucket)

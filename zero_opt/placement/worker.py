@@ -14,7 +14,7 @@ from ..buckets import GradBucket
 from ..collectives import Group
 from ..cpu_adam.update import hypers_of as adam_hypers
 from ..errors import StepPending, ZeroOptError
-from ..flat_param import FlatParam, share_counters
+from ..flat_param import FlatParam
 from ..interrupts import uninterrupted
 from ..policies import WorkerOffload
 from ..reduction.base import GradShard
@@ -85,8 +85,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         """See :class:`Placement`."""
-        known = [flat for shard in self._shards.values() for flat in shard.bucket.params]
-        share_counters(known, [flat for bucket in buckets for flat in bucket.params])
         added = [self._shard_type(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         for shard in added:

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from ..agreement import Agreement, StepAgreement, StepReport
+from ..agreement import Agreement, StepAgreement, StepReport, edits_digest
 from ..buckets import Fill, GradBucket
 from ..errors import StepDesync, ZeroOptError
 from ..exchange import Exchange, Ident, StagingPool
@@ -133,10 +134,20 @@ class Parts:
         self, rounds: int, error: ZeroOptError | None, restarted: Iterable[int] = (), abandoned: int = 0
     ) -> StepAgreement:
         """Agree with the other ranks on this step, and plan parameters that became trainable."""
-        progress, mask = self.progress, sum(1 << index for index in restarted)
-        masks = (self.used_mask(), self.trainable_mask(), mask)
+        progress = self.progress
+        edits = self.partition.edits()
         report = StepReport(
-            progress.step, progress.epoch, rounds, *masks, progress.absent, progress.clip_to, progress.hypers, abandoned
+            progress.step,
+            progress.epoch,
+            rounds,
+            used=self.used_mask(),
+            trainable=self.trainable_mask(),
+            restarted=sum(1 << index for index in restarted),
+            absent=progress.absent,
+            clip_to=progress.clip_to,
+            hypers=progress.hypers,
+            abandoned=abandoned,
+            edits=edits_digest(edits),
         )
         progress.begin()
         try:
@@ -148,8 +159,19 @@ class Parts:
             progress.epoch, progress.clip_to = agreed.epoch, agreed.clip_to
         progress.absentees, progress.same_hypers = agreed.absent, agreed.same_hypers
         progress.used = agreed.used
+        self._follow_edits(edits, agreed)
         self.admit(agreed.used | agreed.trainable)
         return agreed
+
+    def _follow_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
+        """Accept what users have written to parameters if these are alike on all ranks; see :meth:`on_edits`."""
+        if not agreed.same_edits:
+            unseen = self.agreement.on_edits(edits, self.all_params()) - edits.keys()
+            # What other ranks have seen to be written was written here too: masters take it over.
+            params = [self.partition.flats[index].param for index in unseen]
+            torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
+        if edits or not agreed.same_edits:
+            self.partition.settle()
 
 
 class GradReduction(Protocol):
