@@ -111,15 +111,8 @@ class Wiring:
         recipe, placement = self._recipe, None
         try:
             with self.agreement.together("ShardedOptimizer()"):
-                placement = build_placement(
-                    recipe.offload,
-                    recipe.precision,
-                    recipe.optimizer_class,
-                    recipe.defaults,
-                    self._groups.neighbours,
-                    recipe.reduction,
-                    results,
-                )
+                stepped = (recipe.offload, recipe.precision, recipe.optimizer_class, recipe.defaults)
+                placement = build_placement(*stepped, self._groups.neighbours, recipe.reduction, results)
         except BaseException:
             if placement is not None:
                 placement.close()
