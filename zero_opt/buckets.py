@@ -144,7 +144,9 @@ class GradBucket:
         """
         for shard in self._shards[self._lodged :]:
             if not shard.is_cpu:
-                self._away.append((shard, shard.cpu() if keep else torch.zeros(shard.shape, dtype=shard.dtype)))
+                self._away.append(
+                    (shard, shard.cpu() if keep else torch.zeros(shard.shape, dtype=shard.dtype, device="cpu"))
+                )
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:

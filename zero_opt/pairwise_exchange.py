@@ -125,7 +125,7 @@ class _Inbox:
     def _peek(self) -> tuple[Ident, list[int]]:
         """The next exchange's ident, and the sizes of its messages in bytes."""
         if self._header is None:
-            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64)
+            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
             self._post.receive_from(header, self._peer, 2 * self._count).wait()
             self._header = header
         step, epoch, sequence, *sizes = self._header.tolist()
@@ -140,7 +140,7 @@ class _Inbox:
     def drop(self) -> None:
         """Receive the next exchange's messages and forget them."""
         _, sizes = self._peek()
-        for work in self.take([torch.empty(size, dtype=torch.uint8) for size in sizes]):
+        for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
             work.wait()
 
     def skip_before(self, ident: Ident) -> bool:
@@ -225,8 +225,10 @@ class PairwiseExchange(PooledExchange):
         stretches.reserve(runs, [span for plan in plans.values() for span in plan])
         works = []
         for peer, plan in plans.items():
-            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64)
-            header[: 3 + len(plan)] = torch.tensor([*ident, *(span.numel * like.element_size() for span in plan)])
+            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+            header[: 3 + len(plan)] = torch.tensor(
+                [*ident, *(span.numel * like.element_size() for span in plan)], dtype=torch.int64, device="cpu"
+            )
             count = self._sent[peer]
             self._sent[peer] = (count + 1) % _TAG_MODULUS
             works.append(self._reduce.send_to(header, peer, 2 * count))

@@ -105,7 +105,7 @@ class _Offer(NamedTuple):
 
 
 def _words(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _step_failed(where: str, failure: Exception) -> StepFailed:
@@ -161,11 +161,11 @@ class StateService:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
         self._use_device = thread_device()
-        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring", daemon=True)
-        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
+        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
         process_end.add(self)
-        self._thread.start()
-        self._delivering.start()
+        process_end.threads.start(self._thread)
+        process_end.threads.start(self._delivering)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -426,7 +426,7 @@ class StateService:
                 f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
                 "every rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
-        text = torch.empty(answer.nbytes, dtype=torch.uint8)
+        text = torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu")
         self._side.receive_from(text, rank, tag).wait(patience_s)
         if answer.code == _ERROR:
             raise error_of_rank(rank, *json.loads(tensor_bytes(text)))

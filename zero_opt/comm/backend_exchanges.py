@@ -38,7 +38,7 @@ class ListExchange(_GroupExchange):
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
-        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
+        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64, device="cpu"))
         _require_same_ident(ident, idents)
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
