@@ -56,6 +56,7 @@ def extension() -> Extension:
                 "control",
                 "dispatch",
                 "draft_queue",
+                "held_threads",
                 "host_exchange",
                 "peer_words",
                 "logged_step",

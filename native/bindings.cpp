@@ -16,6 +16,7 @@
 #include "control.hpp"
 #include "dispatch.hpp"
 #include "flush_denormals.hpp"
+#include "held_threads.hpp"
 #include "host_exchange.hpp"
 #include "huge_pages.hpp"
 #include "step.hpp"
@@ -414,6 +415,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");
   m.def("prefer_huge_pages", &zero_opt::prefer_huge_pages, py::arg("address"), py::arg("nbytes"));
   m.def("usable_threads", &zero_opt::usable_threads, py::arg("requested"));
+  m.def("hold_threads", &zero_opt::hold_threads, py::arg("threads"));
   m.def("flushes_denormals", &zero_opt::FlushDenormals::own);
   m.def("cgroup_cpus", &zero_opt::cgroup_cpus, py::arg("listing"), py::arg("root"));
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),

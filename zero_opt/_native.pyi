@@ -100,6 +100,12 @@ def usable_threads(requested: int) -> int:
 def flushes_denormals() -> bool:
     """Whether the calling thread takes subnormal numbers as zero, as ``torch.set_flush_denormal`` sets it."""
 
+def hold_threads(threads: Sequence[int]) -> None:
+    """Let these threads sleep for ever where the C++ runtime would terminate the process: for the interpreter's exit.
+
+    ``threads`` are values of ``Thread.ident``.
+    """
+
 def cgroup_cpus(listing: str, root: str) -> float:
     """CPUs' worth of time that the cgroups in a file like /proc/self/cgroup grant, mounted at ``root``: for tests."""
 

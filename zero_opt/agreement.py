@@ -219,11 +219,13 @@ class Agreement:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
-        return any(bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8)))
+        return any(
+            bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
+        )
 
     def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's list; all ranks give one of the same length."""
-        tensor = torch.tensor(list(numbers), dtype=torch.int64)
+        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         self.group.broadcast(tensor, 0)
         return [int(n) for n in tensor.tolist()]
 

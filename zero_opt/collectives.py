@@ -283,7 +283,7 @@ class Group:
         longest = max(length for _, length, _ in envelopes)
         if longest <= self.inline_bytes:
             return [inline[:length] for _, length, inline in envelopes]
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(payload)] = bytes_tensor(payload) if payload else 0
         return [tensor_bytes(t[:length]) for t, (_, length, _) in zip(self.all_gather(padded), envelopes, strict=True)]
 
@@ -310,7 +310,7 @@ class Group:
             if self.rank == src:
                 return self.send_to(tensor, dst, 0)
             return self.receive_from(tensor, src, 0) if self.rank == dst else None
-        self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
+        self.broadcast(torch.empty(numel, dtype=dtype, device="cpu") if tensor is None else tensor.view(-1), src)
         return None
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Transfer:
@@ -331,7 +331,9 @@ class Group:
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
-                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait_here(0.001)
+                    self.receive_from(torch.empty(1, dtype=torch.float32, device="cpu"), rank, _NEVER_SENT).wait_here(
+                        0.001
+                    )
         self._abort_devices()
 
     def _abort_devices(self) -> None:

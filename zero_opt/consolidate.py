@@ -141,12 +141,14 @@ class FullState:
         if not entry.travels:
             state[entry.key] = small_value(entry)
         elif entry.kind == "tensor":
-            whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            whole = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
             return whole.view(-1)
         else:
             flat = self._flats[entry.param]
             if entry.key not in state:
-                state[entry.key] = flat.shaped(torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype)))
+                state[entry.key] = flat.shaped(
+                    torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
+                )
             run: Tensor = state[entry.key].as_strided((flat.param.numel(),), (1,))
             return run[entry.start : entry.start + entry.numel]
         return None
@@ -241,5 +243,5 @@ def small_value(entry: Entry) -> Any:
         return entry.value
     raw = bytearray.fromhex(entry.value)
     if not raw:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
     return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).clone().view(entry.shape)

@@ -120,7 +120,7 @@ class Measured(NamedTuple):
     def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
         """What ranks have found: (rank, sum of squares, first non-finite parameter or -1), in one order everywhere."""
         total = sum(square for _, square, _ in rows)
-        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32)
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu")
         return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
 
 
@@ -152,7 +152,7 @@ def look(
 ) -> list[tuple[float, float]]:
     """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
     square = square_sum(grads, known)
-    mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64)
+    mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64, device="cpu")
     return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
 
 

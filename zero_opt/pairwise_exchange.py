@@ -128,7 +128,7 @@ class _Inbox:
     def _peek(self) -> tuple[Ident, list[int]]:
         """The next exchange's ident, and the sizes of its messages in bytes."""
         if self._header is None:
-            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64)
+            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
             self._post.receive_from(header, self._peer, 2 * self._count).wait()
             self._header = header
         step, epoch, sequence, *sizes = self._header.tolist()
@@ -143,7 +143,7 @@ class _Inbox:
     def drop(self) -> None:
         """Receive the next exchange's messages and forget them."""
         _, sizes = self._peek()
-        for work in self.take([torch.empty(size, dtype=torch.uint8) for size in sizes]):
+        for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
             work.wait()
 
     def skip_before(self, ident: Ident) -> bool:
@@ -229,8 +229,10 @@ class PairwiseExchange(PooledExchange):
         stretches.reserve(runs, [span for plan in plans.values() for span in plan])
         works = []
         for peer, plan in plans.items():
-            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64)
-            header[: 3 + len(plan)] = torch.tensor([*ident, *(span.numel * like.element_size() for span in plan)])
+            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+            header[: 3 + len(plan)] = torch.tensor(
+                [*ident, *(span.numel * like.element_size() for span in plan)], dtype=torch.int64, device="cpu"
+            )
             count = self._sent[peer]
             self._sent[peer] = (count + 1) % _TAG_MODULUS
             works.append(self._reduce.send_to(header, peer, 2 * count))
@@ -275,7 +277,9 @@ class PairwiseExchange(PooledExchange):
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """See :class:`Exchange`; a message to each peer, beside those of the gather."""
-        words = {rank: torch.tensor([self._failed], dtype=torch.int64) for rank in range(self._world_size)}
+        words = {
+            rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
+        }
         works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
         works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
 

@@ -143,7 +143,7 @@ def spread(buckets: Iterable[GradBucket], group: Group) -> None:
     """
     for bucket in buckets if group.world_size > 1 else ():
         dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
-        staging = torch.zeros(max(numels), dtype=dtype)
+        staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
         for rank in range(group.world_size):
             copies, chunk = _Copies(), staging[: bucket.layout.shard(rank).numel]
             copies.add(bucket, rank, chunk)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from .state_guard import WARN_AFTER_S
+from .system.threads import BackgroundThreads
 
 _log = logging.getLogger("zero_opt")
 
@@ -24,6 +25,8 @@ _log = logging.getLogger("zero_opt")
 _EXIT_S = 1800.0
 # The same, since one was last served, where it cannot be told whether the program has failed.
 _QUIET_S = 60.0
+# Seconds that threads have to end once nothing is served.
+_ENDING_S = 5.0
 
 
 class Service(Protocol):
@@ -39,6 +42,8 @@ class Service(Protocol):
 # Those of this process, and who calls them when it ends.
 running: set[Service] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
+# All that serve.
+threads = BackgroundThreads()
 os.register_at_fork(after_in_child=running.clear)
 os.register_at_fork(after_in_child=_at_end.clear)
 
@@ -69,13 +74,14 @@ def serve_to_the_end() -> None:
         service.abandon()
     for service in services:
         service.join(has_failed)
+    threads.join(_ENDING_S)
+    threads.hold()
 
 
 def started(thread: threading.Thread) -> bool:
     """Start a thread, unless the interpreter is ending and starts none."""
-    thread.daemon = True
     try:
-        thread.start()
+        threads.start(thread)
     except RuntimeError:
         return False
     return True

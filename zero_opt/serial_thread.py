@@ -5,19 +5,14 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from .errors import OutOfResources
 from .system.devices import thread_device
+from .system.threads import BackgroundThreads
 
-# What the operating system's limit of threads is set by.
-THREAD_LIMIT = (
-    "processes and threads: 'ulimit -u', pids.max of the container; or start fewer (OMP_NUM_THREADS, loaders)"
-)
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -26,7 +21,8 @@ _PATIENCE_S = 5.0
 _INTERRUPTED_S = 5.0
 # Set once threads are ended, after which none may be started.
 _over = threading.Event()
-# Every thread that runs: its jobs, and what makes its current call end soon, with an error.
+_threads = BackgroundThreads()
+# Of each thread that takes calls: its jobs, and what makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
 
@@ -48,39 +44,17 @@ def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> Non
 
 @atexit.register
 def _end_all() -> None:
-    """A daemon thread that returns from native code while the interpreter is taken down aborts the process."""
+    """Let calls that are under way finish, interrupt those that take long, and end all threads."""
     _over.set()
-    running = dict(_running)
-    for jobs, _ in running.values():
+    for jobs, _ in dict(_running).values():
         jobs.put(None)
-    _join(running, _PATIENCE_S)
-    interrupted = []
-    for thread, (_, interrupt) in running.items():
-        if interrupt is not None and thread.is_alive():
-            interrupt()
-            interrupted.append(thread)
-    _join(interrupted, _INTERRUPTED_S)
-
-
-def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
-    """Wait for all of them, that long in all."""
-    deadline = time.monotonic() + patience_s
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-
-
-def start_threads(*threads: threading.Thread) -> None:
-    """Start threads.
-
-    Raises:
-        OutOfResources: the operating system gives none.
-    """
-    try:
-        for thread in threads:
-            thread.start()
-    except RuntimeError as error:
-        count = threading.active_count()
-        raise OutOfResources(f"{error}, beside {count} that Python has; raise the limit of {THREAD_LIMIT}") from error
+    late = [_running[thread][1] for thread in _threads.join(_PATIENCE_S) if thread in _running]
+    interrupts = [interrupt for interrupt in late if interrupt is not None]
+    for interrupt in interrupts:
+        interrupt()
+    if interrupts:
+        _threads.join(_INTERRUPTED_S)
+    _threads.hold()
 
 
 class CallingThread:
@@ -121,8 +95,8 @@ class SerialThread:
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
-            thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name, daemon=True)
-            start_threads(thread)
+            thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name)
+            _threads.start(thread)
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)
         future: Future[Any] = Future()

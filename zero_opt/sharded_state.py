@@ -127,10 +127,12 @@ class ShardedState:
                     continue
                 form = self._form(entry)
                 if not form.numel:
-                    found[entry.key] = torch.empty(form.shape, dtype=form.dtype)
+                    found[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
                     continue
                 if entry.key not in found:
-                    run = torch.empty(form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype)
+                    run = torch.empty(
+                        form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype, device="cpu"
+                    )
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
                 source = local.run(entry).cpu() if owner == self._group.rank else None
                 if source is not None:
@@ -206,13 +208,13 @@ class ShardedState:
         """Move all ranks' rows to the owners; what this rank gets, filled once everything has arrived."""
         group, flat, form = self._group, self._partition.flats[index], _form_of(value)
         rows = form.run(group.rank, group.world_size)
-        source = torch.empty(rows.numel, dtype=form.dtype)
+        source = torch.empty(rows.numel, dtype=form.dtype, device="cpu")
         form.rows(source).copy_(value.to_local().detach())
         is_cut = form.shape == tuple(flat.param.shape) and not self._partition.whole
         result: Tensor | None = None
         for owner, piece in owners:
             span = piece.in_param if is_cut else Span(0, form.numel)
-            run = torch.empty(span.numel, dtype=form.dtype) if owner == group.rank else None
+            run = torch.empty(span.numel, dtype=form.dtype, device="cpu") if owner == group.rank else None
             if run is not None:
                 result = form.rows(run) if span.numel == form.numel else run
             for rank in form.ranks_of(span, group.world_size):

@@ -252,7 +252,7 @@ def _completed(
     arguments = {key: value for key, value in hypers.items() if key in known}
     missing: list[str] = []
     try:
-        trial = Trial(cls, torch.zeros(2, 2, device=device), {}, **arguments)
+        trial = Trial(cls, torch.zeros(2, 2, device=device, dtype=torch.float32), {}, **arguments)
         needed = trial.hypers
         trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
         found = trial.hypers

@@ -40,7 +40,6 @@ from .collectives import Group, SideGroup, bytes_tensor, tensor_bytes
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
-from .serial_thread import start_threads
 from .state.messages import (
     CLOSED,
     ERROR,
@@ -133,10 +132,11 @@ class StateService:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
         self._use_device = thread_device()
-        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring", daemon=True)
-        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
+        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
         process_end.add(self)
-        start_threads(self._thread, self._delivering)
+        process_end.threads.start(self._thread)
+        process_end.threads.start(self._delivering)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -392,7 +392,8 @@ class StateService:
         """A rank's listing. ``heard`` has the step of each that has not given its own."""
         tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
         while answer.code == LATER or answer.pull != self._pulls:
-            self._receive(torch.empty(answer.nbytes, dtype=torch.uint8), rank, tag)  # of a pull that was given up
+            # Of a pull that was given up.
+            self._receive(torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu"), rank, tag)
             words = tensor_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
@@ -407,7 +408,7 @@ class StateService:
                 f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
                 "every rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
-        text = torch.empty(answer.nbytes, dtype=torch.uint8)
+        text = torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu")
         self._receive(text, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(tensor_bytes(text)))

@@ -84,8 +84,7 @@ class Wiring:
         self._exchanges: dict[str, Exchange] = {}
         self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
         parts = Parts(self.partition, self.agreement, self._exchanges, self._thread, lambda: self._params, self._admit)
-        self._pool = parts.pool
-        self.progress = parts.progress
+        self._pool, self.progress = parts.pool, parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
         model = recipe.reduction.overlap_param_gather
         results = build_results(model)
@@ -107,7 +106,7 @@ class Wiring:
         self.planned.require_replaceable(begun=begun)
 
     def _build_placement(self, results: Results) -> Placement:
-        """The placement, or an error on all ranks if there can be none on one. Collective."""
+        """The placement, or an error on all ranks if one has none. Collective."""
         recipe, placement = self._recipe, None
         try:
             with self.agreement.together("ShardedOptimizer()"):
@@ -191,7 +190,7 @@ class Wiring:
 
     def _connect(self) -> None:
         """Make the exchanges for device types that have none yet. Collective."""
-        groups = (self._groups.control, self._groups.reduce, self._groups.gather)
+        groups = self._groups.control, self._groups.reduce, self._groups.gather
         by_type = {bucket.device.type: bucket.device for bucket in self.partition.buckets}
         for device_type in sorted(by_type):
             if device_type not in self._exchanges:

@@ -113,15 +113,31 @@ FAILED_CHILDREN = {
 }
 
 
+# The thread that listens is over, but is in native code when its process exits, which lasts until it is back.
+LEAVES = """
+    import builtins, contextlib, datetime
+    class Leaves(set):
+        def discard(self, service):
+            super().discard(service)
+            with contextlib.suppress(RuntimeError):
+                store.wait(["absent"], datetime.timedelta(seconds=2))
+    class Lasts:
+        def __del__(self, sleep=time.sleep):
+            sleep(3)
+    store, process_end._ENDING_S = dist.FileStore(folder + f"/absent_{rank}", 1), 90
+    process_end.running, builtins.lasts = Leaves(process_end.running), Lasts()
+    opt.close()
+    while process_end.running: time.sleep(0.01)
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ends")
 
 
-@pytest.fixture(scope="module")
-def ended(folder: Path) -> Any:
+def _ends(cases: dict[str, Any], folder: Path) -> Any:
     """By case and rank: exit code, what it said, and after how many seconds."""
-    cases = {**IN_ORDER, **FAILED, **FAILED_CHILDREN}
     text = json.dumps({name: {**case, "folder": str(folder / name)} for name, case in cases.items()})
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     done = subprocess.run(
@@ -129,6 +145,12 @@ def ended(folder: Path) -> Any:
     )
     assert done.returncode == 0
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Any:
+    """See _ends()."""
+    return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN}, folder)
 
 
 @pytest.mark.parametrize("how", IN_ORDER)
@@ -154,3 +176,8 @@ def test_the_parent_hears_of_a_child_that_fails(how: str, ended: Any) -> None:
     assert code == 1, said
     assert "ProcessRaisedException" in said or "ProcessExitedException" in said
     assert seconds < 60
+
+
+def test_a_thread_that_is_in_native_code_when_all_have_closed_is_waited_for(tmp_path: Path) -> None:
+    for code, said, _ in _ends({"leaves": _case(LEAVES, LEAVES)}, tmp_path)["leaves"].values():
+        assert (code, said) == (0, "")

@@ -19,7 +19,7 @@ PARAMETERS = 8  # a function has at most this many, plus self or cls and **kwarg
 
 # The module and the package that name collectives.
 COLLECTIVES_MODULES = ("collectives", "comm")
-NATIVE_MODULES = {"cpu_adam", "exchange", "host_exchange", "worker_process", "worker_main"}
+NATIVE_MODULES = {"cpu_adam", "exchange", "host_exchange", "worker_process", "worker_main", "system"}
 
 # What torch.distributed calls its collectives, and what a process group calls them.
 COLLECTIVE = re.compile(
@@ -48,7 +48,6 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("collectives", "result"): _TRANSFER,
     ("comm.backend_exchanges", "wait"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
-    ("comm.connecting", "join"): "the threads wait for an event that is set",
     ("consolidate", "wait"): _TRANSFER,
     ("exchange", "wait"): _TRANSFER,
     ("loading", "wait"): _WORKER,
@@ -73,6 +72,16 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
 
 # In native code: what waits for another process, with no bound.
 NATIVE_WAIT = re.compile(r"\bpoll\([^;]*,\s*-1\)|\bF_(OFD_)?SETLKW\b|\bwaitpid\(|\bsem_wait\(|\bpause\(\)|\bsigwait\(")
+
+# What makes a tensor where torch.set_default_device says, of the dtype that torch.set_default_dtype says, unless told.
+CONSTRUCTORS = re.compile(
+    r"torch\.(arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|ones|rand|randint"
+    r"|randn|randperm|range|scalar_tensor|sparse_\w+_tensor|tensor|tril_indices|triu_indices|zeros|\w+_window)"
+)
+
+# The module that starts threads, and what would start them without it.
+THREADS_MODULE = "system.threads"
+THREAD_STARTERS = {"ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -194,6 +203,30 @@ def has_timeout(call: ast.Call) -> bool:
     return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
 
 
+def default_findings(tree: ast.Module) -> Iterator[Finding]:
+    """Every tensor that is made with the device or the dtype that a program has set as its default."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or CONSTRUCTORS.fullmatch(ast.unparse(node.func)) is None:
+            continue
+        given = {keyword.arg for keyword in node.keywords}
+        missing = [name for name in ("device", "dtype") if name not in given]
+        if missing and None not in given:  # None: that of **arguments
+            yield node.lineno, f"{ast.unparse(node.func)}() without {' and '.join(missing)} takes the program's default"
+
+
+def thread_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
+    """Every thread that would not be ended before the interpreter is finalized: see zero_opt/system/threads.py."""
+    if module == THREADS_MODULE:
+        return
+    threading = any(isinstance(node, ast.Import) and node.names[0].name == "threading" for node in ast.walk(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name in THREAD_STARTERS or (threading and name == "start" and not (node.args or node.keywords)):
+            yield node.lineno, f"{ast.unparse(node.func)}(): only {THREADS_MODULE} starts threads"
+
+
 def native_wait_findings(source: str) -> Iterator[Finding]:
     """The same in native code, as far as a pattern can tell."""
     for number, line in enumerate(source.splitlines(), 1):
@@ -213,6 +246,8 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
         return
     parts = path.relative_to(package).with_suffix("").parts
     yield from wait_findings(tree, ".".join(parts))
+    yield from thread_findings(tree, ".".join(parts))
+    yield from default_findings(tree)
     if parts[0] not in COLLECTIVES_MODULES:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):

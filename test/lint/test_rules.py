@@ -99,6 +99,36 @@ def test_waits_without_a_bound(source: str, module: str, count: int) -> None:
     assert len(list(rules.wait_findings(ast.parse(source), module))) == count
 
 
+@pytest.mark.parametrize(
+    ("source", "module", "count"),
+    [
+        ("import threading\nthreading.Thread(target=run).start()", "wiring", 1),
+        ("import threading\nalarm = threading.Timer(1, run)\nalarm.start()", "system.devices", 1),
+        ("ThreadPoolExecutor(2)\nfutures.ThreadPoolExecutor()\n_thread.start_new_thread(run, ())", "wiring", 3),
+        ("import threading\nthread.start()", "system.threads", 0),
+        ("worker.start()", "doctor", 0),
+        ("import threading\nthreads.start(thread)\ngather.start(bucket=1)", "wiring", 0),
+    ],
+)
+def test_threads_that_nothing_ends(source: str, module: str, count: int) -> None:
+    assert len(list(rules.thread_findings(ast.parse(source), module))) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("torch.empty(3)", ["device and dtype"]),
+        ("torch.zeros(3, dtype=torch.float32)\ntorch.arange(3, device=HOST)", ["device", "dtype"]),
+        ("torch.sparse_coo_tensor(i, v, dtype=d)", ["device"]),
+        ("torch.tensor([0], dtype=d, device=where)\ntorch.full((1,), 2, **like)", []),
+        ("torch.zeros_like(x)\nx.new_empty(3)\ntorch.stack([x])\nself.empty()\nx.zeros()", []),
+    ],
+)
+def test_tensors_of_the_programs_default_device_or_dtype(source: str, missing: list[str]) -> None:
+    found = [message for _, message in rules.default_findings(ast.parse(source))]
+    assert [message.partition("without ")[2].partition(" takes")[0] for message in found] == missing
+
+
 def test_native_waits_without_a_bound() -> None:
     source = "poll(&fd, 1, kSliceMs);\npoll(&fd, 1, -1);\nfcntl(fd, F_SETLK, &lock);\nfcntl(fd, F_SETLKW, &lock);\n"
     assert [line for line, _ in rules.native_wait_findings(source)] == [2, 4]

@@ -16,7 +16,7 @@ from ..exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, 
 from ..host_exchange import build_host_exchange
 from ..pairwise_exchange import PairwiseExchange
 from ..relay_exchange import RelayExchange
-from ..system.devices import is_host
+from ..system.devices import HOST, is_host
 from ..transfers import Transfer, start
 
 # The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
@@ -46,13 +46,15 @@ class ListExchange(_GroupExchange):
         """See :class:`Exchange`."""
         return lambda: [
             rank
-            for rank, word in enumerate(self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64)))
+            for rank, word in enumerate(
+                self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64, device=HOST))
+            )
             if word.item() == step
         ]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
-        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64))
+        idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64, device="cpu"))
         _require_same_ident(ident, idents)
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import meeting
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank
-from ..serial_thread import THREAD_LIMIT
+from ..system.threads import THREAD_LIMIT, BackgroundThreads
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -43,6 +43,8 @@ _LIMITS = {
     "new thread": THREAD_LIMIT,
     "Resource temporarily unavailable": THREAD_LIMIT,
 }
+# Threads that have nothing to wait for end within this.
+_ENDING_S = 5.0
 _FAILED, _COUNT, _ALL = "failed", "count", "all"
 _numbers = itertools.count()
 
@@ -70,19 +72,15 @@ def _open_descriptors() -> int:
 
 def _require_threads(count: int) -> None:
     """Start so many threads at once, and end them."""
-    over, started = threading.Event(), list[threading.Thread]()
+    over, probes, started = threading.Event(), BackgroundThreads(), 0
     try:
-        for _ in range(count):
-            thread = threading.Thread(target=over.wait, name="zero_opt probe", daemon=True)
-            thread.start()
-            started.append(thread)
+        for started in range(count):
+            probes.start(threading.Thread(target=over.wait, name="zero_opt probe"))
     except RuntimeError as error:
-        found = f"this process needs {count} more threads and got {len(started)} ({error})"
-        raise OutOfResources(f"{found}; raise the limit of {THREAD_LIMIT}") from error
+        raise OutOfResources(f"this process needs {count} more threads and got {started}: {error}") from error
     finally:
         over.set()
-        for thread in started:
-            thread.join()
+        probes.join(_ENDING_S)
 
 
 class Connecting:

@@ -164,7 +164,9 @@ def _addresses(tensor: Tensor) -> Tensor:
     """Where every element is."""
     addresses = torch.tensor(tensor.data_ptr(), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride()):
-        addresses = addresses[..., None] + torch.arange(size, device="cpu") * stride * tensor.itemsize
+        addresses = (
+            addresses[..., None] + torch.arange(size, device="cpu", dtype=torch.int64) * stride * tensor.itemsize
+        )
     return addresses
 
 

@@ -67,20 +67,20 @@ class ColumnSlice:
     def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
         self.columns = columns_of(piece, flat)
         self.device = flat.param.device
-        self.waiting = torch.empty(0)
+        self.waiting = torch.empty(0, dtype=torch.float32, device="cpu")
         self.forget()
 
     def forget(self) -> None:
         """Nothing has been stepped, nothing is selected, and nothing waits."""
-        self.counts = torch.zeros(self.columns.total, dtype=torch.float32)
+        self.counts = torch.zeros(self.columns.total, dtype=torch.float32, device="cpu")
         self.gathered, self.stepped = 0, False
         self.compact: dict[str, Tensor] = {}
-        self.choose(torch.empty(0, dtype=torch.int64))
+        self.choose(torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def choose(self, chosen: Tensor) -> None:
         """These columns of the whole parameter are selected from here on, and all are put into order."""
         self.chosen = chosen
-        there = torch.zeros(self.columns.total, dtype=torch.bool)
+        there = torch.zeros(self.columns.total, dtype=torch.bool, device="cpu")
         there[chosen] = True
         here = there[self.columns.first : self.columns.first + self.columns.width]
         sides = [self._by_count(which.nonzero().view(-1)) for which in (~here, here)]
@@ -107,7 +107,11 @@ class ColumnSlice:
         Args:
             gradients: steps that the next one stands for; ``steps`` of what is yielded are in units of so many.
         """
-        counts = self._counts_of(torch.stack([which[0] for which in blocks])) if blocks else torch.empty(0)
+        counts = (
+            self._counts_of(torch.stack([which[0] for which in blocks]))
+            if blocks
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         # The number of the next step is rounded to fp32, from which 1 can be taken exactly: so counting in fp32, as
         # some do, gives what counting in fp64 does.
         done = ((counts.double() + gradients) / gradients).float() - 1
@@ -218,7 +222,7 @@ class ColumnShard(FollowedParams):
             home: the state as the placement has it.
         """
         found = self.slices[position]
-        at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel)
+        at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel, dtype=torch.float32, device="cpu")
         if key == "master":  # the home may not have seen yet what the user has written to the parameter
             at_home = at_home.clone()
             follow_param(at_home, self._homes[position].param)
@@ -261,7 +265,10 @@ class ColumnShard(FollowedParams):
         """A state for a placement to adopt, of zeros, with a master where parameters need one."""
         numel = self.slices[position].columns.numel
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
-        state: dict[str, Any] = {"step": torch.tensor(0.0), **{key: torch.zeros(numel) for key in keys}}
+        state: dict[str, Any] = {
+            "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+            **{key: torch.zeros(numel, dtype=torch.float32, device="cpu") for key in keys},
+        }
         if self.param_dtype in HALVES:
             state["master"] = self._homes[position].param.float()
         return state

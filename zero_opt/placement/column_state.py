@@ -31,10 +31,10 @@ def extra_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
     """Of the extra keys of a parameter, a value and the shape that it grows to."""
     per_column = column_shape(param.shape)
     return {
-        COLUMN_STEPS: (torch.zeros(1), per_column),
-        COLUMN_SELECTED: (torch.zeros(1, dtype=torch.bool), per_column),
-        WAITING: (torch.zeros(1), param.shape),
-        WINDOW: (torch.zeros(1, dtype=torch.float64), torch.Size([_WINDOW_NUMBERS])),
+        COLUMN_STEPS: (torch.zeros(1, dtype=torch.float32, device="cpu"), per_column),
+        COLUMN_SELECTED: (torch.zeros(1, dtype=torch.bool, device="cpu"), per_column),
+        WAITING: (torch.zeros(1, dtype=torch.float32, device="cpu"), param.shape),
+        WINDOW: (torch.zeros(1, dtype=torch.float64, device="cpu"), torch.Size([_WINDOW_NUMBERS])),
     }
 
 
@@ -81,11 +81,11 @@ class SavedColumns(Mapping[str, Any]):
         if key == COLUMN_STEPS:
             return found.counts.view(column_shape(shape)).clone()
         if key == COLUMN_SELECTED:
-            selected = torch.zeros(column_shape(shape), dtype=torch.bool)
+            selected = torch.zeros(column_shape(shape), dtype=torch.bool, device="cpu")
             selected.view(-1)[found.chosen] = True
             return selected
         if key == WINDOW:
-            return torch.tensor([*self._schedule.position(), found.gathered], dtype=torch.float64)
+            return torch.tensor([*self._schedule.position(), found.gathered], dtype=torch.float64, device="cpu")
         if key == WAITING and found.gathered:
             return self._shard.shaped(found.waiting.clone(), self._position)
         home = self._home_of()

@@ -111,7 +111,7 @@ class NativeSteps:
         for start, stop, count in unit.stretches[position]:
             where = slice(start, stop)
             arrays = {key: value[where] for key, value in state.items() if key != "step"}
-            arrays["step"] = torch.tensor(count, dtype=torch.float32)
+            arrays["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
             amsgrad, label = group["amsgrad"], unit.flats[position].label
             slot = Slot(label, arrays, target[where], grad[where], amsgrad=amsgrad)
             slot.grad = slot.bound.readable(grad[where])

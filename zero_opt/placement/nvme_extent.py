@@ -106,7 +106,7 @@ class Extent:
         for at, shard in self.shards:
             where = slice(at, at + shard.bucket.shard_numel)
             arrays = {role: found.view(torch.float32)[where] for role, found in self._bytes.items()}
-            shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0)))
+            shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
 
     @property
     def end(self) -> int:

@@ -116,7 +116,7 @@ class Selector:
         Args:
             squares: this rank's sums of squares, fp64, and the number of the column that they begin with.
         """
-        mine, at = torch.zeros(sum(self._totals.values()), dtype=torch.float64), 0
+        mine, at = torch.zeros(sum(self._totals.values()), dtype=torch.float64, device="cpu"), 0
         places: dict[int, slice] = {}
         for index, columns in self._totals.items():
             places[index] = slice(at, at + columns)

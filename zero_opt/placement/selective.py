@@ -219,7 +219,9 @@ class SelectivePlacement:
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
-            self._load_slice(index, saved, torch.arange(0) if saved else self._first_columns(index))
+            self._load_slice(
+                index, saved, torch.arange(0, dtype=torch.int64, device="cpu") if saved else self._first_columns(index)
+            )
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
@@ -227,11 +229,11 @@ class SelectivePlacement:
 
     def _agreed_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> Schedule:
         """Where training is, of which ranks that have no part of a matrix know nothing."""
-        mine = torch.zeros(5, dtype=torch.float64)
+        mine = torch.zeros(5, dtype=torch.float64, device="cpu")
         for index in self._places:
             saved = states.get(index, {})
             if is_trusted(saved) and WINDOW in saved:
-                mine = torch.tensor([1.0, *saved[WINDOW].tolist()[:4]], dtype=torch.float64)
+                mine = torch.tensor([1.0, *saved[WINDOW].tolist()[:4]], dtype=torch.float64, device="cpu")
                 break
             mine[1] = max(float(mine[1]), float(saved.get("step", 0.0)))
         known = max(part.tolist() for part in self._group.all_gather(mine))
@@ -242,7 +244,11 @@ class SelectivePlacement:
     def _first_columns(self, index: int) -> Tensor:
         """What is selected of a matrix that had no gradient, or was not there, when columns were."""
         selecting = self._schedule.since_selection >= 0
-        return torch.arange(selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0)
+        return torch.arange(
+            selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0,
+            dtype=torch.int64,
+            device="cpu",
+        )
 
     def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.
@@ -266,7 +272,11 @@ class SelectivePlacement:
         blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
         self._home.adopt(index, blank)
         home, numel = self._home_state(index), shard.pieces[position].in_param.numel
-        values = {key: runs.get(key, torch.zeros(numel)) for key in home if key not in ("step", "master")}
+        values = {
+            key: runs.get(key, torch.zeros(numel, dtype=torch.float32, device="cpu"))
+            for key in home
+            if key not in ("step", "master")
+        }
         if "master" in home:
             values["master"] = runs.get("master", shard.param_run(position)).cpu()
         shard.place(position, values, home)

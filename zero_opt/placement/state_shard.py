@@ -33,7 +33,7 @@ class StateShard(MasterShard):
         super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
         self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
-        self.steps = torch.zeros(len(self.pieces), dtype=torch.float32)
+        self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
         self.stepped: set[int] = set()
         self.stretches: dict[int, Sequence[Stretch]] = {}
         self.gradients = [1] * len(self.pieces)

@@ -70,7 +70,7 @@ class AlreadyReducedGrads:
             return
         self._compared = True
         flat = max(used, key=lambda flat: flat.param.numel())
-        sample = torch.full((_SAMPLE_NUMEL,), torch.nan, dtype=torch.float64)
+        sample = torch.full((_SAMPLE_NUMEL,), torch.nan, dtype=torch.float64, device="cpu")
         grad = flat.param.grad
         if grad is not None and not grad.is_sparse and group.rank not in agreed.absent:
             run = torch.view_as_real(grad).flatten() if grad.is_complex() else flat.flatten(grad.detach())
@@ -98,7 +98,9 @@ class AlreadyReducedGrads:
                 if group.rank == present and flat.param.grad is not None:
                     run = flat.flatten(flat.param.grad.detach())[slice(*piece.in_param)].cpu()
                 elif group.rank == rank:
-                    run = received[piece.param] = torch.empty(piece.in_param.numel, dtype=flat.param.dtype)
+                    run = received[piece.param] = torch.empty(
+                        piece.in_param.numel, dtype=flat.param.dtype, device="cpu"
+                    )
                 window.add(group.move(run, present, rank, piece.in_param.numel, flat.param.dtype), run)
         window.drain()
         return {index: self._received(partition.flats[index], run) for index, run in received.items()}

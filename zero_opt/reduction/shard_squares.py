@@ -37,7 +37,7 @@ class ShardSquares:
         index = bucket.layout.index
         if index not in self._places:
             self._places[index] = [
-                SliceSums(start, stop - start, torch.empty(sums_of(stop - start), dtype=torch.float64))
+                SliceSums(start, stop - start, torch.empty(sums_of(stop - start), dtype=torch.float64, device="cpu"))
                 for start, stop in (piece.in_shard for piece in bucket.slices)
             ]
         self._taken.add(index)

@@ -81,9 +81,13 @@ class SparseGrads:
     def _fetch(self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int]) -> Tensor | None:
         """Bring one rank's sparse gradient to the owner, in host memory; ``None`` elsewhere."""
         group, (sparse_dim, count) = self._group, described
-        indices = torch.empty(sparse_dim, count, dtype=torch.int64) if mine is None else mine.indices().contiguous()
+        indices = (
+            torch.empty(sparse_dim, count, dtype=torch.int64, device="cpu")
+            if mine is None
+            else mine.indices().contiguous()
+        )
         shape = (count, *param.shape[sparse_dim:])
-        values = torch.empty(shape, dtype=param.dtype) if mine is None else mine.values().contiguous()
+        values = torch.empty(shape, dtype=param.dtype, device="cpu") if mine is None else mine.values().contiguous()
         involved = group.rank in (rank, owner)
         for tensor in (indices, values):
             work = group.move(tensor if involved else None, rank, owner, tensor.numel(), tensor.dtype)
@@ -91,7 +95,15 @@ class SparseGrads:
                 work.wait()
         if group.rank != owner:
             return None
-        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            param.shape,
+            is_coalesced=True,
+            check_invariants=False,
+            dtype=values.dtype,
+            device=values.device,
+        )
 
     def merge(self, shards: list[GradShard]) -> list[GradShard]:
         """The shards with sparse gradients in the places of parameters that have one."""

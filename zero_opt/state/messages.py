@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 def tensor_of(*numbers: int) -> Tensor:
     """Numbers as a message."""
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def answer_tag(pull: int) -> int:

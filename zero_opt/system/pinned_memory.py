@@ -121,4 +121,4 @@ def _clear_error(device: torch.device) -> None:
     torch binds no ``cudaGetLastError``.
     """
     with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
+        torch.ones(1, device=device, dtype=torch.float32)

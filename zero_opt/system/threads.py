@@ -1,0 +1,76 @@
+"""Background threads, each listed until it is dead.
+
+[Note: threads at exit]
+Before Python 3.14, a thread that asks for the interpreter's lock while the interpreter is finalized is ended by
+pthread_exit, which unwinds its stack. Where that meets a C++ destructor the process aborts, whatever its exit status
+was to be: "terminate called without an active exception". Torch takes the lock back in destructors: at the end of every
+operator and of ``Work.wait``, and when a tensor or a Work is freed. A thread whose function has returned still frees
+local variables, so it stays listed until ``Thread.is_alive`` is false. The exit waits for all listed threads. Native
+code puts a thread that does not end in time to sleep where it would abort the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ..errors import OutOfResources
+
+try:
+    from .. import _native
+except ImportError:  # not built: nothing can be done about a thread that does not end
+    _native = None  # type: ignore[assignment]
+
+# What the operating system's limit of threads is set by.
+THREAD_LIMIT = (
+    "processes and threads: 'ulimit -u', pids.max of the container; or start fewer (OMP_NUM_THREADS, loaders)"
+)
+
+
+class BackgroundThreads:
+    """Daemon threads that were started here and are not dead."""
+
+    def __init__(self) -> None:
+        self._listed: dict[threading.Thread, None] = {}
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start a thread as a daemon, and list it.
+
+        Raises:
+            OutOfResources: the operating system gives no thread. RuntimeError: the interpreter is ending.
+        """
+        thread.daemon = True
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if "shutdown" in str(error):
+                raise
+            found = f"{error}, beside {threading.active_count()} that Python has"
+            raise OutOfResources(f"{found}; raise the limit of {THREAD_LIMIT}") from error
+        self._listed[thread] = None
+        self.alive()
+
+    def alive(self) -> list[threading.Thread]:
+        """Those that are not dead; the others are dropped from the list."""
+        listed = list(self._listed)
+        for thread in listed:
+            if not thread.is_alive():
+                self._listed.pop(thread, None)
+        return [thread for thread in listed if thread in self._listed]
+
+    def join(self, patience_s: float) -> list[threading.Thread]:
+        """Wait until all are dead, ``patience_s`` seconds in all; those that are not. Timers are canceled."""
+        deadline = time.monotonic() + patience_s
+        while alive := self.alive():  # a thread may have started another
+            for thread in alive:
+                if isinstance(thread, threading.Timer):
+                    thread.cancel()
+                thread.join(max(deadline - time.monotonic(), 0.0))
+            if time.monotonic() >= deadline:
+                break
+        return self.alive()
+
+    def hold(self) -> None:
+        """Let no thread that is alive abort the process from here on; see [Note: threads at exit]. The last call."""
+        if _native is not None:
+            _native.hold_threads([thread.ident for thread in self.alive() if thread.ident is not None])
