@@ -74,8 +74,9 @@ def _require_threads(count: int) -> None:
     """Start so many threads at once, and end them."""
     over, probes, started = threading.Event(), BackgroundThreads(), 0
     try:
-        for started in range(count):
+        for _ in range(count):
             probes.start(threading.Thread(target=over.wait, name="zero_opt probe"))
+            started += 1
     except RuntimeError as error:
         raise OutOfResources(f"this process needs {count} more threads and got {started}: {error}") from error
     finally:
