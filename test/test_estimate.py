@@ -99,13 +99,17 @@ def test_layouts_with_gaps_have_copies() -> None:
 
 
 def test_ranks_of_several_hosts_share_no_memory_and_fewer_share_cores() -> None:
-    one, several = (estimate(linears(), 4, ranks_per_host=n) for n in (4, 2))
+    one, several = (estimate(linears(), 4).on_hosts_of(n) for n in (4, 2))
     backend = estimate(linears(), 4, reduction=zero_opt.Overlapped(exchange="backend"))
     assert several.rows == backend.rows != one.rows
     assert (one.ranks_per_host, several.ranks_per_host) == (4, 2)
     assert (estimate(linears(), 8).ranks_per_host, estimate(linears(), 9).ranks_per_host) == (8, 8)
-    assert estimate(linears(), 8).rows == estimate(linears(), 8, ranks_per_host=100).rows
-    assert estimate(linears(), 2, ranks_per_host=100).ranks_per_host == 2
+    assert estimate(linears(), 8).rows == estimate(linears(), 8).on_hosts_of(100).rows
+    assert estimate(linears(), 2).on_hosts_of(100).ranks_per_host == 2
+    for number, error in ((0, ConfigError), (2.0, ConfigTypeError)):
+        with pytest.raises(error, match="ranks_per_host"):
+            one.on_hosts_of(number)  # type: ignore[arg-type]
+    assert several.on_rank(3).on_hosts_of(4).rows == one.on_rank(3).rows
     assert "rank 0 of 1024, 8 to a host, in MiB" in str(estimate(linears(), 1024))
 
 
@@ -115,9 +119,7 @@ def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: 
     monkeypatch.setattr(sizing, "allowed_threads", lambda usable: usable)
     given: dict[str, Any] = {"device": "cuda", "offload": zero_opt.WorkerOffload(selective=selective)}
     areas = [
-        next(
-            row.nbytes for row in estimate(linears(), 64, ranks_per_host=n, **given).rows if row.name == "control area"
-        )
+        next(row.nbytes for row in estimate(linears(), 64, **given).on_hosts_of(n).rows if row.name == "control area")
         for n in (1, 2, 4, 8, 16, 64)
     ]
     assert areas[0] > areas[1] > areas[2] > areas[3] > areas[4] == areas[5]
@@ -182,8 +184,6 @@ def test_classes_of_others() -> None:
         (([torch.zeros(3, requires_grad=True)], 1, torch.optim.LBFGS), {}, UnsupportedOptimizer, "LBFGS"),
         ((100, 2), {"lr": -1.0}, ConfigError, "lr|learning"),
         ((100, 2), {"nothing": 1}, ConfigTypeError, "nothing"),
-        ((100, 2), {"ranks_per_host": 0}, ConfigError, "ranks_per_host"),
-        ((100, 2), {"ranks_per_host": 2.0}, ConfigTypeError, "ranks_per_host"),
         ((100, 1), {"fused": True, "foreach": True}, ConfigConflict, "fused"),
         ((100, 2), {"capturable": True}, UnsupportedOptimizer, "capturable"),
         ((100, 2), {"offload": "cpu"}, ConfigTypeError, "offload"),

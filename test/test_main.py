@@ -42,10 +42,9 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         precision=zero_opt.MixedPrecision(reduce_dtype=torch.float32),
         param_dtype=torch.bfloat16,
         device="cuda",
-        ranks_per_host=2,
         amsgrad=True,
         lr=0.1,
-    )
+    ).on_hosts_of(2)
     assert "rank 2 of 3, 2 to a host, in MiB" in str(same.on_rank(2))
     assert capsys.readouterr().out == f"{same.on_rank(2)}\n"
 

@@ -126,9 +126,10 @@ def _print_estimate(given: argparse.Namespace) -> None:
         precision=MixedPrecision(given.master, given.reduce_dtype, given.accumulate_dtype),
         param_dtype=given.param_dtype,
         device=given.device,
-        ranks_per_host=given.ranks_per_host,
         **dict(given.option),
     )
+    if given.ranks_per_host is not None:
+        found = found.on_hosts_of(given.ranks_per_host)
     print(found if given.rank is None else found.on_rank(given.rank))
 
 

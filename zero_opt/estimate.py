@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Estimate:
 
     Attributes:
         title: what was estimated. rank: of ``world_size``; the one that needs most, unless asked otherwise.
-        ranks_per_host: how many of the ranks share a host.
+        ranks_per_host: how many of the ranks share a host: all, up to 8, unless asked otherwise.
         rows: everything that is held between two steps, and gradients. Not what a step takes for its own time, as a
             class without a fused kernel does, nor activations, nor what torch and drivers take for themselves.
     """
@@ -49,7 +49,7 @@ class Estimate:
     world_size: int
     ranks_per_host: int
     rows: tuple[Row, ...]
-    _rows_of: Callable[[int], tuple[Row, ...]] = field(repr=False, compare=False)
+    _sizing: Sizing = field(repr=False, compare=False)
 
     def on_rank(self, rank: int) -> Estimate:
         """The estimate for another rank.
@@ -58,7 +58,19 @@ class Estimate:
             ConfigError, ConfigTypeError: there is no such rank.
         """
         check_rank(rank, self.world_size, "rank")
-        return replace(self, rank=rank, rows=self._rows_of(rank))
+        return replace(self, rank=rank, rows=self._sizing.rows(rank))
+
+    def on_hosts_of(self, ranks: int) -> Estimate:
+        """The estimate for hosts of so many ranks, or of all, if there are fewer.
+
+        Ranks share their host's cores and, if all are on one, memory to exchange through.
+
+        Raises:
+            ConfigError, ConfigTypeError: that is no number of ranks.
+        """
+        _check_count("ranks_per_host", ranks)
+        sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
+        return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
     def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
         """Bytes of one kind, or in one place, or both; of all without either."""
@@ -110,14 +122,13 @@ def estimate(
     precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
     param_dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    ranks_per_host: int | None = None,
     **defaults: Any,
 ) -> Estimate:
     """Bytes per rank that ``ShardedOptimizer`` and what it works on will hold, by kind and place.
 
     Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
     on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. Accelerators are taken to
-    use their own collectives.
+    use their own collectives. Up to 8 ranks are taken to share a host; see :meth:`Estimate.on_hosts_of`.
 
     Args:
         model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,
@@ -128,8 +139,6 @@ def estimate(
             default dtype.
         device: where parameters will be; ``None``: they stay, and a number, or those on the meta device, will be on
             this machine's accelerator if it has one, else on the CPU.
-        ranks_per_host: how many ranks share a host, its cores and, if all do, memory to exchange through; ``None``: all
-            of them, up to 8.
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
@@ -138,25 +147,19 @@ def estimate(
     recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
     check_reduction(offload, reduction)
     _check_count("world_size", world_size)
-    _check_count("ranks_per_host", _RANKS_PER_HOST if ranks_per_host is None else ranks_per_host)
-    together = min(ranks_per_host or _RANKS_PER_HOST, world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
             groups = home.of_number(model_or_numel, recipe)
         else:
             groups = home.groups(model_or_numel)
-        sizing = _sizing(groups, home, (world_size, together), recipe)
+        sizing = _sizing(groups, home, world_size, recipe)
     rank = sizing.fullest_rank()
-    return Estimate(_title(sizing), rank, world_size, together, sizing.rows(rank), sizing.rows)
+    return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
 
-def _sizing(groups: list[dict[str, Any]], home: _Home, ranks: tuple[int, int], recipe: Recipe) -> Sizing:
-    """The plan's input: sketches of all parameters, and param groups as the class completes them.
-
-    Args:
-        ranks: of them, how many there are, and how many to a host.
-    """
+def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: Recipe) -> Sizing:
+    """The plan's input: sketches of all parameters, and param groups as the class completes them."""
     listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     names = [f"parameter {index}" for index in range(len(listed))]
     sketches = {
@@ -166,7 +169,7 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, ranks: tuple[int, int], r
     left = iter(sketches.values())
     stand_ins = [{**group, "params": [next(left).flat.param for _ in group["params"]]} for group in groups]
     cls, defaults = recipe.optimizer_class, recipe.defaults
-    sharded = not steps_alone(ranks[0], recipe)
+    sharded = not steps_alone(world_size, recipe)
     made = template_of(cls, stand_ins, defaults) if sharded else cls(stand_ins, **defaults)
     hypers = [hypers_of(group) for group in made.param_groups]
     if sharded:
@@ -175,7 +178,7 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, ranks: tuple[int, int], r
             placed[sketch.group]["params"].append(sketch)
         check_params(recipe.offload, recipe.precision, cls, placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
-    return Sizing(sketches, trainable, hypers, *ranks, recipe)
+    return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), recipe)
 
 
 def _title(sizing: Sizing) -> str:
