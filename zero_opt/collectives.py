@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import meeting
+from .comm.departures import Departures
 from .comm.device_backends import abort_device_backend, add_device_backend
 from .errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError, RankMismatch
 from .late_params import bring
@@ -46,8 +47,8 @@ INLINE_BYTES = 216
 ALL = "another rank"
 # The backend of a group of one.
 ALONE = "alone"
-# A tag of messages that no rank ever sends.
-_NEVER_SENT = 0
+# A tag of messages that no rank ever sends: a backend may abort the process where a message does not fit its receiver.
+_NEVER_SENT = 2**31 - 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,9 +71,13 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
+    return _gathered(f"rank {src}", _broadcasting(pg, tensor, src), tensor)
+
+
+def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return _gathered(f"rank {src}", start(f"rank {src}", pg.broadcast, [tensor], options), tensor)
+    return start(f"rank {src}", pg.broadcast, [tensor], options)
 
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
@@ -171,17 +176,32 @@ class Group:
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
+        self._departures: Departures | None = None
         self._waits = SerialThread("zero_opt wait", self.interrupt)
         self.pg: dist.ProcessGroup = _new_group(
             parent, f"zero_opt:{purpose}", timedelta(seconds=self.timeout_s), self.device_backends
         )
 
-    def watch(self, hang_timeout_s: float) -> None:
-        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective."""
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
+        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective.
+
+        Args:
+            others: groups of the same ranks, that are broken off with this one. departures: the ranks that have left.
+        """
         if self.has_send_recv:
             homes = homes_from(self.all_gather_bytes(home_payload()))
             store = _c10d.PrefixStore(f"{self.pg.group_name}/watch", _c10d._get_default_store())
-            self._watch = Watch(store, self.rank, homes, (self.timeout_s, hang_timeout_s))
+            timeouts, departures = (self.timeout_s, hang_timeout_s), departures or Departures()
+            self._watch = Watch(store, self.rank, homes, timeouts, departures)
+            for group in (self, *others):
+                group._departures = departures
+
+    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
+        """See :class:`transfers.MessageGroup`; ``patience_s`` is how long to wait for news of who has left."""
+        if self._departures is None:
+            return None
+        waiting = {} if patience_s is None else {"patience_s": patience_s}
+        return self._departures.explain(text, **waiting)
 
     def in_step(self, step: int) -> None:
         """For messages: what this rank calls next is about that step."""
@@ -189,7 +209,7 @@ class Group:
             self._watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
-        """See :class:`transfers.Aside`."""
+        """See :class:`transfers.MessageGroup`."""
         try:
             if self._waits.ended:
                 raise RuntimeError
@@ -225,13 +245,16 @@ class Group:
         """
         self._require_own()
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        work = start(ALL, self.pg.allgather, [outputs], [tensor])
-        if self._watch is None:
-            _gathered(ALL, work, tensor).wait()
-        else:
-            with peer_lost(ALL):
-                self._watch.wait(work)
+        self._finish(start(ALL, self.pg.allgather, [outputs], [tensor]), ALL, tensor)
         return outputs
+
+    def _finish(self, work: dist.Work, who: str, like: Tensor) -> None:
+        """Wait for a collective of tensors like this one; ``who`` are the ranks that it may have to wait for."""
+        if self._watch is None or not like.is_cpu:
+            _gathered(who, work, like).wait()
+        else:
+            with peer_lost(f"{who}, for which step {self._watch.step} waits,"):
+                self._watch.wait(work)
 
     def all_gather_bytes(self, payload: bytes, call: str = "") -> list[bytes]:
         """Every rank's payload, which may differ in length, in rank order.
@@ -261,7 +284,7 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         self._require_own()
-        broadcast(self.pg, tensor, src).wait()
+        self._finish(_broadcasting(self.pg, tensor, src), f"rank {src}", tensor)
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
@@ -284,7 +307,7 @@ class Group:
         self.broadcast(torch.empty(numel, dtype=dtype) if tensor is None else tensor.view(-1), src)
         return None
 
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Transfer:
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Message:
         """Start sending a contiguous tensor to one rank."""
         return Message(f"rank {dst}", start(f"rank {dst}", self.pg.send, [tensor], dst, tag), self)
 
@@ -297,13 +320,23 @@ class Group:
 
         gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
         """
-        if os.getpid() != self._pid or not self._broken.acquire(blocking=False):
-            return
+        if self.disconnect():
+            self._abort_devices()
+
+    def disconnect(self) -> bool:
+        """As :meth:`interrupt`, but for what is under way on an accelerator; whether there was something to end."""
+        if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
+            return False
+        self._take_leave()
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
-                    self.receive_from(torch.empty(1), rank, _NEVER_SENT).wait_here(0.001)
-        self._abort_devices()
+                    receiving = start(f"rank {rank}", self.pg.recv, [torch.empty(1)], rank, _NEVER_SENT)
+                    Transfer(f"rank {rank}", receiving).wait(0.001)
+        return True
+
+    def _take_leave(self) -> None:
+        """Connections are about to be broken."""
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
@@ -336,7 +369,17 @@ class DeviceGroup(Group):
 
 
 class SideGroup(Group):
-    """For messages between two ranks beside all collectives."""
+    """For messages between two ranks beside all collectives.
+
+    Attributes:
+        farewell: called before this rank breaks its connections.
+    """
+
+    farewell: Callable[[], None] | None = None
+
+    def _take_leave(self) -> None:
+        if self.farewell is not None:
+            self.farewell()
 
     @property
     def inherited(self) -> bool:
@@ -369,8 +412,12 @@ class AloneGroup(Group):
         self._require_own()
         return [payload]
 
-    def watch(self, hang_timeout_s: float) -> None:
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
         """See :class:`Group`; there is nobody to wait for."""
+
+    def disconnect(self) -> bool:
+        """See :class:`Group`; there is nobody to leave."""
+        return False
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See :class:`Group`; there is nobody to send to."""

@@ -223,6 +223,9 @@ class Exchange(Protocol):
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
         """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
 
+    def leave(self) -> None:
+        """Let no rank wait for this one in an exchange to come, nor this one for another."""
+
     def close(self) -> None:
         """Release what is held."""
 
@@ -243,6 +246,9 @@ class PooledExchange:
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
         """See :class:`Exchange`."""
         return None
+
+    def leave(self) -> None:
+        """See :class:`Exchange`; what connections carry ends with them."""
 
     def close(self) -> None:
         """Nothing is held."""

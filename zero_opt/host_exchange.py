@@ -53,6 +53,8 @@ _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
 # The first page holds the peer words, and at this offset a nonce that proves whose memory it is.
 _NONCE_AT, _NONCE_BYTES = 256, 16
+# A byte that its owner sets once it takes part in no further exchange.
+_LEFT_AT = _NONCE_AT + _NONCE_BYTES
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
 
@@ -67,9 +69,12 @@ class ControlGroup(Protocol):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order."""
 
+    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
+        """The error that names who has left, where a rank is gone, if that can be told."""
+
 
 class _Peer:
-    """Another rank: its arena, and whether its process lives."""
+    """Another rank: its arena, and whether it takes part."""
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
@@ -78,9 +83,9 @@ class _Peer:
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
 
-    def dead(self) -> bool:
-        """Whether the process has ended."""
-        return bool(self._poll.poll(0))
+    def gone(self) -> bool:
+        """Whether the rank takes part in no further exchange: it says so, or its process has ended."""
+        return bool(self.arena.bytes[_LEFT_AT]) or bool(self._poll.poll(0))
 
     def close(self) -> None:
         """Let go of the process and its memory."""
@@ -101,7 +106,7 @@ class HostExchange(PooledExchange):
     ) -> None:
         super().__init__(pool)
         self.adds_up = GRAD_DTYPES
-        self._timeout_s, self._closed = group.timeout_s, False
+        self._group, self._closed = group, False
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
@@ -117,36 +122,42 @@ class HostExchange(PooledExchange):
     ) -> bool:
         """See :class:`DirectExchange`."""
         bucket = _bucket(runs, bounds, out.dtype, sums)
-        return self._complete(partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
+        return self._complete(ident, partial(self._ranks.reduce, _number(ident), bucket, out.data_ptr()))
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
         """See :class:`DirectExchange`; complete on return."""
         dtype = next(run.values.dtype for run in runs if run.values is not None)
-        if not self._complete(partial(self._ranks.gather, _number(ident), _bucket(runs, bounds, dtype))):
+        if not self._complete(ident, partial(self._ranks.gather, _number(ident), _bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return _nothing_left
 
-    def _complete(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
+    def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
-        deadline, published = time.monotonic() + self._timeout_s, 0
+        deadline, published = time.monotonic() + self._group.timeout_s, 0
         while True:
             state, rank, came = advance(published, _LOOK_S)
             if state != _NOT_YET:
                 return state != _PASSED
             if came > published:
-                deadline, published = time.monotonic() + self._timeout_s, came
-            peer = self._peers[rank]
+                deadline, published = time.monotonic() + self._group.timeout_s, came
             if self._closed:
-                raise OptimizerClosed("closed while an exchange with the other ranks was under way")
-            if peer.dead():
-                # It may have published just before it ended.
+                closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
+                raise self._group.explain("", 0.0) or closed
+            if self._peers[rank].gone():
+                # It may have published just before that.
                 state, still, published = advance(published, 0.0)
                 if state == _NOT_YET and still == rank:
-                    raise PeerLost(f"rank {rank} (pid {peer.pid}) has died; restart from the last checkpoint")
+                    raise self._lost(rank, ident)
             elif time.monotonic() > deadline:
                 raise PeerLost(
-                    f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
+                    f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step "
+                    f"{ident.step} in {self._group.timeout_s:.0f} s"
                 )
+
+    def _lost(self, rank: int, ident: Ident) -> PeerLost:
+        """The error about a rank that will not come to an exchange."""
+        gone = f"rank {rank} (pid {self._peers[rank].pid}) has left, or died, before the exchange of step {ident.step}"
+        return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""
@@ -161,9 +172,14 @@ class HostExchange(PooledExchange):
         self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
         return Gathering((), chunks_of(bucket, bounds))
 
+    def leave(self) -> None:
+        """See :class:`Exchange`."""
+        self._closed = True
+        self._own.bytes[_LEFT_AT] = 1
+
     def close(self) -> None:
         """See :class:`Exchange`; an exchange that still waits for a peer ends with an error."""
-        self._closed = True
+        self.leave()
         for peer in self._peers.values():
             peer.close()
         self._own.close()

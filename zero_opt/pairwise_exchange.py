@@ -23,7 +23,8 @@ _LEAST_BYTES = 1 << 20
 _MOST_DIRECT = 12
 _MOST_MESSAGES = 2 * _MOST_DIRECT + 1
 _HEADER_NUMEL = 3 + _MOST_MESSAGES
-_TAG_MODULUS = 1 << 30
+# Twice this, and one: no message has the largest tag there is.
+_TAG_MODULUS = (1 << 30) - 1
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 _SENT, _RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (_SENT, _RECEIVED)

@@ -42,6 +42,10 @@ class RelayExchange(PooledExchange):
             arrived.append(bucket[start : start + chunk.numel()].copy_(chunk))
         return Gathering((), arrived)
 
+    def leave(self) -> None:
+        """See :class:`Exchange`."""
+        self._host.leave()
+
     def close(self) -> None:
         """See :class:`Exchange`."""
         self._host.close()
