@@ -111,6 +111,15 @@ FAILED_CHILDREN = {
     "child exits with 1": _case(WAITS, "sys.exit(1)", 80, children=True),
     "child ends": _case(WAITS, "os._exit(1)", 80, children=True),
 }
+STEPS_ON = """
+    opt.zero_grad(); opt.param_groups[0]["params"][0].sum().backward(); opt.step()
+    """
+ENDS_EARLY = {
+    "has a batch less": _case(STEPS_ON, "", 80),
+    "exits early": _case(STEPS_ON, "sys.exit(0)", 80),
+    "closes early": _case(STEPS_ON, "opt.close()", 80),
+    "is a child with a batch less": _case(STEPS_ON, "", 80, children=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Any:
     """By case and rank: exit code, what it said, and after how many seconds."""
-    cases = {**IN_ORDER, **FAILED, **FAILED_CHILDREN}
+    cases = {**IN_ORDER, **FAILED, **FAILED_CHILDREN, **ENDS_EARLY}
     text = json.dumps({name: {**case, "folder": str(folder / name)} for name, case in cases.items()})
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     done = subprocess.run(
@@ -154,3 +163,13 @@ def test_the_parent_hears_of_a_child_that_fails(how: str, ended: Any) -> None:
     assert code == 1, said
     assert "ProcessRaisedException" in said or "ProcessExitedException" in said
     assert seconds < 60
+
+
+@pytest.mark.parametrize("how", ENDS_EARLY)
+def test_a_rank_that_has_ended_early_is_named_to_the_others(how: str, ended: Any) -> None:
+    code, said, _ = ended[how]["0"]
+    assert code == 1, said
+    what = "closed this optimizer" if how == "closes early" else "ended its program"
+    assert f"PeerLost: rank 1 has {what} after step 0; do all ranks have the same number of batches?" in said
+    if "1" in ended[how]:
+        assert ended[how]["1"][0] == 0, ended[how]["1"][1]
