@@ -149,7 +149,8 @@ class StateService:
                 words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, _RING_TAG).wait(_FOR_EVER_S)
                 message = RingMessage(*words.tolist())
-                if message.kind != BROKEN and self._right not in (message.origin, message.about):
+                dead = message.about if message.how == How.LOST else None
+                if message.kind != BROKEN and self._right not in (message.origin, dead):
                     with contextlib.suppress(PeerLost):  # that of the next rank is noticed by the one after it
                         self._pass_on(words)
                 self._take(message)
@@ -173,7 +174,7 @@ class StateService:
             self._departures.hear(departure)
             if departure.how is How.LOST:
                 self._departures.leave()
-            else:
+            elif departure.how is not How.SILENT:
                 self._open.discard(message.about)
             return
         if self._final is not None:
@@ -376,7 +377,7 @@ class StateService:
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
         process_end.started(warning)
         try:
-            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes, self._side.rank)))
+            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes)))
             return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
         finally:
             warning.cancel()

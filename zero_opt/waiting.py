@@ -177,7 +177,7 @@ class Watch:
         """The error, once these have been stopped for so long."""
         if seconds < self._hang_timeout_s:
             return None
-        self.departures.given_up = True
+        self._give_up(ranks)
         return PeerSilent(
             f"{self.name(ranks)} has been stopped for {seconds:.0f} s while step {self.step} waits for it, and "
             f"{self.last}; let it go on (kill -CONT), or restart all ranks from the last checkpoint"
@@ -190,14 +190,21 @@ class Watch:
         found = self.explain(text, self._entered, patience_s=0.0 if timed_out else _NEWS_S)
         if found is not None:
             return found
-        missing = self.missing() if waited > self.mark_after_s else []
-        if timed_out and missing:
-            self.departures.given_up = True
-            return PeerSilent(
-                f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last} ({text}); "
-                "look at what it does (py-spy dump), or give it longer with checks=Checks(timeout=...)"
-            )
-        return self._left(Departure(missing[0], How.LOST), text) if len(missing) == 1 else None
+        if self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+        missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
+        if not missing:
+            return None
+        self._give_up(missing)
+        return PeerSilent(
+            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last} ({text}); look "
+            "at what it does (py-spy dump), or give it longer with checks=Checks(timeout=...)"
+        )
+
+    def _give_up(self, ranks: Sequence[int]) -> None:
+        """Tell the other ranks that this one waits no more for these."""
+        for rank in list(ranks):
+            self.departures.find(Departure(rank, How.SILENT))
 
     def explain(self, text: str, call: int | None = None, patience_s: float = _NEWS_S) -> PeerLost | None:
         """The error that names who has left, once a connection has broken; ``None`` if that cannot be told.
@@ -214,7 +221,8 @@ class Watch:
             # Of one that has failed, why may still be on the way.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
                 return self._left(departure, text)
-            if waited >= (patience_s if self.departures.news else min(patience_s, _ENDING_S)):
+            more = self.departures.news and not self.departures.given_up
+            if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
                 return None
             time.sleep(0.01)
 
@@ -237,7 +245,6 @@ class Watch:
     def _left(self, departure: Departure, text: str = "") -> PeerLost:
         """The error about a rank that has left; this one leaves too."""
         self.departures.leave()
-        self.departures.given_up |= departure.how is How.LOST
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
         waiting = f"{how} while step {self.step} waits for it, and {self.last}" + (f" ({text})" if text else "")
         return PeerLost(departure.text(self.name([departure.rank]), waiting))

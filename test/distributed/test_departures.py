@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -159,6 +158,29 @@ def test_an_exchange_that_waits_for_it_ends(world_size: int, place: str) -> None
         assert text.startswith(WAYS["fails"])
 
 
+def _one_is_silent(rank: int, world_size: int, place: str) -> Any:
+    """Rank 0 gives rank 1 up, which breaks its connection to rank 2, whose time is not up yet."""
+    params, optimizer = _stepped(rank, place, checks=zero_opt.Checks(timeout=4.0))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["told"])
+        return None
+    if rank == 2:
+        time.sleep(2)
+    said = _lost_in(lambda: take_step(params, optimizer))
+    if store.add("given up", 1) == 2:
+        store.set("told", "")
+    return said
+
+
+@places
+def test_a_rank_that_is_given_up_is_silent_to_all(place: str) -> None:
+    first, _, second = run_processes(3, _one_is_silent, place, timeout=SECONDS)
+    for name, text in (first, second):
+        assert name == "PeerSilent"
+        assert re.match(r"rank 1 (\(pid \d+\) )?has not come to step 2 in [\d.]+ s, and its last step is 1", text), text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # killed
 
@@ -173,9 +195,8 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
         _lost_in(lambda: take_step(params, optimizer))
         os._exit(0)
     if world_size > 2:
-        with contextlib.suppress(ChildProcessError):
-            while Path(f"/proc/{int(pids[2])}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.05)
+        while waiting._stat(int(pids[2]))[0] not in waiting._ENDED:
+            time.sleep(0.05)
     return _lost_in(lambda: take_step(params, optimizer)), int(pids[1])
 
 

@@ -17,6 +17,7 @@ class How(enum.IntEnum):
     ENDED = 1  # its program has ended without an error that can be seen
     FAILED = 2  # an exception has ended its program
     LOST = 3  # it has said nothing: it was killed, or its host does not answer
+    SILENT = 4  # another rank has given up waiting for it; it may come yet
 
 
 class Departure(NamedTuple):
@@ -33,7 +34,7 @@ class Departure(NamedTuple):
     calls: int = -1
 
     def text(self, name: str, waiting: str) -> str:
-        """What an error says.
+        """What an error says of a rank that is not silent.
 
         Args:
             name: that of the rank. waiting: what waits for a rank that has said nothing.
@@ -71,15 +72,15 @@ class Departures:
             queued for other ranks has been sent.
         tell: tells the other ranks of a departure that this one has found out about.
         explain, lives: see :class:`Watch`.
-        news: whether other ranks can tell this one. given_up: whether this rank has stopped waiting for one that has
-            said nothing.
+        news: whether other ranks can tell this one.
+        given_up: whether a rank that has said nothing is waited for no more. silent: which, where it may come yet.
     """
 
     def __init__(self) -> None:
         self.calls, self.news = 0, False
         self.leave: Callable[[], None] = _nothing
         self.end: Callable[[], None] = _nothing
-        self.given_up = False
+        self.given_up, self.silent = False, list[int]()
         self.tell: Callable[[Departure], None] | None = None
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
@@ -89,6 +90,11 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Take in a departure; whether it is the first that is heard of that rank."""
         with self._lock:
+            self.given_up |= departure.how in (How.LOST, How.SILENT)
+            if departure.how is How.SILENT:
+                fresh = departure.rank not in self.silent
+                self.silent += [departure.rank] * fresh
+                return fresh
             return self._heard.setdefault(departure.rank, departure) is departure
 
     def find(self, departure: Departure) -> None:

@@ -19,7 +19,7 @@ class RingMessage(NamedTuple):
     """From ``origin``, which asks for the state after so many changes, or has heard that a rank has left.
 
     Attributes:
-        pull: number of the request. about, how, steps, calls: the departure; ``about`` is ``origin`` in a request.
+        pull: number of the request. about, how, steps, calls: the departure.
     """
 
     kind: int
