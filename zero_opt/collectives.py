@@ -172,7 +172,7 @@ class Group:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = _timeout_of(parent) if timeout is None else timeout
-        self._pid, self._broken = os.getpid(), threading.Lock()
+        self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
@@ -198,10 +198,7 @@ class Group:
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """See :class:`transfers.MessageGroup`; ``patience_s`` is how long to wait for news of who has left."""
-        if self._departures is None:
-            return None
-        waiting = {} if patience_s is None else {"patience_s": patience_s}
-        return self._departures.explain(text, **waiting)
+        return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
     def in_step(self, step: int) -> None:
         """For messages: what this rank calls next is about that step."""
@@ -320,20 +317,20 @@ class Group:
 
         gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
         """
-        if self.disconnect():
+        self.disconnect()
+        if os.getpid() == self._pid and self._aborted.acquire(blocking=False):
             self._abort_devices()
 
-    def disconnect(self) -> bool:
-        """As :meth:`interrupt`, but for what is under way on an accelerator; whether there was something to end."""
+    def disconnect(self) -> None:
+        """As :meth:`interrupt`, but for what is under way on an accelerator."""
         if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
-            return False
+            return
         self._take_leave()
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
                     receiving = start(f"rank {rank}", self.pg.recv, [torch.empty(1)], rank, _NEVER_SENT)
                     Transfer(f"rank {rank}", receiving).wait(0.001)
-        return True
 
     def _take_leave(self) -> None:
         """Connections are about to be broken."""
@@ -415,9 +412,8 @@ class AloneGroup(Group):
     def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
         """See :class:`Group`; there is nobody to wait for."""
 
-    def disconnect(self) -> bool:
+    def disconnect(self) -> None:
         """See :class:`Group`; there is nobody to leave."""
-        return False
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See :class:`Group`; there is nobody to send to."""

@@ -106,7 +106,7 @@ class HostExchange(PooledExchange):
     ) -> None:
         super().__init__(pool)
         self.adds_up = GRAD_DTYPES
-        self._group, self._closed = group, False
+        self._group, self._closed, self._pid = group, False, os.getpid()
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
@@ -173,9 +173,10 @@ class HostExchange(PooledExchange):
         return Gathering((), chunks_of(bucket, bounds))
 
     def leave(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`Exchange`; a fork, whose memory this is too, leaves nothing."""
         self._closed = True
-        self._own.bytes[_LEFT_AT] = 1
+        if os.getpid() == self._pid:
+            self._own.bytes[_LEFT_AT] = 1
 
     def close(self) -> None:
         """See :class:`Exchange`; an exchange that still waits for a peer ends with an error."""

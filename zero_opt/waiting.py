@@ -187,7 +187,7 @@ class Watch:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
         timed_out = "Timed out" in text
-        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else _NEWS_S)
+        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
         if found is not None:
             return found
         if self._rank in self.departures.silent:
@@ -206,13 +206,15 @@ class Watch:
         for rank in list(ranks):
             self.departures.find(Departure(rank, How.SILENT))
 
-    def explain(self, text: str, call: int | None = None, patience_s: float = _NEWS_S) -> PeerLost | None:
+    def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
         """The error that names who has left, once a connection has broken; ``None`` if that cannot be told.
 
         Args:
-            text: the backend's. call: see :meth:`Departures.first`. patience_s: how long to wait for news.
+            text: the backend's. call: see :meth:`Departures.first`. patience_s: how long to wait for news; ``None`` is
+                as long as it may take.
         """
         begun = time.monotonic()
+        patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
             waited, silent = time.monotonic() - begun, self._ended_nearby()
             if silent is not None and self.departures.lost() is None:

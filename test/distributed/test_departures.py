@@ -128,6 +128,25 @@ def test_ranks_that_have_lost_one_that_ended_can_save_the_last_step() -> None:
     assert run_processes(3, _asked_after_it_has_ended, timeout=SECONDS) == [2, None, 2]
 
 
+def _a_fork_closes(rank: int, world_size: int, place: str) -> Any:
+    params, optimizer = _stepped(rank, place)
+    pid = os.fork()
+    if pid == 0:
+        optimizer.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    take_step(params, optimizer)
+    step = optimizer.state_dict()["state"][0]["step"].item()
+    dist.barrier()
+    optimizer.close()
+    return step
+
+
+@places
+def test_a_fork_that_closes_is_no_rank_that_leaves(place: str) -> None:
+    assert run_processes(2, _a_fork_closes, place, timeout=SECONDS) == [3, 3]
+
+
 def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
     """Rank 1 takes part in the agreement on the step, and not in the exchange of its gradients."""
     exchange, near = PLACES[place]

@@ -54,7 +54,7 @@ def _nothing() -> None:
     """There is nothing to leave."""
 
 
-def _unexplained(text: str, call: int | None = None, patience_s: float = 0.0) -> None:
+def _unexplained(text: str, call: int | None = None, patience_s: float | None = None) -> None:
     """Nothing is known."""
 
 
