@@ -53,6 +53,10 @@ crash: setup
 test-accelerator: setup
 	ZERO_OPT_ACCELERATOR=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test/accelerator
 
+# Hosts that are network namespaces, with the times that connections have by default: minutes. Needs root.
+test-hosts: setup
+	ZERO_OPT_HOSTS=long $(BIN)/python -m pytest test/hosts
+
 # An hour of training with a worker killed every 10 s, and 50,000 random training scripts on threaded ranks.
 soak: setup
 	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak

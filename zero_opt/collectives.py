@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import meeting
 from .comm.connecting import Connecting
+from .comm.departures import Departures
 from .comm.device_backends import abort_device_backend, add_device_backend
 from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch
 from .late_params import bring
@@ -51,7 +52,8 @@ ALONE = "alone"
 # Backends of torch's tests and dry runs, whose ranks are threads, or are not there.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
-# A tag of messages that no rank ever sends: others are lower.
+# A tag of messages that no rank ever sends, others are lower: a backend may abort the process where a message does not
+# fit its receiver.
 _NEVER_SENT = (1 << 31) - 1
 
 
@@ -76,9 +78,13 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
+    return _gathered(f"rank {src}", _broadcasting(pg, tensor, src), tensor)
+
+
+def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return _gathered(f"rank {src}", start(f"rank {src}", pg.broadcast, [tensor], options), tensor)
+    return start(f"rank {src}", pg.broadcast, [tensor], options)
 
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
@@ -182,10 +188,11 @@ class Group:
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = waited_for(_timeout_of(parent) if timeout is None else timeout)
-        self._pid, self._broken = os.getpid(), threading.Lock()
+        self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
         self._watch: Watch | None = None
+        self._departures: Departures | None = None
         self._waits = SerialThread("zero_opt wait", self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
             parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
@@ -202,12 +209,23 @@ class Group:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
         return self._pg
 
-    def watch(self, hang_timeout_s: float) -> None:
-        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective."""
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
+        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective.
+
+        Args:
+            others: groups of the same ranks, that are broken off with this one. departures: the ranks that have left.
+        """
         if self.has_send_recv:
             homes = homes_from(self.all_gather_bytes(home_payload()))
             store = _c10d.PrefixStore(f"{self.pg.group_name}/watch", _c10d._get_default_store())
-            self._watch = Watch(store, self.rank, homes, (self.timeout_s, hang_timeout_s))
+            timeouts, departures = (self.timeout_s, hang_timeout_s), departures or Departures()
+            self._watch = Watch(store, self.rank, homes, timeouts, departures)
+            for group in (self, *others):
+                group._departures = departures
+
+    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
+        """See :class:`transfers.MessageGroup`; ``patience_s`` is how long to wait for news of who has left."""
+        return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
     def in_step(self, step: int) -> None:
         """For messages: so many steps are done, and what this rank calls next comes after them."""
@@ -215,7 +233,7 @@ class Group:
             self._watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
-        """See :class:`transfers.Aside`."""
+        """See :class:`transfers.MessageGroup`."""
         try:
             if self._waits.ended:
                 raise RuntimeError
@@ -251,13 +269,16 @@ class Group:
         """
         self._require_own()
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        work = start(ALL, self.pg.allgather, [outputs], [tensor])
-        if self._watch is None:
-            _gathered(ALL, work, tensor).wait()
-        else:
-            with peer_lost(ALL):
-                self._watch.wait(work)
+        self._finish(start(ALL, self.pg.allgather, [outputs], [tensor]), ALL, tensor)
         return outputs
+
+    def _finish(self, work: dist.Work, who: str, like: Tensor) -> None:
+        """Wait for a collective of tensors like this one; ``who`` are the ranks that it may have to wait for."""
+        if self._watch is None or not like.is_cpu:
+            _gathered(who, work, like).wait()
+        else:
+            with peer_lost(f"{who}, for which step {self._watch.step} waits,"):
+                self._watch.wait(work)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         """Every rank's payload, which may differ in length, in rank order.
@@ -290,7 +311,7 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         self._require_own()
-        broadcast(self.pg, tensor, src).wait()
+        self._finish(_broadcasting(self.pg, tensor, src), f"rank {src}", tensor)
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
@@ -313,7 +334,7 @@ class Group:
         self.broadcast(torch.empty(numel, dtype=dtype, device="cpu") if tensor is None else tensor.view(-1), src)
         return None
 
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Transfer:
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Message:
         """Start sending a contiguous tensor to one rank."""
         return Message(f"rank {dst}", start(f"rank {dst}", self.pg.send, [tensor], dst, tag), self)
 
@@ -326,15 +347,24 @@ class Group:
 
         gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
         """
-        if os.getpid() != self._pid or not self._broken.acquire(blocking=False):
+        self.disconnect()
+        if os.getpid() == self._pid and self._aborted.acquire(blocking=False):
+            self._abort_devices()
+
+    def disconnect(self) -> None:
+        """As :meth:`interrupt`, but for what is under way on an accelerator."""
+        if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
             return
+        self._take_leave()
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
-                    self.receive_from(torch.empty(1, dtype=torch.float32, device="cpu"), rank, _NEVER_SENT).wait_here(
-                        0.001
-                    )
-        self._abort_devices()
+                    empty = torch.empty(1, dtype=torch.float32, device="cpu")
+                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, _NEVER_SENT)
+                    Transfer(f"rank {rank}", receiving).wait(0.001)
+
+    def _take_leave(self) -> None:
+        """Connections are about to be broken."""
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
@@ -372,7 +402,17 @@ class DeviceGroup(Group):
 
 
 class SideGroup(Group):
-    """For messages between two ranks beside all collectives."""
+    """For messages between two ranks beside all collectives.
+
+    Attributes:
+        farewell: called before this rank breaks its connections.
+    """
+
+    farewell: Callable[[], None] | None = None
+
+    def _take_leave(self) -> None:
+        if self.farewell is not None:
+            self.farewell()
 
     @property
     def inherited(self) -> bool:
@@ -407,8 +447,11 @@ class AloneGroup(Group):
         self._require_own()
         return [payload]
 
-    def watch(self, hang_timeout_s: float) -> None:
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
         """See :class:`Group`; there is nobody to wait for."""
+
+    def disconnect(self) -> None:
+        """See :class:`Group`; there is nobody to leave."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See :class:`Group`; there is nobody to send to."""

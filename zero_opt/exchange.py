@@ -233,6 +233,9 @@ class Exchange(Protocol):
         every rank. An exchange that cannot tell without waiting for other ranks knows of none.
         """
 
+    def leave(self) -> None:
+        """Let no rank wait for this one in an exchange to come, nor this one for another."""
+
     def close(self) -> None:
         """Release what is held."""
 
@@ -260,6 +263,9 @@ class PooledExchange:
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
         """See :class:`Exchange`; knows of none."""
         return tuple
+
+    def leave(self) -> None:
+        """See :class:`Exchange`; what connections carry ends with them."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -61,6 +61,8 @@ _LINE_BYTES = 64
 # In the first page: the number, from 1, of the last step that failed on its rank. It is written before the rank's part
 # of that step's last gather is published, and read after that has been seen.
 _FAILED_AT = 1024
+# And a byte that its owner sets once it takes part in no further exchange.
+_LEFT_AT = _FAILED_AT + 8
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
 # What is under way when the exchange closes ends within a look, on a machine that is not overloaded.
@@ -77,9 +79,12 @@ class ControlGroup(Protocol):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order."""
 
+    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
+        """The error that names who has left, where a rank is gone, if that can be told."""
+
 
 class _Peer:
-    """Another rank: its arena, and whether its process lives."""
+    """Another rank: its arena, and whether it takes part."""
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
@@ -92,9 +97,9 @@ class _Peer:
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)
 
-    def dead(self) -> bool:
-        """Whether the process has ended."""
-        return bool(self._poll.poll(0))
+    def gone(self) -> bool:
+        """Whether the rank takes part in no further exchange: it says so, or its process has ended."""
+        return bool(self.arena.bytes[_LEFT_AT]) or bool(self._poll.poll(0))
 
     def close(self) -> None:
         """Let go of the process and of the descriptor of its memory."""
@@ -110,7 +115,7 @@ class HostExchange(PooledExchange):
     ) -> None:
         super().__init__(pool)
         self.adds_up = GRAD_DTYPES
-        self._timeout_s, self._closed, self._reading = group.timeout_s, False, threading.Lock()
+        self._group, self._closed, self._pid, self._reading = group, False, os.getpid(), threading.Lock()
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
         arenas_of = {group.rank: own, **{peer.rank: peer.arena for peer in peers}}
@@ -129,39 +134,40 @@ class HostExchange(PooledExchange):
     ) -> bool:
         """See :class:`DirectExchange`."""
         bucket = _bucket(runs, bounds, out.dtype, sums)
-        return self._complete(partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
+        return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
         """See :class:`DirectExchange`; complete on return."""
         dtype = next(run.values.dtype for run in runs if run.values is not None)
-        if not self._complete(partial(self._ranks.gather, ident, _bucket(runs, bounds, dtype))):
+        if not self._complete(ident, partial(self._ranks.gather, ident, _bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return _nothing_left
 
-    def _complete(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
+    def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
         with self._reading:
-            return self._go_through(advance)
+            return self._go_through(ident, advance)
 
-    def _go_through(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
-        deadline, published = time.monotonic() + self._timeout_s, 0
+    def _go_through(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
+        deadline, published = time.monotonic() + self._group.timeout_s, 0
         while True:
             if self._closed:
-                raise OptimizerClosed("closed while an exchange with the other ranks was under way")
+                closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
+                raise self._group.explain("", 0.0) or closed
             state, rank, came = advance(published, _LOOK_S)
             if state != _NOT_YET:
                 return state != _PASSED
             if came > published:
-                deadline, published = time.monotonic() + self._timeout_s, came
-            peer = self._peers[rank]
-            if peer.dead():
-                # It may have published just before it ended.
+                deadline, published = time.monotonic() + self._group.timeout_s, came
+            if self._peers[rank].gone():
+                # It may have published just before that.
                 state, still, published = advance(published, 0.0)
                 if state == _NOT_YET and still == rank:
-                    raise PeerLost(f"rank {rank} (pid {peer.pid}) has died; restart from the last checkpoint")
+                    raise self._lost(rank, ident)
             elif time.monotonic() > deadline:
                 raise PeerLost(
-                    f"rank {rank} (pid {peer.pid}) has not come to the same exchange in {self._timeout_s:.0f} s"
+                    f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step "
+                    f"{ident.step} in {self._group.timeout_s:.0f} s"
                 )
 
     def fail(self, step: int) -> None:
@@ -171,6 +177,11 @@ class HostExchange(PooledExchange):
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """See :class:`Exchange`; it costs a look at memory."""
         return lambda: [rank for rank, word in self._failed.items() if word.item() == step + 1]
+
+    def _lost(self, rank: int, ident: Ident) -> PeerLost:
+        """The error about a rank that will not come to an exchange."""
+        gone = f"rank {rank} (pid {self._peers[rank].pid}) has left, or died, before the exchange of step {ident.step}"
+        return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`."""
@@ -185,9 +196,15 @@ class HostExchange(PooledExchange):
         self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
         return Gathering((), chunks_of(bucket, bounds))
 
+    def leave(self) -> None:
+        """See :class:`Exchange`; a fork, whose memory this is too, leaves nothing."""
+        self._closed = True
+        if os.getpid() == self._pid and self._own.bytes.numel():
+            self._own.bytes[_LEFT_AT] = 1
+
     def close(self) -> None:
         """See :class:`Exchange`; an exchange that still waits for a peer ends with an error."""
-        self._closed = True
+        self.leave()
         for peer in self._peers.values():
             peer.close()
         self._own.close()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from functools import partial
 
 import torch.distributed as dist
 
 from .collectives import AloneGroup, DeviceGroup, Group, SideGroup, connect
 from .comm.connecting import made_by_all
+from .comm.departures import Departures, How
+from .comm.keepalive import ending_with_hosts
 from .consolidate import LocalState
+from .exchange import Exchange
 from .partition import Partition
 from .placement import Placement
 from .policies import Checks
+from .serial_thread import SerialThread
 from .state_guard import StateGuard
 from .state_service import StateService
 
@@ -31,6 +35,9 @@ class OwnGroups:
         several = None if parent is None or parent.size() == 1 else parent
         self.service: StateService | None = None
         self._side: SideGroup | None = None
+        self._exchanges: Mapping[str, Exchange] = {}
+        self._thread: SerialThread | None = None
+        self._departures = Departures()
         self.control: Group
         self.reduce: Group
         self.gather: Group
@@ -38,35 +45,56 @@ class OwnGroups:
             self.control = self.reduce = self.gather = AloneGroup()
         else:
             self._make(several, checks.timeout)
-        self.control.watch(checks.hang_timeout)
+        self.control.watch(checks.hang_timeout, (self.reduce, self.gather), self._departures)
+        self._departures.leave, self._departures.end = self._leave, self._leave_in_order
         self.neighbours = neighbours or self.control
 
     def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         connecting = connect(parent, groups=4)
         with made_by_all(connecting) as made:
-            for kind, purpose in ((Group, "control"), (DeviceGroup, "reduce"), (Group, "gather")):
+            with ending_with_hosts():
+                made.append(Group(parent, timeout, "control", connecting))
+            for kind, purpose in ((DeviceGroup, "reduce"), (Group, "gather")):
                 made.append(kind(parent, timeout, purpose, connecting))
             self.control, self.reduce, self.gather = made
             if connecting is not None:  # the ranks are processes
-                self._side = SideGroup(parent, timeout, "state", connecting)
+                with ending_with_hosts():
+                    self._side = SideGroup(parent, timeout, "state", connecting)
                 made.append(self._side)
+
+    def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
+        """Leave these exchanges too where this rank leaves, in order once ``thread`` has run what is queued."""
+        self._exchanges, self._thread = exchanges, thread
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
         """Begin to serve this rank's state. All ranks should."""
         if self._side is not None and self.service is None:
             # Nothing that leads to the optimizer, so that it can be collected while it is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, partition.flats, self.control)
+            self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """See :meth:`StateService.in_step`."""
-        return nullcontext() if self.service is None else self.service.in_step()
+    def _leave(self) -> None:
+        """Let no rank wait for this one in training, nor this one for another."""
+        for exchange in self._exchanges.values():
+            exchange.leave()
+        for group in (self.control, self.reduce, self.gather):
+            group.disconnect()
+
+    def _leave_in_order(self) -> None:
+        """As :meth:`_leave`, but for what is queued for other ranks, which is sent first."""
+        self.control.disconnect()
+        if self._thread is not None and self._thread.takes:
+            self._thread.submit(self._leave)
+        else:
+            self._leave()
 
     def close(self) -> None:
         """Destroy all of them; that of the service once all ranks have closed."""
         if self.service is not None:
-            self.service.abandon()
+            self.service.abandon(How.CLOSED)
         elif self._side is not None:
             self._side.close()
+        self._leave_in_order()
+        self._departures.forget()
         for group in (self.reduce, self.gather, self.control):
             group.close()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from .comm.departures import How
 from .state_guard import WARN_AFTER_S
 from .system.threads import BackgroundThreads
 
@@ -32,8 +33,8 @@ _ENDING_S = 5.0
 class Service(Protocol):
     """Something that other ranks may ask until all have closed."""
 
-    def abandon(self) -> None:
-        """Close it, if the user has not."""
+    def abandon(self, how: How) -> None:
+        """Close it, if the user has not; ``how`` is what the other ranks are told."""
 
     def join(self, failed: bool) -> None:
         """Wait until all have closed or time is up; not at all if the program has ``failed``. Break off the rest."""
@@ -71,7 +72,7 @@ def serve_to_the_end() -> None:
     """Serve while other ranks may ask; but the ranks must not wait for one that an exception has ended."""
     has_failed, services = failed(), list(running)
     for service in services:
-        service.abandon()
+        service.abandon(How.FAILED if has_failed else How.ENDED)
     for service in services:
         service.join(has_failed)
     threads.join(_ENDING_S)

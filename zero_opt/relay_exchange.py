@@ -50,6 +50,10 @@ class RelayExchange(PooledExchange):
         """See :class:`Exchange`."""
         return self._host.failures(step)
 
+    def leave(self) -> None:
+        """See :class:`Exchange`."""
+        self._host.leave()
+
     def close(self) -> None:
         """See :class:`Exchange`."""
         self._host.close()

@@ -109,6 +109,11 @@ class SerialThread:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def takes(self) -> bool:
+        """Whether it runs, and has not been told to end: what is submitted will be run."""
+        return self.runs and self._stop.alive and not _over.is_set()
+
+    @property
     def ended(self) -> bool:
         """Whether interpreter exit has begun, or will not be noticed here, as in a fork: calls would not be run."""
         return _over.is_set() or (self._thread is not None and not self._thread.is_alive())

@@ -3,8 +3,10 @@
 [Note: the ring]
 A thread per rank waits for messages of the rank before it and passes each on to the next, until it has been everywhere.
 So one blocked receive per rank suffices, nothing polls, and a rank that dies is noticed at once by the one after it,
-which breaks its connections in turn. (gloo's receive from any rank does not notice; its waits cannot be cut into
-slices, since one that times out ends the group; and a store is polled, or has one server on one rank.)
+which tells the others, and breaks its connections in turn. A rank that leaves training says so, and so does one that
+breaks its connections for another reason: one that breaks without a word is that of a dead rank. (gloo's receive from
+any rank does not notice; its waits cannot be cut into slices, since one that times out ends the group; and a store is
+polled, or has one server on one rank.)
 
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers it directly, from a thread of its
@@ -36,12 +38,14 @@ import torch
 from torch import Tensor
 
 from . import process_end
-from .collectives import Group, SideGroup, bytes_tensor, tensor_bytes
+from .collectives import SideGroup, bytes_tensor, tensor_bytes
+from .comm.departures import Departure, Departures, How
 from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
 from .errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
 from .flat_param import FlatParam
 from .state.messages import (
-    CLOSED,
+    BROKEN,
+    DEPARTED,
     ERROR,
     GO,
     LATER,
@@ -49,13 +53,14 @@ from .state.messages import (
     RING_TAG,
     STOP,
     Answer,
-    Message,
+    RingMessage,
     answer_tag,
-    tensor_of,
+    words_of,
 )
 from .state_guard import WARN_AFTER_S, StateGuard, Verdict
 from .system.devices import thread_device
-from .transfers import Transfer, Window
+from .transfers import Message, Transfer, Window
+from .waiting import first_line
 
 _log = logging.getLogger("zero_opt")
 
@@ -63,8 +68,8 @@ _log = logging.getLogger("zero_opt")
 _FOR_EVER_S = 100 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
-# Seconds that a step, which all ranks may have entered and left with an error, has to end once one has closed.
-_GRACE_S = 1.0
+# Seconds that the next rank has to take what is under way to it before connections are broken.
+_FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
 _State = LocalState | FrozenState
@@ -97,7 +102,7 @@ class StateService:
 
     Args:
         capture: this rank's state as it is at the moment. flats: all sharded parameters, by global index.
-        control: the group in which the ranks agree on a step.
+        departures: the ranks that have left training.
     """
 
     def __init__(
@@ -106,26 +111,24 @@ class StateService:
         guard: StateGuard,
         capture: Callable[[], LocalState],
         flats: dict[int, FlatParam],
-        control: Group,
+        departures: Departures,
     ) -> None:
-        self._side, self._guard = side, guard
+        self._side, self._guard, self._departures = side, guard, departures
         self._flats: dict[int, FlatParam] | None = flats
-        self._control: Group | None = control
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._in_step: object | None = None
         self._left = (side.rank - 1) % side.world_size
         self._right = (side.rank + 1) % side.world_size
         self._others = [rank for rank in range(side.world_size) if rank != side.rank]
         self._open = set(self._others)
-        self._closed = self._in_order = False
+        self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
         self._asking = threading.Lock()
         self._pulls = 0
         # What is sent without waiting, lest ranks wait for each other in a circle: round the ring, where each rank has
-        # at most two messages under way; and else, where nobody may take it.
-        self._passed: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
+        # at most three messages under way; and else, where nobody may take it.
+        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
         self._serving = process_end.Serving()
@@ -134,6 +137,8 @@ class StateService:
         self._use_device = thread_device()
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
+        side.farewell = self._bid_farewell
+        departures.tell, departures.news = self._tell, True
         process_end.add(self)
         process_end.threads.start(self._thread)
         process_end.threads.start(self._delivering)
@@ -144,28 +149,36 @@ class StateService:
         try:
             self._use_device()
             while self._open:
-                words = tensor_of(*[0] * len(Message._fields))
+                words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, RING_TAG).wait(_FOR_EVER_S)
-                message = Message(*words.tolist())
-                if message.origin != self._right:
-                    self._pass_on(words)
+                message = RingMessage(*words.tolist())
+                dead = message.about if message.how == How.LOST else None
+                if message.kind != BROKEN and self._right not in (message.origin, dead):
+                    with contextlib.suppress(PeerLost):  # that of the next rank is noticed by the one after it
+                        self._pass_on(words)
                 self._take(message)
             with self._condition:
                 while not self._closed:
                     self._condition.wait(_FOR_EVER_S / 100)
-            for transfer, _ in list(self._passed):
-                transfer.wait(_INTERRUPTED_S)
+            self._wait_passed(_INTERRUPTED_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
+            self._find_lost()
             self._side.interrupt()
         finally:
             self._end()
 
-    def _take(self, message: Message) -> None:
-        if message.kind == CLOSED:
-            self._open.discard(message.origin)
-            if self._in_step is not None and message.changes == self._guard.changes:
-                process_end.started(threading.Timer(_GRACE_S, self._leave_step, [self._in_step]))
+    def _take(self, message: RingMessage) -> None:
+        if message.kind == BROKEN:
+            self._told = True
+            return
+        if message.kind == DEPARTED:
+            departure = Departure(message.about, How(message.how), message.steps, message.calls)
+            self._departures.hear(departure)
+            if departure.how is How.LOST:
+                self._departures.leave()
+            elif departure.how is not How.SILENT:
+                self._open.discard(message.about)
             return
         if self._final is not None:
             with self._served(message.origin):
@@ -187,12 +200,12 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.over()
-        self._passed = self._sent = deque()  # whose messages hold the connections
+        self._passed, self._sent = deque(), deque()  # whose messages hold the connections
         self._side.close()
         process_end.running.discard(self)
 
     def _send(self, dst: int, tag: int, *numbers: int) -> None:
-        words = tensor_of(*numbers)
+        words = words_of(*numbers)
         self._sent.append((self._side.send_to(words, dst, tag), words))
 
     def _receive(self, into: Tensor, src: int, tag: int) -> None:
@@ -203,37 +216,33 @@ class StateService:
     def _pass_on(self, words: Tensor) -> None:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
 
-    def _send_round(self, kind: int, pull: int, changes: int) -> None:
-        self._pass_on(tensor_of(*Message(kind, self._side.rank, pull, changes, self._guard.step)))
+    def _wait_passed(self, seconds: float) -> None:
+        """Let what is under way to the next rank arrive."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._passed.popleft()[0].wait_here(seconds)
 
-    @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Within it this rank waits for all ranks to enter a step, and not for one that has closed before it.
+    def _tell(self, departure: Departure) -> None:
+        """Tell the other ranks of a departure."""
+        with contextlib.suppress(RuntimeError):
+            self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure)))
 
-        Raises:
-            PeerLost: one has, or does so meanwhile.
-        """
-        self._in_step = object()
-        try:
-            closed = sorted(set(self._others) - self._open)
-            if closed:
-                raise PeerLost(
-                    f"rank {closed[0]} has closed this optimizer, or ended, before step {self._guard.step}; let every "
-                    "rank take as many steps, or take uneven ones under torch.distributed.algorithms.Join"
-                )
-            yield
-        finally:
-            self._in_step = None
+    def _find_lost(self) -> None:
+        """The connection to the rank before this one has broken: tell the others, if it has not said why."""
+        if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
+            self._departures.find(Departure(self._left, How.LOST))
+            self._departures.leave()
 
-    def _leave_step(self, step: object) -> None:
-        """End the wait of a step that a rank will not enter, if it still goes on."""
-        control = self._control
-        if self._in_step is step and control is not None:
-            control.interrupt()
+    def _bid_farewell(self) -> None:
+        """Let the next rank know that connections which are about to break are not those of a dead rank."""
+        self._told, self._departures.news = True, False
+        with contextlib.suppress(RuntimeError):
+            self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
+            self._wait_passed(_FAREWELL_S)
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: RingMessage) -> None:
         """Answer one pull from beginning to end."""
         self._use_device()
         with self._served(message.origin):
@@ -272,7 +281,7 @@ class StateService:
         finally:
             self._answering.discard(threading.current_thread())
 
-    def _offer(self, message: Message) -> _Offer | None:
+    def _offer(self, message: RingMessage) -> _Offer | None:
         """Say whether the state can be had, and list it. Waits for nobody after close()."""
         dst, pull, guard = message.origin, message.pull, self._guard
         tag, verdict = answer_tag(pull), guard.admit(message.changes)
@@ -299,7 +308,7 @@ class StateService:
         try:
             said, of = STOP, -1
             while of != offer.pull:
-                words = tensor_of(said, of)
+                words = words_of(said, of)
                 self._receive(words, offer.dst, answer_tag(offer.pull) + 1)
                 said, of = words.tolist()
             if said == GO and offer.state is not None:
@@ -355,6 +364,10 @@ class StateService:
                 for rank in self._others:
                     unasked.discard(rank)
                     self._fetch(rank, targets[rank])
+            except PeerLost as error:
+                if error.__cause__ is None:  # no connection has broken
+                    raise
+                raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
             finally:
                 with contextlib.suppress(RuntimeError):
                     for rank in unasked:
@@ -363,7 +376,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise PeerLost(
+            raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
                 f"this rank holds only a shard of the state, and another has ended: {self._lost}; restart all ranks "
                 "from a checkpoint"
             )
@@ -377,7 +390,7 @@ class StateService:
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
         process_end.started(warning)
         try:
-            self._send_round(OPEN, self._pulls, changes)
+            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes)))
             return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
         finally:
             warning.cancel()
@@ -394,7 +407,7 @@ class StateService:
         while answer.code == LATER or answer.pull != self._pulls:
             # Of a pull that was given up.
             self._receive(torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu"), rank, tag)
-            words = tensor_of(*answer)
+            words = words_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
             heard[rank] = answer.step
@@ -443,13 +456,13 @@ class StateService:
 
     def close(self) -> None:
         """The user closes: serve the state as it is, until all ranks have closed; does not wait for that."""
-        self._close(in_order=sys.exc_info()[0] is None)
+        self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
-    def abandon(self) -> None:
+    def abandon(self, how: How) -> None:
         """As :meth:`close`, where the user has not: the program may have failed."""
-        self._close(in_order=False)
+        self._close(how, in_order=False)
 
-    def _close(self, in_order: bool) -> None:
+    def _close(self, how: How, in_order: bool) -> None:
         if self._side.inherited:  # where nothing runs, and locks may be held for ever
             self._side.close()
             return
@@ -459,23 +472,24 @@ class StateService:
             self._closed, self._in_order = True, in_order
             self._guard.finish()
             self._freeze()
-            with contextlib.suppress(RuntimeError):
-                self._send_round(CLOSED, 0, self._guard.changes)
+            self._tell(Departure(self._side.rank, how, self._guard.step, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
             self._condition.notify_all()
+        if how is not How.CLOSED:  # else the caller does that, once all it has is sent
+            self._departures.end()
 
     def _freeze(self) -> None:
         """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
         with self._guard.after_change():
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.mark()
-        self._flats = self._capture = self._control = None
+        self._flats = self._capture = None
         self._guard.failure = None  # its traceback leads to them
 
     def join(self, failed: bool) -> None:
         """See :class:`process_end.Service`."""
-        if not failed:
+        if not (failed or self._departures.given_up):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
         self._thread.join(_INTERRUPTED_S)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerLost
-from .waiting import SLICE_S, done_within
+from .waiting import SLICE_S, done_within, first_line
 
 # Messages under way at a time.
 _WINDOW = 8
@@ -21,8 +21,11 @@ _WINDOW = 8
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
-class Aside(Protocol):
-    """Runs calls that native code does not leave for a signal on another thread."""
+class MessageGroup(Protocol):
+    """What a message needs of its group."""
+
+    def explain(self, text: str) -> PeerLost | None:
+        """The error that names who has left, where a connection has broken with this text, if that can be told."""
 
     def aside(self, call: Callable[[], None]) -> None:
         """Run it, and return when it has; Ctrl-C ends the wait for it, and what it waits for."""
@@ -66,7 +69,7 @@ class Message(Transfer):
     group, so the main thread leaves it to another.
     """
 
-    def __init__(self, who: str, work: dist.Work, group: Aside) -> None:
+    def __init__(self, who: str, work: dist.Work, group: MessageGroup) -> None:
         super().__init__(who, work)
         self._group = group
 
@@ -79,7 +82,10 @@ class Message(Transfer):
 
     def wait_here(self, seconds: float | None = None) -> None:
         """As :meth:`wait`, whatever the thread."""
-        super().wait(seconds)
+        try:
+            super().wait(seconds)
+        except PeerLost as error:
+            raise self._group.explain(first_line(error)) or error from error
 
 
 class Window:
@@ -108,7 +114,7 @@ def peer_lost(who: str) -> Iterator[None]:
     except PeerLost:
         raise
     except RuntimeError as error:
-        text = (str(error) or type(error).__name__).splitlines()[0]
+        text = first_line(error)
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
             raise
         raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error

@@ -5,6 +5,12 @@ A backend's collective does not say whom it waits for. So a rank that has waited
 the process group was made with how many such calls it has entered; those that have not put down as many are the ones
 that are missing. Nothing is written, nor read, while ranks come within that second. Of a rank in this host the kernel
 knows besides whether it is stopped or has ended.
+
+[Note: who has left]
+A rank that leaves training says so, and breaks its connections for training. So does one that hears of it, or finds it
+out, where it cannot go on without: so no rank waits for another that waits for one that has left. A connection breaks
+at once, before it is known why; the rank to name is the one that news of it come of. A rank that was killed, or whose
+host does not answer, says nothing: its neighbour tells the others; see [Note: the ring].
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from .comm.departures import Departure, Departures, How
 from .errors import PeerLost, PeerSilent
 from .host_exchange import host_if_known
 from .serial_thread import SerialThread
@@ -36,6 +43,8 @@ _LOOK_S = 0.5
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
 _ENDING_S = 0.3
+# How long news may take of why a connection broke: two that a host has lost break so long after each other.
+_NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
 
 
@@ -96,12 +105,15 @@ class Watch:
     """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
 
     Attributes:
-        step: the step that this rank is in. call: what its user called.
+        step: the step that this rank is in. call: what its user called. departures: the ranks that have left.
     """
 
-    def __init__(self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float]) -> None:
+    def __init__(
+        self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float], departures: Departures
+    ) -> None:
         """``timeouts``: of the process group, and for ranks that are stopped."""
-        self.step, self.call = 0, "step()"
+        self.step, self.call, self.departures = 0, "step()", departures
+        departures.explain, departures.lives = self.explain, self.lives
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
         self._world_size = len(homes)
@@ -113,14 +125,18 @@ class Watch:
         """Return when a collective of all ranks is over.
 
         Raises:
-            PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has ended.
+            PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has left.
             RuntimeError: the backend's, where it is about something else.
         """
         self._entered += 1
+        self.departures.calls = self._entered
         patience = _Patience(self)
         try:
             while not done_within(work, SLICE_S):
                 patience.look()
+                departure = self.departures.first(self._entered)
+                if departure is not None:
+                    raise self.explain("", self._entered, _ENDING_S) or self._left(departure)
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise
@@ -172,6 +188,7 @@ class Watch:
         """The error, once these have been stopped for so long."""
         if seconds < self._hang_timeout_s:
             return None
+        self._give_up(ranks)
         return PeerSilent(
             f"{self.name(ranks)} has been stopped for {seconds:.0f} s while step {self.step} waits for it, and "
             f"{self.last}; let it go on (kill -CONT), or restart all ranks from the last checkpoint"
@@ -179,24 +196,72 @@ class Watch:
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        end = time.monotonic() + _ENDING_S
-        timed_out = "imed out" in text or "imeout" in text
-        while not timed_out:
-            ended = [rank for rank, home in self._near.items() if home.state() in _ENDED]
-            if ended:
-                return PeerLost(f"{self.name(ended)} has ended; restart all ranks from the last checkpoint ({text})")
-            if time.monotonic() > end:
-                break
-            time.sleep(0.01)
-        missing = self.missing() if waited > self.mark_after_s else []
+        text = first_line(error)
+        timed_out = "Timed out" in text
+        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
+        if found is not None:
+            return found
+        if self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+        missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
+        self._give_up(missing)
         return PeerSilent(
             f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}: "
             f"{self.alone(missing)}; look at what it does (py-spy dump), or give it longer with "
             f"checks=Checks(timeout=...) ({text})"
         )
+
+    def _give_up(self, ranks: Sequence[int]) -> None:
+        """Tell the other ranks that this one waits no more for these."""
+        for rank in list(ranks):
+            self.departures.find(Departure(rank, How.SILENT))
+
+    def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
+        """The error that names who has left, once a connection has broken; ``None`` if that cannot be told.
+
+        Args:
+            text: the backend's. call: see :meth:`Departures.first`. patience_s: how long to wait for news; ``None`` is
+                as long as it may take.
+        """
+        begun = time.monotonic()
+        patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
+        while True:
+            waited, silent = time.monotonic() - begun, self._ended_nearby()
+            if silent is not None and self.departures.lost() is None:
+                self.departures.find(silent)
+            departure = self.departures.first(call)
+            # Of one that has failed, why may still be on the way.
+            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
+                return self._left(departure, text)
+            more = self.departures.news and not self.departures.given_up
+            if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
+                return None
+            time.sleep(0.01)
+
+    def _ended_nearby(self) -> Departure | None:
+        """A rank of this host that has ended, and has not said so."""
+        for rank, home in self._near.items():
+            if not self.departures.knows(rank) and home.state() in _ENDED:
+                return Departure(rank, How.LOST)
+        return None
+
+    def lives(self, rank: int) -> bool:
+        """Whether a rank is known to run, in this host, a little after its connection has broken."""
+        home, end = self._near.get(rank), time.monotonic() + _ENDING_S
+        while home is not None and home.state() not in _ENDED:
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _left(self, departure: Departure, text: str = "") -> PeerLost:
+        """The error about a rank that has left; this one leaves too."""
+        self.departures.leave()
+        how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
+        waiting = f"{how} while step {self.step} waits for it, and {self.last}" + (f" ({text})" if text else "")
+        return PeerLost(departure.text(self.name([departure.rank]), waiting))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
@@ -248,6 +313,11 @@ class _Patience:
             error = watch.hung(list(self._stopped), now - min(self._stopped.values()))
             if error is not None:
                 raise error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, or its class."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def homes_from(payloads: Sequence[bytes]) -> list[Home]:

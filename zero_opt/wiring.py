@@ -83,6 +83,7 @@ class Wiring:
         self._guard = StateGuard(partial(marks, self.partition.streams))
         self._exchanges: dict[str, Exchange] = {}
         self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
+        groups.leave_with(self._exchanges, self._thread)
         parts = Parts(self.partition, self.agreement, self._exchanges, self._thread, lambda: self._params, self._admit)
         self._pool, self.progress = parts.pool, parts.progress
         self.reduction = build_reduction(recipe.reduction, parts)
@@ -221,8 +222,7 @@ class Wiring:
         except UnsupportedParam as found:
             error = error or found
         try:
-            with self._groups.in_step():
-                grads = self.reduction.finish(error or self.placement.conflict())
+            grads = self.reduction.finish(error or self.placement.conflict())
         except StepFailed:
             self._owed = True
             raise
@@ -330,7 +330,7 @@ class Wiring:
         failure = self._guard.failure
         self.reduction.stepped()
         self.progress.stepped()
-        self.agreement.group.in_step(self.progress.step)
+        self._groups.control.in_step(self.progress.step)
         self.partition.settle()
         self._guard.commit(self.progress.step)
         if failure is None:

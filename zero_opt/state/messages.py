@@ -1,4 +1,4 @@
-"""What ranks say to each other when one asks for the others' state; see the notes of the state service.
+"""What ranks say to each other about state and about leaving; see the notes of the state service.
 
 Every message but a listing, and the elements themselves, is a few int64 numbers.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Messages round the ring.
-OPEN, CLOSED = 0, 1
+# Messages round the ring; the last goes to the next rank alone.
+OPEN, DEPARTED, BROKEN = 0, 1, 2
 # What an asking rank says once it has heard all answers; the number of its pull follows.
 GO, STOP = 0, 1
 # Answers beside those of Verdict: it comes later; there is an error in the listing's place.
@@ -22,14 +22,21 @@ RING_TAG = 1
 _PULL_TAGS = 1 << 20
 
 
-class Message(NamedTuple):
-    """Round the ring: ``origin`` asks for the state after so many changes, or has closed after them, in that step."""
+class RingMessage(NamedTuple):
+    """From ``origin``, which asks for the state after so many changes, or has heard that a rank has left.
+
+    Attributes:
+        pull: number of the request. about, how, steps, calls: the departure.
+    """
 
     kind: int
     origin: int
-    pull: int
-    changes: int
-    step: int
+    pull: int = 0
+    changes: int = 0
+    about: int = 0
+    how: int = 0
+    steps: int = 0
+    calls: int = 0
 
 
 class Answer(NamedTuple):
@@ -46,8 +53,8 @@ class Answer(NamedTuple):
     pull: int
 
 
-def tensor_of(*numbers: int) -> Tensor:
-    """Numbers as a message."""
+def words_of(*numbers: int) -> Tensor:
+    """The integers as a tensor that can be sent."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

@@ -1,0 +1,1 @@
+"""Ranks on several hosts, which are network namespaces of this one."""
