@@ -131,11 +131,11 @@ _WANTED = {
 def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
     found = next((a for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), None)
     label = "a parameter" if found is None else found.label
-    namespace, _, rest = str(func).partition(".")
-    first = _REDUCE if namespace == "c10d" else _WANTED.get(rest.partition(".")[0], _EDIT)
+    namespace, name, *_ = (*str(func).split("."), "")
+    first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
     if func is aten.copy_.default and torch._C._current_graph_task_id() != -1:
         first = _DDP
-    elif args and isinstance(args[0], torch.nn.Parameter):
+    elif name.endswith("_") and isinstance(args[0], torch.nn.Parameter):
         first = _STEP
     others = "; ".join(way for way in _WAYS_OUT if way is not first)
     return GradientConsumed(

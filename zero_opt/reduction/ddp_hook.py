@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, StepDesync, ZeroOptError
 from .base import GradShard, Parts
@@ -164,6 +165,7 @@ class DDPHookReduction(OverlappedReduction):
 def _before_forward(module: nn.Module, call: weakref.WeakMethod[Any]) -> None:
     """Make the call once, before the module's next forward."""
 
+    @_disable_dynamo
     def once(*_: object) -> None:
         handle.remove()
         made = call()
