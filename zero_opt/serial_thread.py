@@ -7,7 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from .system.devices import thread_device
@@ -57,6 +57,10 @@ def _end_all() -> None:
     _threads.hold()
 
 
+def _nothing() -> None:
+    """Run after whatever was submitted before."""
+
+
 class CallingThread:
     """A stand-in for :class:`SerialThread` that runs each call at once, on the thread that submits it."""
 
@@ -102,6 +106,10 @@ class SerialThread:
         future: Future[Any] = Future()
         self._jobs.put((future, call, arguments))
         return future
+
+    def idle_within(self, seconds: float) -> bool:
+        """Whether all that was submitted is over, after so many seconds at the most."""
+        return not self.runs or bool(wait([self.submit(_nothing)], seconds).done)
 
     @property
     def runs(self) -> bool:

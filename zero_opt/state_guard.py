@@ -17,7 +17,8 @@ from .streams import Streams
 from .system.devices import build_streams, is_host
 
 _log = logging.getLogger("zero_opt")
-Mark = tuple[torch.device, Any]
+# A device, a stream of it, and an event on that.
+Mark = tuple[torch.device, Any, Any]
 
 # Seconds after which a wait for another rank is mentioned in the log.
 WARN_AFTER_S = 30.0
@@ -25,7 +26,7 @@ WARN_AFTER_S = 30.0
 
 def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
     """Return, per accelerator, an event after what the current stream has been given."""
-    return [(device, there.produced()[1]) for device, there in streams.items() if not is_host(device)]
+    return [(device, *there.produced()) for device, there in streams.items() if not is_host(device)]
 
 
 class Verdict(enum.Enum):
@@ -44,14 +45,15 @@ class StateGuard:
 
     Args:
         mark: returns :func:`marks`; called where a change ends.
+        edited: whether the user has written to what a reader reads, since the last change.
 
     Attributes:
         changes: changes committed. step: optimizer steps among them.
         failure: why the last step failed on this rank, if so, until another step is taken or a state is loaded.
     """
 
-    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple) -> None:
-        self._mark, self._marks = mark, tuple[Mark, ...]()
+    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edited: Callable[[], bool] = bool) -> None:
+        self._mark, self._marks, self._edited = mark, tuple[Mark, ...](), edited
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
@@ -167,6 +169,14 @@ class StateGuard:
             self._readers -= 1
             self._condition.notify_all()
 
+    def edits(self) -> Sequence[Mark]:
+        """Return marks after what the user has written since the last change, on the streams that it was made on.
+
+        The user's thread marks nothing then. So they come after whatever else it has enqueued there, and only where
+        there are such writes.
+        """
+        return [(device, stream, stream.record_event()) for device, stream, _ in self._marks] if self._edited() else ()
+
     @contextmanager
     def after_change(self, also: Sequence[Mark] = ()) -> Iterator[None]:
         """Enqueue what follows on streams for readers, after the last change and ``also``, and after nothing else.
@@ -176,10 +186,10 @@ class StateGuard:
         they are kept, and have another priority.
         """
         with ExitStack() as stack:
-            for device, event in self._marks:
+            for device, _, event in self._marks:
                 streams = self._take_streams(device)
                 stack.callback(self._idle[device].append, streams)
-                stack.enter_context(streams.side([event, *(other for at, other in also if at == device)], ()))
+                stack.enter_context(streams.side([event, *(other for at, _, other in also if at == device)], ()))
             yield
 
     def _take_streams(self, device: torch.device) -> Streams:

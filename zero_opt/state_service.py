@@ -293,7 +293,7 @@ class StateService:
             return None
         try:
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
-            with self._guard.after_change():
+            with self._guard.after_change(self._guard.edits()):
                 state, payload = self._final or self._listed(*now)
             code = ERROR if state is None else Verdict.READY.value
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
@@ -313,7 +313,7 @@ class StateService:
                 said, of = words.tolist()
             if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
-                with self._guard.after_change():
+                with self._guard.after_change(self._guard.edits()):
                     self._send_elements(offer, offer.state)
         finally:
             self._guard.leave()
@@ -481,7 +481,7 @@ class StateService:
 
     def _freeze(self) -> None:
         """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
-        with self._guard.after_change():
+        with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.mark()
         self._flats = self._capture = None
