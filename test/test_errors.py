@@ -34,6 +34,7 @@ SECOND_BASE = {
     "OptimizerClosed": RuntimeError,
     "NativeUnavailable": RuntimeError,
     "OutOfMemory": MemoryError,
+    "OutOfResources": RuntimeError,
     "StepPending": RuntimeError,
     "StorageFailed": OSError,
     "StorageFull": OSError,

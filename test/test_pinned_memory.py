@@ -134,7 +134,7 @@ def test_what_is_refused_stays_pageable_and_leaves_no_error(runtime: Runtime, ca
 def test_an_error_is_cleared_by_a_launch_that_raises_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[torch.device] = []
 
-    def ones(_: int, device: torch.device) -> None:
+    def ones(_: int, device: torch.device, dtype: torch.dtype) -> None:
         launched.append(device)
         raise RuntimeError("CUDA error: out of memory")
 

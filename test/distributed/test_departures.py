@@ -37,7 +37,7 @@ world_sizes = pytest.mark.parametrize("world_size", [2, 3])
 def _stepped(rank: int, place: str, steps: int = 2, **options: Any) -> tuple[Any, Any]:
     exchange, near = PLACES[place]
     if not near:
-        waiting.host_id = lambda: f"host {rank}"
+        waiting.host_if_known = lambda: f"host {rank}"
     return make_stepped(steps, reduction=zero_opt.Overlapped(0.002, exchange=exchange), **options)
 
 
@@ -151,7 +151,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
     """Rank 1 takes part in the agreement on the step, and not in the exchange of its gradients."""
     exchange, near = PLACES[place]
     if not near:
-        waiting.host_id = lambda: f"host {rank}"
+        waiting.host_if_known = lambda: f"host {rank}"
     params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002, exchange=exchange))
     if rank == 1:
 

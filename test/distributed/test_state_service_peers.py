@@ -196,9 +196,9 @@ def _one_is_slow(rank: int, world_size: int) -> Any:
     if rank == 1:
         done = wiring.stepped
 
-        def late() -> None:
+        def late(failed: Any) -> None:
             time.sleep(0.5)
-            done()
+            done(failed)
 
         wiring.stepped = late
     take_step(params, optimizer)

@@ -16,7 +16,7 @@ import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.stepped import make_stepped, take_step
 from test.hosts.namespaces import fall_silent, join_host, require_namespaces
-from zero_opt import host_exchange, own_groups, process_end, waiting
+from zero_opt import host_exchange, own_groups, process_end
 from zero_opt.comm.keepalive import ending_with_hosts
 
 SECONDS = 300  # nothing hangs
@@ -28,8 +28,7 @@ def _init(rank: int, world_size: int, folder: Path) -> int:
     """Join a host; its number. Rank 1 has one for itself."""
     host = int(rank == 1)
     join_host(rank, host, folder)
-    for module in (waiting, host_exchange):
-        module.host_id = lambda: f"host {host}"  # type: ignore[attr-defined]
+    host_exchange.host_id = lambda: f"host {host}"
     store = dist.FileStore(str(folder / "store"), world_size)
     timeout = timedelta(seconds=2 * SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
