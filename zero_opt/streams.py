@@ -3,8 +3,9 @@
 [Note: producer streams]
 Autograd runs each hook on the stream that produced the gradient, and several streams may fill one bucket. The gradient
 is only enqueued at that time. So a bucket records an event of every stream that delivered to it. The stream that
-delivered last waits for the others and copies all gradients into staging memory: what the user's program enqueues on
-that stream later, such as the replay of a graph that owns the gradients, comes after the copy.
+delivered last waits for the others, and for the current stream of who sends the bucket off, which in ``step()`` may be
+another one: DDP has written gradients on it. Then it copies all gradients into staging memory: what the user's program
+enqueues on that stream later, such as the replay of a graph that owns the gradients, comes after the copy.
 
 [Note: the side stream]
 Everything that touches a shard of the gradients before ``step()`` runs on one side stream per device: the collective,
@@ -179,7 +180,9 @@ class Producers:
         self._events[stream] = event
 
     def events(self) -> list[tuple[Any, Any]]:
-        """Return (stream, event) pairs; of the current stream if none has delivered."""
-        if not self._events:
-            self.note()
-        return list(self._events.items())
+        """Return (stream, event) pairs: of the current stream, and of those that have delivered, the last one last."""
+        stream, event = self._streams.produced()
+        delivered = list(self._events.items()) or [(stream, event)]
+        # What runs on the last stream comes after all that it has been given. On another one, such as that of step(),
+        # gradients may have been written to since.
+        return delivered if stream == delivered[-1][0] else [(stream, event), *delivered]

@@ -331,3 +331,46 @@ def test_r13_an_optimizer_had_two_communicators() -> None:
 def test_r15_gradients_in_memory_of_graphs_were_staged_after_the_next_replay() -> None:
     _assert_right(2, "comm.*|relay.*", "graphs are replayed")
     _assert_right(1, "alone.*", "graphs are replayed, host")
+
+
+def _hook_on_a_stream(rank: int, world_size: int) -> tuple[list[str], list[Tensor]]:
+    """Train on a stream that DDP was not made on; rank 1 does not use a parameter, so its bucket leaves in step()."""
+    device = _device(rank)
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    params = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(64, device=device)) for _ in range(3))
+    optimizer = zero_opt.ShardedOptimizer(
+        params.parameters(), torch.optim.SGD, dist.group.WORLD, lr=0.25, foreach=False, reduction=zero_opt.DDPHook()
+    )
+    model = torch.nn.parallel.DistributedDataParallel(_SomeUsed(params), find_unused_parameters=True)
+    model.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    C.delays(0, 300, 300, 1)
+    outside, inside = torch.accelerator.current_stream(), torch.Stream(device)
+    inside.wait_stream(outside)
+    with inside:
+        for _ in range(4):
+            model(1 + rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    C.synchronize()
+    races, values = [str(race) for race in C.races()], on_host(list(params))
+    optimizer.close()
+    return races, values
+
+
+class _SomeUsed(torch.nn.Module):
+    """Half the squares of every parameter, or of every second one."""
+
+    def __init__(self, params: torch.nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, step: int) -> Tensor:
+        """Return the sum."""
+        return torch.stack([(param * param).sum() for param in list(self.params)[::step]]).sum() / 2
+
+
+def test_gradients_that_leave_in_the_step_were_read_beside_what_ddp_writes_to_them() -> None:
+    for races, values in run_processes(2, _hook_on_a_stream, backend=BACKEND, timeout=SECONDS):
+        assert not races
+        for value, kept in zip(values, (0.75, 0.875, 0.75), strict=True):
+            assert_bitwise(value, torch.full((64,), kept**4))
