@@ -202,7 +202,7 @@ class Mastered(MasterShard, Unit):
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
         """See :class:`Unit`."""
-        return super().saved(position, self.saved_state(position, state))
+        return super().saved(position, dict(self.saved_state(position, state)))
 
     def next_stepped(self, position: int) -> Tensor:
         """See :class:`Unit`; as :meth:`read_params` makes it of a split master, whose remainder stays as it is."""
