@@ -50,15 +50,22 @@ bool read(const SlotWords& slot, ExchangeIdent& ident, std::uint64_t& piece) {
 
 // Where words are being written nothing is yet: the bell rings when they are there.
 Staged look(const PeerWords& words, const ExchangeIdent& ident, std::uint64_t piece) {
-  bool passed = false;
-  for (int slot = 0; slot < 2; ++slot) {
-    ExchangeIdent found;
-    std::uint64_t found_piece;
-    if (!read(words.slots[slot], found, found_piece)) continue;
-    if (found == ident && found_piece == piece) return static_cast<Staged>(slot);
-    passed |= found > ident;
+  // Between the looks at one slot and at the other a peer may publish the piece in the first, and the next exchange in
+  // the second. But who has seen a later exchange sees all that was published before it: so the slots are looked at
+  // once more. They stay as they are then, as a peer does not complete that exchange without this rank.
+  for (bool passed : {false, true}) {
+    bool later = false;
+    for (int slot = 0; slot < 2; ++slot) {
+      ExchangeIdent found;
+      std::uint64_t found_piece;
+      if (!read(words.slots[slot], found, found_piece)) continue;
+      if (found == ident && found_piece == piece) return static_cast<Staged>(slot);
+      later |= found > ident;
+    }
+    if (passed) return Staged::kPassed;
+    if (!later) break;
   }
-  return passed ? Staged::kPassed : Staged::kNotYet;
+  return Staged::kNotYet;
 }
 
 }  // namespace

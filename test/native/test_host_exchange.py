@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -359,3 +362,41 @@ def test_words_that_are_being_written_say_nothing() -> None:
     words_of(ranks, 0, 0)[[0, 3]] = torch.tensor([4, 5])
     assert reduce(1, 1)[0] in DONE
     ranks.close()
+
+
+ROUNDS = 20_000
+
+
+def _publish_two(shared: Tensor, turn: Tensor) -> None:
+    """As a peer does that comes to an exchange in slot 0, and to the next one in slot 1, faster than any peer could."""
+    words = shared[: 16 * SLOT_WORDS].view(torch.int64)
+    order = torch.tensor([0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 5])  # writes, the words, writes again
+    for number in range(1, ROUNDS + 1):
+        first, second = ([2 * number - 1, 0, 0, 2 * number + of, 0, 2 * number] for of in (0, 1))
+        values = torch.tensor([*first, *second])
+        while turn[0] != number:
+            os.sched_yield()
+        words.scatter_(0, order, values)
+
+
+def test_a_peer_that_has_gone_on_is_not_seen_without_what_it_did_before() -> None:
+    """Slots are looked at one after the other: this exchange and the next one may come in between."""
+    arenas = [torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8) for _ in range(2)]
+    turn = arenas[0][2048:2056].view(torch.int64)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(600)  # should the other process have failed, nobody else would end this one
+        _publish_two(arenas[1], turn)
+        os._exit(0)
+    ranks = _native.HostRanks(0, [arena.data_ptr() for arena in arenas], DATA_AT, 128)
+    grad, shard = torch.ones(2), torch.zeros(1)
+    filled = _native.HostBucket([(0, 2, grad.data_ptr(), False)], [0, 1, 2], "float32")
+    passed = 0
+    for number in range(1, ROUNDS + 1):
+        state, _, published = ranks.reduce(named(2 * number), filled, shard.data_ptr(), 0, 0.0)
+        turn.fill_(number)
+        while state == NOT_YET:
+            state, _, published = ranks.reduce(named(2 * number), filled, shard.data_ptr(), published, 4e-6)
+        passed += state == PASSED
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert passed == 0
