@@ -223,7 +223,7 @@ def edited(mine: dict[int, int], theirs: dict[int, int], differ: set[int]) -> se
         for index, param in enumerate(params)
         if mine.get(index, 0) != theirs.get(index, 0)
     ]
-    other = RecordedGroup([json.dumps([*theirs.items()]).encode(), json.dumps(digests).encode()])
+    other = RecordedGroup([json.dumps([*theirs.items()]).encode(), b"", json.dumps(digests).encode()])
     return agreement(other).on_edits(mine, params)
 
 

@@ -200,7 +200,8 @@ class Agreement:
         listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
         counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
         uneven = [index for index, by_rank in counts.items() if len(set(by_rank)) > 1]
-        digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
+        with self.together():
+            digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
         found = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
         apart = [index for index, *others in zip(uneven, *found, strict=True) if len(set(others)) > 1]
         if not apart:

@@ -180,6 +180,7 @@ class Group:
     """
 
     device_backends: Mapping[str, str] = MappingProxyType({})
+    _watch: Watch | None = None
 
     def __init__(
         self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
@@ -191,7 +192,6 @@ class Group:
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
-        self._watch: Watch | None = None
         self._departures: Departures | None = None
         self._waits = SerialThread("zero_opt wait", self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
@@ -435,7 +435,7 @@ class AloneGroup(Group):
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, ALONE, None
         self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
-        self._pid, self._watch = os.getpid(), None
+        self._pid = os.getpid()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See :class:`Group`."""

@@ -25,7 +25,6 @@ class MeshGroup(Group):
         self._device_mesh = mesh
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.inline_bytes, self.backend, self.parent = INLINE_BYTES, "mesh", None
-        self._watch = None
         self.rank, self.world_size, self.timeout_s = (
             self.ranks.index(torch.distributed.get_rank()),
             len(self.ranks),

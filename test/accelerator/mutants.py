@@ -160,11 +160,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "background_gather.py",
         (
             (
-                "            self._results.bring(bucket.layout.index)\n            self._gather(step, turn, bucket)()\n"
+                "            self._results.bring(bucket.layout.index)\n"
+                "            self._gather(step, turn, bucket, failed=failed)()\n"
                 "            return bucket.streams.produced()[1]\n",
                 "            event = bucket.streams.produced()[1]\n"
                 "            self._results.bring(bucket.layout.index)\n"
-                "            self._gather(step, turn, bucket)()\n"
+                "            self._gather(step, turn, bucket, failed=failed)()\n"
                 "            return event\n",
             ),
         ),

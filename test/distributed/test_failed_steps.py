@@ -43,8 +43,20 @@ class WholeStumbles(Stumbles):
     __module__ = __name__
 
 
+class Layer(nn.Module):
+    """Two parameters, and a forward without BLAS, whose locks a fork may find taken."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape[0]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply by one mean, add another."""
+        return inputs * self.weight.mean() + self.bias.mean()
+
+
 def _model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(6, 90), nn.Linear(90, 40, bias=False), nn.Linear(40, 3))
+    model = nn.Sequential(Layer(90, 6), Layer(40, 90), Layer(3, 40))
     for number, param in enumerate(model.parameters()):
         param.data = values(1, 0, 0, number, tuple(param.shape)).clone()
     return model

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ def _one_is_slow(rank: int, world_size: int) -> Any:
     if rank == 1:
         done = wiring.stepped
 
-        def late(failed: Any) -> None:
+        def late(failed: Sequence[int]) -> None:
             time.sleep(0.5)
             done(failed)
 
