@@ -57,9 +57,11 @@ test-accelerator: setup
 test-hosts: setup
 	ZERO_OPT_HOSTS=long $(BIN)/python -m pytest test/hosts
 
-# An hour of training with a worker killed every 10 s, and 50,000 random training scripts on threaded ranks.
+# An hour of training with a worker killed every 10 s, 2,000 exits of finished ranks on busy cores, and 50,000 random
+# training scripts on threaded ranks.
 soak: setup
-	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak
+	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak/test_soak.py
+	ZERO_OPT_SOAK_EXITS=2000 ZERO_OPT_SOAK_LOAD=10 $(BIN)/python -m pytest -s test/soak/test_exits.py
 	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/distributed/test_stateful.py
 
 # The native code under ThreadSanitizer, AddressSanitizer and UBSan.

@@ -131,8 +131,14 @@ def match(
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
             index = index_of[saved_id]
-            matched[index] = _checked(index, state, params[index], elementwise)
+            checked = _checked(index, state, params[index], elementwise)
+            matched[index] = {key: _materialized(value) for key, value in checked.items()}
     return matched
+
+
+def _materialized(value: Any) -> Any:
+    """The same values in memory: of a view by ``conj()``, or its ``imag``, torch negates them when it reads them."""
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:

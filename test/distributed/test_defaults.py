@@ -1,4 +1,4 @@
-"""``torch.set_default_device`` and ``torch.set_default_dtype`` change nothing: what the library makes names both."""
+"""``torch.set_default_device`` and ``torch.set_default_dtype`` change nothing: every internal tensor names both."""
 
 from __future__ import annotations
 
