@@ -239,6 +239,13 @@ _SPLIT = Case(
     options={"precision": zero_opt.MixedPrecision("split")},
 )
 
+
+def _edited_and_saved() -> Iterator[Case]:
+    """Parameters are written to before the state is saved."""
+    for case in (_SPLIT, Case("host", dtype=BF16, **TIERS["host"])):
+        yield differs(case, name=f"edited and saved, {case.name}", program=programs.edited_and_saved, world_sizes=(1,))
+
+
 GROUPS: dict[str, tuple[Case, ...]] = {
     "tiers": (*_tiers(), _SPLIT, differs(_SPLIT, name="split masters, AtStep", reduction="AtStep")),
     "accumulating": tuple(_accumulating()),
@@ -246,7 +253,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "state": tuple(_state()),
     "late": tuple(_late()),
     "classes": tuple(_classes()),
-    "events": tuple(_events()),
+    "events": (*_events(), *_edited_and_saved()),
     "FSDP2": tuple(_fsdp()),
 }
 CASES = {case.name: case for cases in GROUPS.values() for case in cases}

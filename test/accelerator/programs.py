@@ -325,6 +325,25 @@ def edited(rank: Rank) -> Any:
     return rank.end()
 
 
+def edited_and_saved(rank: Rank) -> Any:
+    """The user changes a parameter; saves, loads what was saved, saves again; then changes it and replaces its state."""
+    seen = []
+    rank.step(0)
+    for step in (1, 2):
+        with torch.no_grad():
+            rank.params[0].mul_(0.5)
+        saved = rank.optimizer.state_dict()
+        seen.append(on_host(saved))
+        if step == 2:
+            rank.optimizer.load_state_dict(saved)
+        seen += [on_host(rank.step(step)), on_host(rank.optimizer.state_dict())]
+    with torch.no_grad():
+        rank.params[0].mul_(0.5)
+    entry = rank.optimizer.state_dict()["state"][0]
+    rank.optimizer.state[rank.params[0]] = entry
+    return [seen, on_host(rank.step(3)), rank.end()]
+
+
 def groups_are_added(rank: Rank) -> Any:
     """A param group is added between two steps."""
     rank.step(0)

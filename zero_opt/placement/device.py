@@ -213,6 +213,7 @@ class DevicePlacement(AtOnce):
                 unit.take_master(position, None)
             return False
         if unit.form is SPLIT and "remainder" not in state:
+            unit.take_master(position, state)  # the parameter, of which the remainder is what it lacks of the master
             states[stepped] = load_split(state, stepped)
             return True
         other = states.get(stepped) is not state

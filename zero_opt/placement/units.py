@@ -100,7 +100,11 @@ class Unit:
         """A state as ``torch.optim`` has it, with the master as a tensor."""
         if "remainder" not in state:
             return state
-        return plain_state(self.flats[position].label, self.stepped[position], state)
+        return plain_state(self.flats[position].label, self.next_stepped(position), state)
+
+    def next_stepped(self, position: int) -> Tensor:
+        """What the next step starts from: what is stepped, or, if the user has written to the parameter, a copy."""
+        return self.stepped[position]
 
 
 class InPlace(Unit):
@@ -198,7 +202,15 @@ class Mastered(MasterShard, Unit):
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
         """See :class:`Unit`."""
-        return self.saved_state(position, super().saved(position, state))
+        return super().saved(position, dict(self.saved_state(position, state)))
+
+    def next_stepped(self, position: int) -> Tensor:
+        """See :class:`Unit`; as :meth:`read_params` makes it of a split master, whose remainder stays as it is."""
+        stepped = self.stepped[position]
+        if not self.edited(position):
+            return stepped
+        self.flats[position].load()
+        return self.shaped(self.param_run(position).to(stepped.device), position)
 
     def resident(self) -> Sequence[Tensor]:
         """See :class:`Unit`."""
