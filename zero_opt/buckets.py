@@ -113,7 +113,7 @@ class GradBucket:
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
         self._at, self._lent, self._lodged = 0, False, 0
-        self._away: list[tuple[Tensor, Tensor | None]] = []  # and their values, if they count
+        self._away: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
 
@@ -136,30 +136,26 @@ class GradBucket:
         """Bytes of the shard, zero before the first reduction."""
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
 
-    def leave(self, *, keep: bool) -> None:
-        """Let go of the shard's memory on an accelerator until :meth:`come_back`; views of it stay what they are.
+    def leave(self) -> None:
+        """Let go of the shard's memory on an accelerator, and of its values, until :meth:`come_back`.
 
-        Args:
-            keep: its values, too; else they are zeros afterwards.
+        Views of it stay what they are.
         """
         for shard in self._shards[self._lodged :]:
             if not shard.is_cpu:
-                self._away.append((shard, shard.cpu() if keep else None))
+                self._away.append(shard)
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Take memory again, and the values.
+        """Take memory again, zeros.
 
         The memory is the side stream's, as it was: collectives may write to it when it leaves once more.
         """
         with torch.no_grad(), self.streams.side([], []):
             while self._away:
-                shard, values = self._away[-1]
+                shard = self._away[-1]
                 shard.untyped_storage().resize_(shard.numel() * shard.element_size())
-                if values is None:
-                    shard.zero_()
-                else:
-                    shard.copy_(values)
+                shard.zero_()
                 self._away.pop()
 
     @property

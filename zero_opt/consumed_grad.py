@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .errors import GradientConsumed
+from .system.devices import read_here
 
 aten = torch.ops.aten
 
@@ -122,7 +123,10 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
     # Autograd may share ``value`` with other nodes: never add to it in place.
-    target.pending = value.detach() if target.pending is None else target.pending + value
+    pending = target.pending
+    target.pending = value.detach() if pending is None else pending + value
+    if pending is not None:
+        read_here(pending)
     return target
 
 

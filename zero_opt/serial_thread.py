@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from .system.devices import thread_device
@@ -64,6 +64,10 @@ def _join(threads: Iterable[threading.Thread], patience_s: float) -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
+def _nothing() -> None:
+    """Run after whatever was submitted before."""
+
+
 class CallingThread:
     """A stand-in for :class:`SerialThread` that runs each call at once, on the thread that submits it."""
 
@@ -108,6 +112,10 @@ class SerialThread:
         future: Future[Any] = Future()
         self._jobs.put((future, call, arguments))
         return future
+
+    def idle_within(self, seconds: float) -> bool:
+        """Whether all that was submitted is over, after so many seconds at the most."""
+        return not self.runs or bool(wait([self.submit(_nothing)], seconds).done)
 
     @property
     def runs(self) -> bool:

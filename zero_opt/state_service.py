@@ -485,7 +485,7 @@ class StateService:
 
     def _freeze(self) -> None:
         """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
-        with self._guard.after_change():
+        with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.mark()
         self._flats = self._capture = self._control = None

@@ -35,10 +35,11 @@ from .shown_state import Owner, ShownState
 from .stand_ins import Kind, StandIns
 from .state_guard import StateGuard, marks
 from .streams import wait_done
-from .system.devices import is_host
 from .whole_state import WholeState
 
 _log = logging.getLogger("zero_opt")
+# The background thread has so long to end what it has begun; else its memory stays where it is.
+_IDLE_S = 1.0
 
 
 def _close_all(exchanges: Mapping[str, Exchange]) -> None:
@@ -376,13 +377,11 @@ class Wiring:
     def leave_device(self) -> None:
         """Bring what is kept on the parameters' device beside them to host memory, and let go of staging."""
         self.gather.flush()
-        if self._thread.runs and not all(map(is_host, self.partition.streams)):
-            self._thread.submit(lambda: None).result()  # what it has begun writes to the shards
-        keep = self.reduction.shards_count
-        if keep:  # else collectives may be under way that end with a later step
-            self.partition.join()
+        # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
+        leaves = not self.reduction.shards_count and self._thread.idle_within(_IDLE_S)
         for bucket in self.partition.buckets:
-            bucket.leave(keep=keep)
+            if leaves:
+                bucket.leave()
             bucket.forget_staging()
         self.gather.forget()
         self._pool.release()

@@ -92,10 +92,6 @@ STAGED = "            self._stage(fill.grads, self._views_of(fill.staged))\n"
 READY = "            fill.ready = [self.streams.produced()[1]]\n"
 SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
-LEAVE = (
-    "        if keep:  # else collectives may be under way that end with a later step\n"
-    "            self.partition.join()\n"
-)
 REDUCED = "            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()\n"
 FETCH = "        with streams.side([], []):\n            try:\n                self._found"
 IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
@@ -222,14 +218,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "one rank asks, device",
         2,
         "comm, a stream of its own",
-    ),
-    Mutant(
-        "shards leave the device before they are reduced",
-        "wiring.py",
-        ((LEAVE, ""),),
-        "state leaves, device",
-        2,
-        OWN,
     ),
     Mutant(
         "a reduction does not wait for the step before it",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
@@ -119,3 +120,107 @@ def _drops_on_two_devices(rank: int, world_size: int) -> int:
 
 def test_gradients_that_another_thread_has_brought_do_not_hide_a_drop() -> None:
     assert run_processes(2, _drops_on_two_devices, backend=BACKEND, timeout=SECONDS) == [40, 40]
+
+
+def _leaves_alone(rank: int, world_size: int, skips: bool) -> set[float]:
+    """State leaves, between a backward and a step, where the backward of rank 1 has reached nothing, or comes later."""
+    params, optimizer = _made(rank)
+    for _ in range(3):
+        if rank == 0 or not skips:
+            _backward(params, 1.0)
+        dist.barrier(group=_host_group())
+        if rank == 0:
+            optimizer.offload_state()
+            optimizer.reload_state()
+        dist.barrier(group=_host_group())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return _values(params)
+
+
+def _host_group() -> Any:
+    return dist.new_group(backend="gloo")
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("backend", [BACKEND, "gloo"])
+def test_state_leaves_on_one_rank_without_waiting_for_another(backend: str, skips: bool) -> None:
+    expected = {-1.5 if skips else -3.0}
+    assert run_processes(2, _leaves_alone, skips, backend=backend, timeout=SECONDS) == [expected] * 2
+
+
+def _edits(rank: int, world_size: int) -> list[Tensor]:
+    """Rank 1 reads the state that rank 0 has just edited, and left by closing."""
+    enable()
+    torch.accelerator.set_device_index(rank)
+    param = torch.nn.Parameter(torch.ones(4096, device=torch.device(DEVICE, rank), dtype=torch.bfloat16))
+    optimizer = zero_opt.ShardedOptimizer(
+        [param],
+        torch.optim.SGD,
+        lr=0.5,
+        momentum=0.5,
+        foreach=False,
+        precision=zero_opt.MixedPrecision(master_dtype=torch.float32),
+    )
+    param.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    C.synchronize()
+    C.delays(20000, 0, 0, 1)
+    for _ in range(30):
+        torch.ones(8, device=param.device).mul_(1)
+    with torch.no_grad():
+        param.mul_(0.25)
+    host = _host_group()
+    if rank == 0:
+        optimizer.close()
+    dist.barrier(group=host)
+    found = [optimizer.state_dict()["state"][0]["master"]] if rank == 1 else []
+    dist.barrier(group=host)
+    optimizer.close()
+    C.delays(0, 0, 0, 0)
+    assert C.races() == []
+    return found
+
+
+def test_state_that_a_rank_leaves_has_its_edits() -> None:
+    _, [master] = run_processes(2, _edits, backend=BACKEND, timeout=SECONDS)
+    assert set(master.tolist()) == {0.125}
+
+
+def _accumulates(rank: int, world_size: int, ways: int) -> set[float]:
+    """A gradient waits in no_sync(); the next is added on another stream, and the first stream goes on allocating."""
+    enable()
+    param = torch.nn.Parameter(torch.zeros(4096, device=torch.device(DEVICE, 0)))
+    options: Any = {"offload": zero_opt.CPUOffload(), "lr": 1.0, "foreach": False}
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, **options)
+    factor = torch.full_like(param, 2.0)
+    (param * factor).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    C.synchronize()
+    first, second = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    with first, optimizer.no_sync():
+        (param * factor).sum().backward()
+    C.delays(0, 20000, 0, 3)
+    second.wait_stream(first)
+    with second, optimizer.no_sync():
+        for _ in range(ways):
+            factor.mul_(1)
+        (param * factor).sum().backward()
+    C.delays(0, 0, 0, 0)
+    with first:
+        kept = [torch.full_like(param, float("nan")) for _ in range(12)]
+    C.synchronize()
+    (param * factor).sum().backward()
+    optimizer.step()
+    C.synchronize()
+    del kept
+    optimizer.close()
+    return _values([param])
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_a_gradient_that_waits_is_not_freed_while_another_stream_reads_it() -> None:
+    assert run_processes(1, _accumulates, 5, backend=None, timeout=SECONDS) == [{-8.0}]

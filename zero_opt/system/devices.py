@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..streams import AcceleratorStreams, NoStreams, Streams
 
@@ -36,6 +37,14 @@ def has_streams(device: torch.device) -> bool:
 def build_streams(device: torch.device, priority: int = 0) -> Streams:
     """Return streams of a device: none where work is done when a call returns. ``priority`` is the side stream's."""
     return AcceleratorStreams(device, priority) if has_streams(device) else NoStreams()
+
+
+def read_here(tensor: Tensor) -> None:
+    """Let the memory of a tensor, which may be another stream's, be reused only once the current stream has read it."""
+    if has_streams(tensor.device):
+        stream = torch.accelerator.current_stream(tensor.device)
+        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            part.record_stream(stream)
 
 
 def pins(device: torch.device) -> bool:
