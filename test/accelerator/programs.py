@@ -326,7 +326,7 @@ def edited(rank: Rank) -> Any:
 
 
 def edited_and_saved(rank: Rank) -> Any:
-    """The user changes a parameter; saves, loads what was saved, saves again; then changes it and replaces its state."""
+    """The user changes a parameter, saves, loads that and saves again; then changes it and replaces its state."""
     seen = []
     rank.step(0)
     for step in (1, 2):
