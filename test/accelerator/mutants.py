@@ -221,13 +221,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "comm, a stream of its own",
     ),
     Mutant(
-        "a reduction does not wait for the step before it",
-        "streams.py",
-        (("                side.wait_stream(reader)\n", "                pass\n"),),
-        OVERLAPPED,
-        2,
-    ),
-    Mutant(
         "hooks have no lock",
         "reduction/overlapped.py",
         (("        self._lock = threading.RLock()\n", "        self._lock = contextlib.nullcontext()\n"), IMPORT),
