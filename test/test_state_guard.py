@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from zero_opt.errors import PeerLost, StepDesync, StepFailed
 from zero_opt.state_guard import StateGuard, Verdict
@@ -98,3 +99,27 @@ def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     assert str(guard.lacking()) == str(told) and guard.lacks()
     guard.failed(None)
     assert guard.untold() is guard.lacking() is None and not guard.lacks()
+
+
+class _Stream:
+    def record_event(self) -> str:
+        return "an event after all that the user has enqueued"
+
+
+class _Edited:
+    def __init__(self) -> None:
+        self.count: dict[int, int] = {}
+
+    def edits(self) -> dict[int, int]:
+        return self.count
+
+
+def test_readers_wait_for_the_users_stream_only_where_the_user_has_written_to_parameters() -> None:
+    device, stream, edited = torch.device("cuda", 0), _Stream(), _Edited()
+    guard = StateGuard(lambda: [(device, stream, "the event of the last step")], edited.edits)
+    guard.commit(step=1)
+    assert not guard.edits()
+    edited.count = {3: 1}
+    assert guard.edits() == [(device, stream, stream.record_event())]
+    del edited  # which a guard that serves on does not keep
+    assert not guard.edits()

@@ -6,7 +6,8 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,6 +30,10 @@ def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
     return [(device, *there.produced()) for device, there in streams.items() if not is_host(device)]
 
 
+def _nothing() -> None:
+    """Nobody edits."""
+
+
 class Verdict(enum.Enum):
     """What to answer a rank that wants this rank's state at a point of training."""
 
@@ -45,15 +50,17 @@ class StateGuard:
 
     Args:
         mark: returns :func:`marks`; called where a change ends.
-        edited: whether the user has written to what a reader reads, since the last change.
+        edits: a method that returns what the user has written since the last change, or nothing. Kept weakly: threads
+            that serve the state of an optimizer which is gone have the guard.
 
     Attributes:
         changes: changes committed. step: optimizer steps among them.
         failure: why the last step failed on this rank, if so, until another step is taken or a state is loaded.
     """
 
-    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edited: Callable[[], bool] = bool) -> None:
-        self._mark, self._marks, self._edited = mark, tuple[Mark, ...](), edited
+    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
+        self._mark, self._marks = mark, tuple[Mark, ...]()
+        self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _nothing
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
@@ -143,6 +150,12 @@ class StateGuard:
             self._final = True
             self._condition.notify_all()
 
+    def release(self) -> None:
+        """Readers get a copy, which this thread has enqueued: forget what it was made of."""
+        self.mark()
+        self._mark, self._edits = tuple, _nothing
+        self.failure = None  # its traceback leads to the model
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def admit(self, changes: int) -> Verdict:
@@ -175,7 +188,10 @@ class StateGuard:
         The user's thread marks nothing then. So they come after whatever else it has enqueued there, and only where
         there are such writes.
         """
-        return [(device, stream, stream.record_event()) for device, stream, _ in self._marks] if self._edited() else ()
+        edits = self._edits()
+        if edits is None or not edits():
+            return ()
+        return [(device, stream, stream.record_event()) for device, stream, _ in self._marks]
 
     @contextmanager
     def after_change(self, also: Sequence[Mark] = ()) -> Iterator[None]:

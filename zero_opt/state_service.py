@@ -483,9 +483,8 @@ class StateService:
         """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
         with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
-            self._guard.mark()
+            self._guard.release()
         self._flats = self._capture = None
-        self._guard.failure = None  # its traceback leads to them
 
     def join(self, failed: bool) -> None:
         """See :class:`process_end.Service`."""

@@ -81,7 +81,7 @@ class Wiring:
         self.agreement = Agreement(groups.control, describe)
         self.agreement.on_contents(recipe.entries())  # what comes below is collective, and differs with it
         self.partition = Partition(groups.control, geometry, describe)
-        self._guard = StateGuard(partial(marks, self.partition.streams), lambda: bool(self.partition.edits))
+        self._guard = StateGuard(partial(marks, self.partition.streams), self.partition.edits)
         self._exchanges: dict[str, Exchange] = {}
         self._thread = SerialThread("zero_opt exchange", partial(_close_all, self._exchanges))
         groups.leave_with(self._exchanges, self._thread)

@@ -159,7 +159,7 @@ def _ends(cases: dict[str, Any], folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Any:
     """See _ends()."""
-    return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN}, folder)
+    return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN, **ENDS_EARLY}, folder)
 
 
 @pytest.mark.parametrize("how", IN_ORDER)
