@@ -34,16 +34,19 @@ class NamedStreams(NoStreams):
             self.current = before
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_each_producer_counts_once_with_its_latest_event_and_the_last_comes_last(order: list[str]) -> None:
-    """B1, B5, B6: whatever size the parameters have."""
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8), st.sampled_from("abcd"))
+def test_each_producer_counts_once_with_its_latest_event_and_the_last_comes_last(order: list[str], now: str) -> None:
+    """B1, B5, B6: whatever size the parameters have. The current stream counts too, up to now."""
     streams = NamedStreams()
     producers = Producers(streams)
     for stream in order:
         with streams.on(stream):
             producers.note()
     latest = {stream: at for at, stream in enumerate(order, 1)}
-    assert producers.events() == sorted(latest.items(), key=lambda pair: pair[1])
+    delivered = sorted(latest.items(), key=lambda pair: pair[1])
+    with streams.on(now):
+        events = producers.events()
+    assert events == (delivered if now == order[-1] else [(now, len(order) + 1), *delivered])
 
 
 def test_the_next_fill_begins_with_none() -> None:
