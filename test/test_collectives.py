@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
 from zero_opt.collectives import Group, broadcast_params, connect, tensor_bytes
+from zero_opt.comm.connecting import made_by_all
 from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
 from zero_opt.meeting import resolve_group
 
@@ -133,7 +134,9 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
     found = []
     for parent in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=55))):
         for timeout in (None, 7.5):
-            group = Group(parent, timeout, "test", connect(parent, groups=1))
+            connecting = connect(parent, groups=1)
+            with made_by_all(connecting):
+                group = Group(parent, timeout, "test", connecting)
             found.append(group.timeout_s)
             group.close()
     return found

@@ -55,6 +55,8 @@ _WITHOUT_PROCESSES = (THREADED, FAKE)
 # A tag of messages that no rank ever sends, others are lower: a backend may abort the process where a message does not
 # fit its receiver.
 _NEVER_SENT = (1 << 31) - 1
+# The tag of Group.move(). That of no exchange of buckets over the same connections.
+_MOVED = _NEVER_SENT - 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,8 +331,8 @@ class Group:
             if tensor is None or numel == 0 or src == dst:
                 return None
             if self.rank == src:
-                return self.send_to(tensor, dst, 0)
-            return self.receive_from(tensor, src, 0) if self.rank == dst else None
+                return self.send_to(tensor, dst, _MOVED)
+            return self.receive_from(tensor, src, _MOVED) if self.rank == dst else None
         self.broadcast(torch.empty(numel, dtype=dtype, device="cpu") if tensor is None else tensor.view(-1), src)
         return None
 

@@ -22,11 +22,16 @@ from .state_service import StateService
 
 
 class OwnGroups:
-    """Process groups of one optimizer: one each for reduction, gather and control, so their traffic cannot cross.
+    """Process groups of one optimizer.
 
-    Accelerator tensors all travel by the communicator of ``reduce``, since a rank enqueues them in one order.
+    One set of connections carries reductions, gathers and control: messages between two ranks have tags, which differ
+    by their use, and collectives of host tensors are the user's thread's alone. The group of the service has others,
+    since a state that cannot be sent must not end training. Threads that are ranks have neither tags nor a service, and
+    so a group for each use.
 
     Attributes:
+        reduce, gather, control: the groups, or group, of training. Accelerator tensors all travel by the communicator
+            of ``reduce``, since a rank enqueues them in one order.
         neighbours: ranks of which some may share this host's cores and files with this one.
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
@@ -50,17 +55,18 @@ class OwnGroups:
         self.neighbours = neighbours or self.control
 
     def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
-        connecting = connect(parent, groups=4)
+        connecting = connect(parent, groups=2)
         with made_by_all(connecting) as made:
+            self.reduce = self.gather = self.control = DeviceGroup(parent, timeout, "reduce", connecting)
+            made.append(self.reduce)
+            if connecting is None:  # the ranks are threads
+                self.gather = Group(parent, timeout, "gather", connecting)
+                self.control = Group(parent, timeout, "control", connecting)
+                made += [self.gather, self.control]
+                return
             with ending_with_hosts():
-                made.append(Group(parent, timeout, "control", connecting))
-            for kind, purpose in ((DeviceGroup, "reduce"), (Group, "gather")):
-                made.append(kind(parent, timeout, purpose, connecting))
-            self.control, self.reduce, self.gather = made
-            if connecting is not None:  # the ranks are processes
-                with ending_with_hosts():
-                    self._side = SideGroup(parent, timeout, "state", connecting)
-                made.append(self._side)
+                self._side = SideGroup(parent, timeout, "state", connecting)
+            made.append(self._side)
 
     def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
         """Leave these exchanges too where this rank leaves, in order once ``thread`` has run what is queued."""
@@ -82,7 +88,6 @@ class OwnGroups:
 
     def _leave_in_order(self) -> None:
         """As :meth:`_leave`, but for what is queued for other ranks, which is sent first."""
-        self.control.disconnect()
         if self._thread is not None and self._thread.takes:
             self._thread.submit(self._leave)
         else:

@@ -23,13 +23,13 @@ _LEAST_BYTES = 1 << 20
 _MOST_DIRECT = 12
 _MOST_MESSAGES = 2 * _MOST_DIRECT + 1
 _HEADER_NUMEL = 3 + _MOST_MESSAGES
-# Exchanges with a peer that have tags of their own: of a header and of data, of fewer than 31 bits together.
+# Reductions with a peer that have tags of their own: of a header and of data, of fewer than 31 bits together.
 _TAG_MODULUS = 1 << 29
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 _SENT, _RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (_SENT, _RECEIVED)
 # Tags of the gather's messages: of elements, and of whether the step has failed.
-_ELEMENTS, _FAILURES = 0, 1
+_ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
 
 
 class Post(Protocol):

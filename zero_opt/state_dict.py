@@ -131,14 +131,15 @@ def match(
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
             index = index_of[saved_id]
-            checked = _checked(index, state, params[index], elementwise)
-            matched[index] = {key: _materialized(value) for key, value in checked.items()}
+            matched[index] = _materialized(_checked(index, state, params[index], elementwise))
     return matched
 
 
-def _materialized(value: Any) -> Any:
+def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same values in memory: of a view by ``conj()``, or its ``imag``, torch negates them when it reads them."""
-    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) else value
+    if not any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in state.values()):
+        return state
+    return {k: v.resolve_conj().resolve_neg() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:

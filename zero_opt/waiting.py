@@ -260,8 +260,9 @@ class Watch:
         """The error about a rank that has left; this one leaves too."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while step {self.step} waits for it, and {self.last}" + (f" ({text})" if text else "")
-        return PeerLost(departure.text(self.name([departure.rank]), waiting))
+        waiting = f"{how} while step {self.step} waits for it, and {self.last}"
+        backend = f" ({text})" if text and departure.how is How.LOST else ""
+        return PeerLost(departure.text(self.name([departure.rank]), waiting) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
