@@ -64,9 +64,10 @@ soak: setup
 	ZERO_OPT_SOAK_EXITS=2000 ZERO_OPT_SOAK_LOAD=10 $(BIN)/python -m pytest -s test/soak/test_exits.py
 	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/distributed/test_stateful.py
 
-# The native code under ThreadSanitizer, AddressSanitizer and UBSan.
+# The native code under ThreadSanitizer, AddressSanitizer and UBSan, and built by another compiler.
 sanitize: setup
 	$(BIN)/python -m pytest -s test/sanitize/checks.py
+	ZERO_OPT_ZIG=long $(BIN)/python -m pytest -s test/native/test_dispatch.py
 
 bench: setup
 	@for script in docs/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

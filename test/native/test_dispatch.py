@@ -48,16 +48,28 @@ def test_the_processor_is_asked() -> None:
     assert _native.isas() == [isa for isa in _native.compiled_isas() if isa in runnable()]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="no ziglang")
+ZIG = pytest.mark.skipif(
+    os.environ.get("ZERO_OPT_ZIG") != "long" or not importlib.util.find_spec("ziglang"),
+    reason="builds zig's run-time library first: ZERO_OPT_ZIG=long",
+)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set")
-def test_a_program_that_zig_links_dispatches_too(tmp_path: Path) -> None:
-    """With zig's own run-time library, whose __builtin_cpu_supports() denies everything."""
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        # Whose __builtin_cpu_supports() denies everything, as that of zig's run-time library does.
+        pytest.param([os.environ.get("CXX", "c++"), "-D__builtin_cpu_supports(name)=0"], id="denied"),
+        pytest.param([sys.executable, "-m", "ziglang", "c++"], marks=ZIG, id="zig"),
+    ],
+)
+def test_a_compiler_that_denies_all_instruction_sets_changes_nothing(compiler: list[str], tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(PROGRAM)
     flags = ["-std=c++17", "-O2", "-Wno-missing-field-initializers", "-DZERO_OPT_X86_ISAS=1", f"-I{NATIVE}"]
     sources = [str(NATIVE / "dispatch.cpp"), str(tmp_path / "main.cpp")]
-    command = [sys.executable, "-m", "ziglang", "c++", *flags, *sources, "-o", str(tmp_path / "main")]
     caches = {"ZIG_GLOBAL_CACHE_DIR": str(tmp_path / "cache"), "ZIG_LOCAL_CACHE_DIR": str(tmp_path / "cache")}
     environment = {key: value for key, value in os.environ.items() if key != "ZERO_OPT_ISA"}
+    command = [*compiler, *flags, *sources, "-o", str(tmp_path / "main")]
     subprocess.run(command, check=True, env={**environment, **caches}, timeout=1800)
     done = subprocess.run([tmp_path / "main"], check=True, env=environment, timeout=300, capture_output=True, text=True)
     assert done.stdout.split() == [*runnable(), runnable()[-1]]
