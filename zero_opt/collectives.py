@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import struct
 import threading
@@ -436,7 +437,8 @@ class AloneGroup(Group):
 
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, ALONE, None
-        self.rank, self.world_size, self.timeout_s = 0, 1, 0.0
+        self.rank, self.world_size = 0, 1
+        self.timeout_s = math.inf  # for threads of this process, which read the state
         self._pid = os.getpid()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

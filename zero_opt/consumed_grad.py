@@ -176,6 +176,11 @@ def _zero(target: Any) -> Any:
     return target
 
 
+def _cannot_take_data(target: Any, source: Any) -> bool:  # noqa: ARG001  (as torch calls it)
+    """``module.to()`` asks whether ``grad.data`` can be assigned; if not it assigns ``grad``."""
+    return False
+
+
 def _foreach_zero(targets: Sequence[Tensor]) -> None:
     for target in targets:
         target.zero_()
@@ -197,6 +202,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
     aten.add.Tensor: _accumulate,
     aten.copy_.default: _copy,
+    aten._has_compatible_shallow_copy_type.default: _cannot_take_data,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _foreach_zero,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

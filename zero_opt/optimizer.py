@@ -367,7 +367,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
 
         Raises:
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
-            StepDesync: another rank is in a later step. PeerLost: one has ended, or does not get to this step in time.
+            StepDesync: another rank is in a later step, or another thread of this one in a step. PeerLost: a rank has
+                ended, or does not get to this step in time.
             StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.

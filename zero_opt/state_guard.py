@@ -88,7 +88,7 @@ class StateGuard:
                     )
                 if waited > WARN_AFTER_S and not warned:
                     warned = True
-                    _log.warning("step %d waits for a rank that reads the state before it", self.step + 1)
+                    _log.warning("step %d waits for a state_dict() of the state before it", self.step + 1)
                 self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
             self._changing = True
 

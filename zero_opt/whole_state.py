@@ -68,13 +68,21 @@ class WholeState:
         if kept is not None:
             return copied(kept)
         if self._partition.world_size == 1:
-            return Consolidation(self._agreement, self._partition, self._placement).run(0) or {}
+            return self._own()
         if service is not None:
             return service.pull()
         raise StateNotConsolidated(
             "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
             "every rank, after the last step, then opt.state_dict() on that rank"
         )
+
+    def _own(self) -> States:
+        """The whole state of a rank alone, on whatever thread: a step waits for it."""
+        with self._guard.reading(), self._guard.after_change(self._guard.here()):
+            failed = self._guard.lacking()
+            if failed is not None:
+                raise failed
+            return Consolidation(self._agreement, self._partition, self._placement).run(0) or {}
 
     def rows(self) -> States:
         """All state cut by rows over the ranks, in host memory."""

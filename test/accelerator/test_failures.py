@@ -225,3 +225,19 @@ def _accumulates(rank: int, world_size: int, ways: int) -> set[float]:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_a_gradient_that_waits_is_not_freed_while_another_stream_reads_it() -> None:
     assert run_processes(1, _accumulates, 5, backend=None, timeout=SECONDS) == [{-8.0}]
+
+
+def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> None:
+    """module.to() asks whether each gradient's data can be replaced."""
+    enable()
+    model = torch.nn.Linear(8, 8).to(DEVICE)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, offload=zero_opt.CPUOffload())
+    model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    grads = [param.grad for param in model.parameters()]
+    assert model.to(torch.float32) is model
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    with pytest.raises(zero_opt.GradientConsumed):
+        model.to(torch.float64)
+    optimizer.close()
