@@ -216,6 +216,7 @@ def _events() -> Iterator[Case]:
     yield Case("graphs are replayed", program=programs.graph_replays, world_sizes=(2,))
     yield Case("graphs are replayed, host", program=programs.graph_replays, **TIERS["host"])
     yield Case("two optimizers", program=programs.two_optimizers)
+    yield Case("sparse gradients of a table", program=programs.sparse)
     yield Case("collectives of the program's own", program=programs.other_collectives, **_IN_ORDER)
     yield Case("gradients of two streams", producers=2)
     yield Case("gradients of three streams, host", producers=3, **TIERS["host"])

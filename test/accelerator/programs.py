@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 import zero_opt
 from test.accelerator.places import on_host
 from test.accelerator.training import STEPS, Rank
+from test.distributed.scenario import values
 
 
 class Failed(Exception):
@@ -395,6 +396,28 @@ def two_optimizers(rank: Rank) -> Any:
             each.optimizer.step()
             each.optimizer.zero_grad()
     return [rank.end(), other.end()]
+
+
+def sparse(rank: Rank) -> Any:
+    """A table beside the model has sparse gradients, of other rows on every rank."""
+    device = rank.place.device(0)
+    table = nn.Embedding(12, 5, sparse=True)
+    with torch.no_grad():
+        table.weight.copy_(values(93, 0, 0, 0, (12, 5)))
+    table.to(device)
+    reduction = zero_opt.AtStep(exchange=rank.place.exchange)
+    optimizer = zero_opt.ShardedOptimizer(
+        table.parameters(), torch.optim.SparseAdam, rank.place.group, lr=0.1, reduction=reduction
+    )
+    for step in range(STEPS):
+        rows = torch.tensor([step, rank.rank + 5, step + 7, step], device=device)
+        table(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rank.step(step)
+    ended = on_host([table.weight.detach()])
+    optimizer.close()
+    return [ended, rank.end()]
 
 
 def other_collectives(rank: Rank) -> Any:

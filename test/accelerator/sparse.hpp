@@ -47,6 +47,9 @@ inline Tensor add_sparse(const Tensor& self, const Tensor& other, const at::Scal
   Tensor sum = self.clone();
   return add_sparse_(sum, other, alpha);
 }
+inline Tensor div_sparse(const Tensor& self, const Tensor& by) {
+  return sparse_of(self._indices(), self._values() / by, self)._coalesced_(self.is_coalesced());
+}
 // What a dense tensor has where a sparse one has elements.
 inline Tensor sparse_mask(const Tensor& self, const Tensor& mask) {
   TORCH_CHECK(mask.sparse_dim() == 1, "sim: only sparse tensors with one sparse dimension");
@@ -79,6 +82,7 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("_coalesce", TORCH_FN(coalesce));
   m.impl("add_.Tensor", TORCH_FN(add_sparse_));
   m.impl("add.Tensor", TORCH_FN(add_sparse));
+  m.impl("div.Tensor", TORCH_FN(div_sparse));
 }
 
 }  // namespace sim
