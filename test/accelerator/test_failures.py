@@ -227,8 +227,7 @@ def test_a_gradient_that_waits_is_not_freed_while_another_stream_reads_it() -> N
     assert run_processes(1, _accumulates, 5, backend=None, timeout=SECONDS) == [{-8.0}]
 
 
-def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> None:
-    """module.to() asks whether each gradient's data can be replaced."""
+def _moves(rank: int, world_size: int) -> None:
     enable()
     model = torch.nn.Linear(8, 8).to(DEVICE)
     optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, offload=zero_opt.CPUOffload())
@@ -241,3 +240,8 @@ def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> No
     with pytest.raises(zero_opt.GradientConsumed):
         model.to(torch.float64)
     optimizer.close()
+
+
+def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> None:
+    """module.to() asks whether each gradient's data can be replaced."""
+    run_processes(1, _moves, backend=None, timeout=SECONDS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero_opt
+from test.distributed.harness import run_processes
 
 SECONDS = 60  # nothing hangs
 
@@ -46,7 +47,7 @@ def _backward(params: list[torch.nn.Parameter]) -> None:
     torch.stack([(param * param).sum() for param in params]).sum().backward()
 
 
-def test_a_step_that_is_being_taken_is_not_mixed_with_the_one_before() -> None:
+def _a_step_that_is_being_taken_is_not_mixed_with_the_one_before(rank: int, world_size: int) -> None:
     Held.entered, Held.may_go_on = threading.Event(), threading.Event()
     params, optimizer = _made(Held)
     _backward(params)
@@ -63,7 +64,8 @@ def test_a_step_that_is_being_taken_is_not_mixed_with_the_one_before() -> None:
     optimizer.close()
 
 
-def test_a_step_waits_for_a_thread_that_reads_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) -> None:
+    monkeypatch = pytest.MonkeyPatch()
     params, optimizer = _made(torch.optim.SGD)
     _backward(params)
     optimizer.step()
@@ -100,7 +102,7 @@ def test_a_step_waits_for_a_thread_that_reads_the_state(monkeypatch: pytest.Monk
     optimizer.close()
 
 
-def test_state_that_lacks_a_part_of_a_step_is_refused() -> None:
+def _state_that_lacks_a_part_of_a_step_is_refused(rank: int, world_size: int) -> None:
     params, optimizer = _made(Failing)
     with torch.no_grad():
         params[1].add_(1)
@@ -110,3 +112,16 @@ def test_state_that_lacks_a_part_of_a_step_is_refused() -> None:
     with pytest.raises(zero_opt.StepFailed, match="ZeroDivisionError"):
         optimizer.state_dict()
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _a_step_that_is_being_taken_is_not_mixed_with_the_one_before,
+        _a_step_waits_for_a_thread_that_reads_the_state,
+        _state_that_lacks_a_part_of_a_step_is_refused,
+    ],
+    ids=lambda case: case.__name__.strip("_"),
+)
+def test_a_rank_alone(case: Callable[..., None]) -> None:
+    run_processes(1, case, backend=None, timeout=300)
