@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -128,6 +129,33 @@ def _refused_over_dtensors(rank: int, world_size: int) -> None:
 
 def test_dtensors_that_cannot_be_followed() -> None:
     run_processes(2, _refused_over_dtensors, timeout=SECONDS)
+
+
+def _left_behind(rank: int, world_size: int) -> list[list[str]]:
+    """What is logged in the first two steps of an optimizer whose model has other parameters, and of another one."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    found = []
+    for replaced in (True, False):
+        net = Net()
+        opt = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, offload=OFFLOADS["host"])
+        if replaced:
+            fully_shard(net, mesh=mesh_of((world_size,)))
+        for step in range(2):
+            backward(net, step, rank)
+            opt.step()
+        opt.close()
+        found.append([*records])
+        records.clear()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_lost_its_optimizer_is_mentioned_once(world_size: int) -> None:
+    for replaced, usual in run_processes(world_size, _left_behind, timeout=SECONDS):
+        assert ["met no gradient on any rank" in said for said in replaced] == [True] and not usual
 
 
 def _replaced_group(rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ from ..exchange import Exchange, Ident, StagingPool
 from ..layout import ParamSlice
 from ..partition import Partition
 from ..serial_thread import SerialThread
+
+_log = logging.getLogger("zero_opt")
 
 
 class GradShard(NamedTuple):
@@ -70,6 +73,11 @@ class Progress:
 
     def stepped(self) -> None:
         """A step has been taken."""
+        if self.step == 0 and not self.used:
+            _log.warning(
+                "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another wrapper "
+                "has replaced the model's parameters, construct the optimizer after it"
+            )
         self.step, self.epoch, self.begun = self.step + 1, 0, False
 
     def skipped(self) -> None:
