@@ -138,7 +138,7 @@ def a_param() -> Parameter:
         ([torch.nn.Linear(2, 2)], "group 0, position 0 .*Linear; pass its parameters()"),
         ([{"params": torch.nn.Linear(2, 2)}], "params of group 0 .*Linear; pass its parameters()"),
         (torch.nn.Linear(2, 2).parameters, "with parentheses"),
-        (torch.nn.Linear(2, 2).state_dict(), "OrderedDict, of which these would be the keys; pass model.parameters()"),
+        (torch.nn.Linear(2, 2).state_dict(), "OrderedDict, which would give its keys; pass model.parameters()"),
         (torch.optim.SGD, "parameters come first"),
         (torch.optim.SGD([Parameter(torch.ones(1))]), "parameters come first"),
     ],

@@ -36,7 +36,7 @@ class _GroupExchange(PooledExchange):
 class ListExchange(_GroupExchange):
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
 
-    _failed = -1  # the last step that did
+    _failed = -1  # the last step that failed on this rank
 
     def fail(self, step: int) -> None:
         """See :class:`Exchange`."""

@@ -40,7 +40,7 @@ class SelectivePlacement:
 
     Args:
         home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
-        threads: how many of this process step, if not by default.
+        threads: how many of this process step; ``None`` is the default.
     """
 
     def __init__(
