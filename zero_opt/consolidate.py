@@ -238,7 +238,7 @@ class Consolidation:
 
 
 def small_value(entry: Entry) -> Any:
-    """The number, text or tensor that travelled inside the listing."""
+    """The number, text or tensor that traveled inside the listing."""
     if entry.kind == "value":
         return entry.value
     raw = bytearray.fromhex(entry.value)

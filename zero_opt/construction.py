@@ -263,7 +263,7 @@ def checked_groups(
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.is_meta:
-            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
+            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialize the model first")
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
             raise UnsupportedParam(
                 f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), which does not say what part of it "

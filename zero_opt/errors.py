@@ -115,7 +115,7 @@ class NonFiniteGradient(ZeroOptError, RuntimeError):
     """A reduced gradient has an inf or NaN (``Checks(nonfinite="raise")``); parameters and state are untouched.
 
     Attributes:
-        rank: the rank that owns the element, ``None`` if the error has travelled. param: global parameter index.
+        rank: the rank that owns the element, ``None`` if the error has traveled. param: global parameter index.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, param: int | None = None) -> None:

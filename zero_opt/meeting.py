@@ -65,7 +65,7 @@ Exchanging = Callable[[dist.ProcessGroup, bytes], Names]
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     """The process group a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
 
-    Returns ``None`` when torch.distributed is not initialised, which is world size 1.
+    Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
     Raises:
         ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
@@ -90,7 +90,7 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupError(
-            f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
+            f"WORLD_SIZE is {launched} but torch.distributed is not initialized; call "
             "torch.distributed.init_process_group() before constructing ShardedOptimizer"
         )
     return None

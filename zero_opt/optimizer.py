@@ -76,7 +76,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
         ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
-        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
+        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialized.
     """
 
     def __init__(

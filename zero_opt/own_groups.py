@@ -32,11 +32,11 @@ class OwnGroups:
     Attributes:
         reduce, gather, control: the groups of training; one group if ranks are processes. The communicator of
             ``reduce`` carries all accelerator tensors, since a rank enqueues them in one order.
-        neighbours: ranks of which some may share this host's cores and files with this one.
+        neighbors: ranks of which some may share this host's cores and files with this one.
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbours: Group | None = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbors: Group | None = None) -> None:
         several = None if parent is None or parent.size() == 1 else parent
         self.service: StateService | None = None
         self._side: SideGroup | None = None
@@ -52,7 +52,7 @@ class OwnGroups:
             self._make(several, checks.timeout)
         self.control.watch(checks.hang_timeout, (self.reduce, self.gather), self._departures)
         self._departures.leave, self._departures.end = self._leave, self._leave_in_order
-        self.neighbours = neighbours or self.control
+        self.neighbors = neighbors or self.control
 
     def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         connecting = connect(parent, groups=2)

@@ -126,8 +126,8 @@ class StateService:
         self._condition = threading.Condition()
         self._asking = threading.Lock()
         self._pulls = 0
-        # What is sent without waiting, lest ranks wait for each other in a circle: round the ring, where each rank has
-        # at most three messages under way; and else, where nobody may take it.
+        # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
+        # rank has at most three under way. The others may have no receiver.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
@@ -463,7 +463,7 @@ class StateService:
         self._close(how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
-        if self._side.inherited:  # where nothing runs, and locks may be held for ever
+        if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
             return
         with self._condition:

@@ -64,7 +64,8 @@ class Home(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        host: names the host and the process namespace. started: in clock ticks, lest another process has its pid.
+        host: names the host and the process namespace.
+        started: in clock ticks, to tell the process from a later one with its pid.
     """
 
     host: str

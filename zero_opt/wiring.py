@@ -113,7 +113,7 @@ class Wiring:
         try:
             with self.agreement.together("ShardedOptimizer()"):
                 stepped = (recipe.offload, recipe.precision, recipe.optimizer_class, recipe.defaults)
-                placement = build_placement(*stepped, self._groups.neighbours, recipe.reduction, results)
+                placement = build_placement(*stepped, self._groups.neighbors, recipe.reduction, results)
         except BaseException:
             if placement is not None:
                 placement.close()

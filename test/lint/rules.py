@@ -193,7 +193,7 @@ def wait_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
         ):
             yield (
                 node.lineno,
-                f"{called}() may wait for ever: give it a timeout, or say in BOUNDED_WAITS what bounds it",
+                f"{called}() may wait forever: give it a timeout, or say in BOUNDED_WAITS what bounds it",
             )
 
 

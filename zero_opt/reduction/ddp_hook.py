@@ -32,7 +32,7 @@ _NOT_REGISTERED = (
 
 
 class DDPHookReduction(OverlappedReduction):
-    """See the module. A round is one backward that DDP synchronises."""
+    """See the module. A round is one backward that DDP synchronizes."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

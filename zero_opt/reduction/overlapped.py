@@ -341,7 +341,7 @@ class OverlappedReduction:
             )
 
     def _take_plain(self) -> None:
-        """Take gradients that no synchronised backward delivered: set by hand, or left by ``no_sync`` beside one."""
+        """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one."""
         for index, flat in self._parts.partition.flats.items():
             grad = flat.param.grad
             bucket = self._parts.partition.places[index][0]
