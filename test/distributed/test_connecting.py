@@ -75,7 +75,7 @@ def _lacks(rank: int, world_size: int, take: Callable[[], Callable[[], None]]) -
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("take", "words"),
-    [(_few_descriptors, "file descriptors, and of the"), (_few_threads, "more threads and got 0")],
+    [(_few_descriptors, "file descriptors, but this process has"), (_few_threads, "more threads and got 0")],
     ids=["descriptors", "threads"],
 )
 def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(

@@ -58,8 +58,8 @@ def require_room(world_size: int, groups: int) -> None:
     taken = _open_descriptors()
     if limit != resource.RLIM_INFINITY and taken + needed > limit:
         raise OutOfResources(
-            f"connections to {world_size - 1} other ranks need about {needed} file descriptors, and of the {limit:,} "
-            f"that this process may have {taken:,} are open; raise the limit before you start it, with "
+            f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
+            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, with "
             f"'ulimit -n {max(taken + needed, 4096)}' (the hard limit is {most:,}) or docker's --ulimit nofile"
         )
     _require_threads(groups * _THREADS + _SPARE_THREADS)

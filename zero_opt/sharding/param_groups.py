@@ -114,7 +114,7 @@ class PlannedGroups:
         """
         edit = self.edit()
         if edit is not None and (begun or not edit.fits):
-            late = ", which have been stepped, or had gradients reduced or state loaded" if edit.fits else ""
+            late = ", which has been stepped, or had gradients reduced or state loaded" if edit.fits else ""
             raise ParamsReplaced(f"{edit.text}{late}; {_WAY_OUT}")
 
     def require_replaced(self) -> None:
@@ -135,7 +135,8 @@ def _edit(label: str, params: Any, planned: Sequence[Tensor]) -> Edit | None:
     pairs = zip(params, planned, strict=True)
     others = [(position, *pair, _fits(*pair)) for position, pair in enumerate(pairs) if pair[0] is not pair[1]]
     position, param, before, fits = min(others, key=lambda other: other[-1])
-    return Edit(f"position {position} of {label} holds {_named(param)} in place of {_named(before)}", fits)
+    held = f"another {_named(param)}" if isinstance(param, Tensor) else f"a {torch.typename(param)}"
+    return Edit(f"position {position} of {label} holds {held} in place of the planned {_named(before)}", fits)
 
 
 def _fits(param: object, before: Tensor) -> bool:
@@ -144,8 +145,6 @@ def _fits(param: object, before: Tensor) -> bool:
     return alike and (is_dtensor(param) or not is_dtensor(before))
 
 
-def _named(param: object) -> str:
-    if not isinstance(param, Tensor):
-        return f"a {torch.typename(param)}"
+def _named(param: Tensor) -> str:
     kind = "DTensor" if is_dtensor(param) else "tensor"
-    return f"another {kind} of shape {tuple(param.shape)}"
+    return f"{kind} of shape {tuple(param.shape)}"
