@@ -223,9 +223,8 @@ class Agreement:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
-        return any(
-            bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
-        )
+        flags = self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
+        return any(bool(other) for other in flags)
 
     def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's list; all ranks give one of the same length."""

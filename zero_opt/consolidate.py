@@ -146,9 +146,8 @@ class FullState:
         else:
             flat = self._flats[entry.param]
             if entry.key not in state:
-                state[entry.key] = flat.shaped(
-                    torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
-                )
+                values = torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
+                state[entry.key] = flat.shaped(values)
             run: Tensor = state[entry.key].as_strided((flat.param.numel(),), (1,))
             return run[entry.start : entry.start + entry.numel]
         return None
