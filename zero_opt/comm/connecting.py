@@ -92,6 +92,7 @@ class Connecting:
     Attributes:
         name: prefix of the groups' names; the same on every rank, and never used before.
         number: counts the optimizers of this process, for logs and torch's flight recorder.
+        patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
     """
 
     def __init__(self, parent: dist.ProcessGroup, exchange: meeting.Exchanging, groups: int) -> None:
@@ -110,6 +111,7 @@ class Connecting:
         self._board = _c10d.PrefixStore(f"{self.name}/made", _c10d._get_default_store())
         self.number = next(_numbers)
         self._rank, self._world_size = dist.get_rank(parent), parent.size()
+        self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
         """Return the store in which the ranks find each other for one of the groups."""
@@ -117,10 +119,7 @@ class Connecting:
 
     def patience(self, timeout: timedelta) -> timedelta:
         """Return how long ranks may take to connect, given how long a collective may take."""
-        return min(timeout, self._patience())
-
-    def _patience(self) -> timedelta:
-        return timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * self._world_size)
+        return min(timeout, timedelta(seconds=self.patience_s))
 
     def look(self) -> None:
         """Raise the error of another rank that cannot connect, if there is one."""
@@ -137,7 +136,7 @@ class Connecting:
         """
         if self._board.add(_COUNT, 1) == self._world_size:
             self._board.set(_ALL, "")
-        wait_for(self._board, [_ALL], self, self._patience())
+        wait_for(self._board, [_ALL], self)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot connect, unless another has said so before."""
@@ -146,7 +145,7 @@ class Connecting:
             self._board.compare_set(_FAILED, "", said)
 
 
-def wait_for(store: Any, keys: list[str], connecting: Connecting, patience: timedelta) -> None:
+def wait_for(store: Any, keys: list[str], connecting: Connecting) -> None:
     """Wait until a store has the keys.
 
     torch's own wait logs a warning each time that it ends without them.
@@ -154,12 +153,12 @@ def wait_for(store: Any, keys: list[str], connecting: Connecting, patience: time
     Raises:
         ProcessGroupError: it does not get them in time. ZeroOptError: a rank cannot connect.
     """
-    deadline, pause_s = time.monotonic() + patience.total_seconds(), _FIRST_LOOK_S
+    deadline, pause_s = time.monotonic() + connecting.patience_s, _FIRST_LOOK_S
     while not store.check(keys):
         connecting.look()
         if time.monotonic() > deadline:
             raise ProcessGroupError(
-                f"not all ranks have connected within {patience.total_seconds():.0f} s: one has ended or is stopped; "
+                f"not all ranks have connected within {connecting.patience_s:.0f} s: one has ended or is stopped; "
                 "look at the ranks' logs, and restart all"
             )
         time.sleep(pause_s)
@@ -189,9 +188,9 @@ class _Addresses(_c10d.Store):  # type: ignore[misc]
         """See ``torch.distributed.Store``."""
         return bool(self._store.check(keys))
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
         """See ``torch.distributed.Store``."""
-        wait_for(self._store, keys, self._connecting, timeout)
+        wait_for(self._store, keys, self._connecting)
 
 
 @contextmanager
