@@ -53,7 +53,7 @@ crash: setup
 test-accelerator: setup
 	ZERO_OPT_ACCELERATOR=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test/accelerator
 
-# Hosts that are network namespaces, with the times that connections have by default: minutes. Needs root.
+# Ranks on hosts that are network namespaces, with connections' default timeouts: takes minutes. Needs root.
 test-hosts: setup
 	ZERO_OPT_HOSTS=long $(BIN)/python -m pytest test/hosts
 

@@ -35,7 +35,7 @@ inline float fma32(float a, float b, float c) {
   // enclose the exact value, after which rounding to float is as good as rounding once, since
   // 53 >= 24 + 2 (Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved
   // algorithms using rounding to odd", theorem 1). When the sum is not finite the error is NaN and
-  // taken as 0, so that infinities and NaN pass unchanged. No branch: it vectorises.
+  // taken as 0, so that infinities and NaN pass unchanged. No branch: it vectorizes.
   const double product = static_cast<double>(a) * static_cast<double>(b);
   const double addend = static_cast<double>(c);
   const double sum = product + addend;

@@ -1,6 +1,6 @@
 // bf16 and fp16 <-> fp32 in integer arithmetic: included once by each isa_*.cpp, like adam.inl.
 //
-// The compiler's own _Float16 casts do not vectorise; these do, at every width. No branch, ties to even, an
+// The compiler's own _Float16 casts do not vectorize; these do, at every width. No branch, ties to even, an
 // overflow becomes infinity, NaN stays NaN. No intermediate value is an fp32 subnormal, so the results are the
 // same when the processor flushes those to zero (an fp32 subnormal is itself far below fp16's smallest number).
 #pragma once

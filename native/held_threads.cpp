@@ -12,11 +12,11 @@
 namespace zero_opt {
 namespace {
 
-// Never freed: a thread may look at it until the process is gone.
+// Never freed: a thread may read it until the process has ended.
 std::atomic<const std::vector<std::uintptr_t>*> held{nullptr};
 std::terminate_handler previous = nullptr;
 
-// The handler runs on the thread that is to be ended, below which nothing is unwound: what it holds stays held.
+// Runs on the thread that the interpreter ends, and unwinds nothing: locks that the thread holds stay held.
 [[noreturn]] void sleep_if_held() {
   const std::vector<std::uintptr_t>& threads = *held.load();
   if (std::find(threads.begin(), threads.end(), (std::uintptr_t)pthread_self()) != threads.end()) {

@@ -4,7 +4,7 @@
 // is two slots of one piece, however large the buckets are. Every rank goes through the same pieces of the same
 // exchanges: stage into the free slot, publish, wait until every peer has published the same piece, read. A rank
 // that stages piece n + 2, into the slot of n, has completed n + 1, for which every peer had to publish n + 1, which
-// a peer does only after it has read n. So two slots need no further synchronisation. An exchange that one rank
+// a peer does only after it has read n. So two slots need no further synchronization. An exchange that one rank
 // skips is waited for to its end on all other ranks, which all read the same, before they give it up.
 #pragma once
 

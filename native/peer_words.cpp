@@ -37,7 +37,7 @@ void sleep_on(const std::atomic<std::uint32_t>&, std::uint32_t, std::chrono::nan
 }
 #endif
 
-// The words of a slot, all of one publication; false if they are being written.
+// Reads the words of a slot; false unless all are of one publication.
 bool read(const SlotWords& slot, ExchangeIdent& ident, std::uint64_t& piece) {
   const std::uint64_t writes = slot.writes.load(std::memory_order_acquire);
   if (writes == 0 || writes % 2 != 0) return false;
@@ -48,11 +48,11 @@ bool read(const SlotWords& slot, ExchangeIdent& ident, std::uint64_t& piece) {
   return slot.writes.load(std::memory_order_relaxed) == writes;
 }
 
-// Where words are being written nothing is yet: the bell rings when they are there.
+// Words that are being written count as not there: the bell rings once they are complete.
 Staged look(const PeerWords& words, const ExchangeIdent& ident, std::uint64_t piece) {
-  // Between the looks at one slot and at the other a peer may publish the piece in the first, and the next exchange in
-  // the second. But who has seen a later exchange sees all that was published before it: so the slots are looked at
-  // once more. They stay as they are then, as a peer does not complete that exchange without this rank.
+  // Between the reads of the two slots a peer may publish the piece in the first, and the next exchange in the second.
+  // A rank that has seen a later exchange sees all that was published before it, so it reads the slots once more. They
+  // do not change then, as the peer cannot complete that exchange without this rank.
   for (bool passed : {false, true}) {
     bool later = false;
     for (int slot = 0; slot < 2; ++slot) {
@@ -73,7 +73,7 @@ Staged look(const PeerWords& words, const ExchangeIdent& ident, std::uint64_t pi
 void publish(PeerWords& words, int slot, const ExchangeIdent& ident, std::uint64_t piece) {
   SlotWords& to = words.slots[slot];
   const std::uint64_t writes = to.writes.load(std::memory_order_relaxed);
-  // Whoever sees one of the new words sees an odd number of writes, or the next even one, after it.
+  // A rank that reads one of the new words then reads an odd number of writes, or the next even one.
   to.writes.store(writes + 1, std::memory_order_relaxed);
   to.step.store(ident.step, std::memory_order_release);
   to.epoch.store(ident.epoch, std::memory_order_release);

@@ -6,8 +6,8 @@
 
 namespace zero_opt {
 
-// Names one exchange. Of two the later one is greater, on every rank alike. Words of their own, since none of the three
-// may have an end that a run reaches.
+// Names one exchange. Of two idents the later one is greater, on every rank. Each number has 64 bits, so that no run
+// reaches its end.
 struct ExchangeIdent {
   std::uint64_t step, epoch, sequence;
 };

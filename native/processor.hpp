@@ -1,6 +1,6 @@
-// Which of the instruction sets that kernels are compiled for the processor and the operating system run.
+// The best instruction set, of those that kernels can be compiled for, that the processor and the operating system run.
 //
-// The processor is asked here, since not every compiler's run-time library answers: in a program that zig links,
+// Asks the processor itself, since not every compiler's run-time library can tell: in a program that zig links,
 // __builtin_cpu_supports() denies everything.
 #pragma once
 

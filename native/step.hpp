@@ -15,7 +15,7 @@ struct Parallel {
 };
 
 // A run and its step number t, counted from 1. A step that is kept in memory (as fp32) is the number of steps
-// done: t is one more, added in fp32, and it is stored when the step is over. So both stay at 2^24, as torch's do.
+// done: t is one more, added in fp32, and it is stored when the step is over. So both stop at 2^24, as torch's do.
 struct CountedRun {
   AdamRun run;
   double step;

@@ -34,7 +34,7 @@ constexpr std::int64_t kAloneNumel = 65536;
 void run_parallel(int count, const std::function<void(int)>& task);
 
 // Calls task(index) for every index in [0, count), on so many threads of the pool; likewise. Every thread has a range of
-// neighbours, the same for the same numbers, so that it keeps to the memory it touched before; who is done with theirs
+// neighbors, the same for the same numbers, so that it keeps to the memory it touched before; who is done with theirs
 // takes from the others.
 void share_out(std::int64_t count, int threads, const std::function<void(std::int64_t)>& task);
 

@@ -22,7 +22,7 @@ typedef std::uint32_t WideWords __attribute__((vector_size(kWide * 4)));
 typedef std::int32_t WideInts __attribute__((vector_size(kWide * 4)));
 
 #if defined(__AVX512F__)
-// Of the plain forms of these intrinsics GCC 12 warns that a value, of which nothing is used, is not initialised.
+// Of the plain forms of these intrinsics GCC 12 warns that a value, of which nothing is used, is not initialized.
 constexpr __mmask16 kAll = 0xffff;
 
 inline WideFloats fma32(WideFloats a, WideFloats b, WideFloats c) { return (WideFloats)_mm512_fmadd_ps(a, b, c); }

@@ -55,7 +55,7 @@ def test_what_is_no_group_is_named(bad: object) -> None:
 
 @pytest.mark.parametrize("third", [3e-4, zero_opt.AtStep()])
 def test_what_goes_by_name_is_no_third_argument(third: object) -> None:
-    with pytest.raises(ConfigTypeError, match=r"go by name, as in lr=\.\.\., reduction=\.\.\.$"):
+    with pytest.raises(ConfigTypeError, match=r"by name, as in lr=\.\.\., reduction=\.\.\.$"):
         zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, third)
 
 

@@ -73,7 +73,10 @@ def test_what_is_no_optimizer_class_is_quoted(bad: object) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.optim.SGD([Parameter(torch.ones(1))]), r"pass the class: ShardedOptimizer\(params, SGD, lr=...\)$"),
+        (
+            torch.optim.SGD([Parameter(torch.ones(1))]),
+            r"not an instance: ShardedOptimizer\(params, SGD, lr=...\)$",
+        ),
         ([Parameter(torch.ones(1000, 1000))], "got a list; parameters come first"),
         (torch.nn.Linear(2, 2), "Linear; parameters come first"),
         (zero_opt.ShardedOptimizer, "ShardedOptimizer shards an optimizer itself; pass the class to shard"),
@@ -138,7 +141,7 @@ def a_param() -> Parameter:
         ([torch.nn.Linear(2, 2)], "group 0, position 0 .*Linear; pass its parameters()"),
         ([{"params": torch.nn.Linear(2, 2)}], "params of group 0 .*Linear; pass its parameters()"),
         (torch.nn.Linear(2, 2).parameters, "with parentheses"),
-        (torch.nn.Linear(2, 2).state_dict(), "OrderedDict, of which these would be the keys; pass model.parameters()"),
+        (torch.nn.Linear(2, 2).state_dict(), "OrderedDict, which would give its keys; pass model.parameters()"),
         (torch.optim.SGD, "parameters come first"),
         (torch.optim.SGD([Parameter(torch.ones(1))]), "parameters come first"),
     ],
@@ -231,7 +234,7 @@ def test_options_that_cannot_be_sharded(option: str) -> None:
     ("param", "message"),
     [
         (torch.ones(3).to_sparse(), r"parameter 1 is torch\.sparse_coo"),
-        (torch.ones(3, device="meta"), "parameter 1 is on the meta device; materialise"),
+        (torch.ones(3, device="meta"), "parameter 1 is on the meta device; materialize"),
         (torch.ones(3).expand(2, 3), "parameter 1 has elements that share memory"),
     ],
     ids=["sparse", "meta", "expanded"],

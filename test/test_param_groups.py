@@ -39,10 +39,10 @@ def test_what_is_there_is_not_looked_into() -> None:
 @pytest.mark.parametrize(
     ("params", "fits", "text"),
     [
-        ((torch.zeros(4, 3), torch.zeros(1)), True, "position 0 of .* another tensor of shape .4, 3. in the place of"),
-        ((torch.zeros(4, 3), torch.zeros(())), False, r"position 1 of .* of shape \(\) in the place of"),
+        ((torch.zeros(4, 3), torch.zeros(1)), True, "position 0 of .* another tensor of shape .4, 3. in place of"),
+        ((torch.zeros(4, 3), torch.zeros(())), False, r"position 1 of .* of shape \(\) in place of"),
         ((torch.zeros(3, 4), torch.zeros(1)), False, "position 0"),
-        ((torch.zeros(4, 3),), False, "has 1 parameters, and 2 were planned"),
+        ((torch.zeros(4, 3),), False, "has 1 parameters, but 2 were planned"),
         ((None, torch.zeros(1)), False, "holds a NoneType"),
         (None, False, "of type NoneType, not a list"),
         (iter([torch.zeros(4, 3)]), False, "iterator, not a list"),
@@ -66,7 +66,7 @@ def test_an_edit_is_named(params: Any, fits: bool, text: str) -> None:
 def test_groups_that_are_added_are_planned_with_the_next_call() -> None:
     groups, planned = _planned()
     groups.append({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(zero_opt.ConfigConflict, match="has 3 groups, and 2 were planned"):
+    with pytest.raises(zero_opt.ConfigConflict, match="has 3 groups, but 2 were planned"):
         planned.require()
     planned.add()
     planned.require()

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes = commands.add_parser("estimate", help="bytes per rank on device, host and NVMe, by kind")
     sizes.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B")
     sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
-    sizes.add_argument("--ranks-per-host", type=int, help="of them (default: all, up to 8)")
+    sizes.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
     sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")

@@ -101,7 +101,7 @@ def flushes_denormals() -> bool:
     """Whether the calling thread takes subnormal numbers as zero, as ``torch.set_flush_denormal`` sets it."""
 
 def hold_threads(threads: Sequence[int]) -> None:
-    """Let these threads sleep for ever where the C++ runtime would terminate the process: for the interpreter's exit.
+    """Let these threads sleep forever where the C++ runtime would terminate the process, at the interpreter's exit.
 
     ``threads`` are values of ``Thread.ident``.
     """
@@ -133,7 +133,7 @@ class HostBucket:
         sums: Sequence[tuple[int, int, int]] = (),
     ) -> None: ...
 
-PEER_WORDS_NBYTES: int  # at the front of every rank's arena, which a rank of HostRanks writes
+PEER_WORDS_NBYTES: int  # size of the words at the front of every rank's arena, which HostRanks writes
 
 class HostRanks:
     """The ranks of a host, by the addresses at which their arenas are mapped here; see native/host_exchange.hpp.
@@ -276,10 +276,10 @@ def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""
 
 def compiled_isas() -> list[str]:
-    """The instruction sets that this build has, slowest first."""
+    """The instruction sets that kernels are compiled for, slowest first."""
 
 def processor_isa() -> str:
-    """The fastest of baseline, v3 and v4 that this processor and operating system run, built for or not."""
+    """The fastest of baseline, v3 and v4 that this processor and operating system run, compiled in or not."""
 
 def isa() -> str:
     """The one in use: ``ZERO_OPT_ISA`` if set, else the fastest. RuntimeError if that is unknown here."""

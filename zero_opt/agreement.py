@@ -37,7 +37,7 @@ class StepReport:
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
         hypers: a digest of the hyperparameters.
-        edits: a digest of which parameters the user has written to here since ranks last agreed, and how often.
+        edits: a digest of which parameters the user has written to here since the last agreement, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
             exchange of such a round on another rank would be answered by a later one here.
     """
@@ -186,16 +186,19 @@ class Agreement:
                 )
 
     def on_edits(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
-        """Have parameters that the ranks have not written to equally often be alike on all; returns which. Collective.
+        """Require equal values of parameters that the ranks have not written to equally often. Collective.
 
-        They may be: what one rank has loaded and sent to the others through ``.data`` (or DDP has) has raised the
-        version counters of some ranks alone.
+        Their values may be equal: where one rank loads a checkpoint and it, or DDP, sends that to the others through
+        ``.data``, only the first rank's version counters rise.
 
         Args:
             mine: by parameter, how often it was written to here. params: all parameters of the optimizer.
 
+        Returns:
+            The parameters that the ranks have not written to equally often.
+
         Raises:
-            RankMismatch: on every rank, naming parameters that differ, and where they were written to.
+            RankMismatch: on every rank, naming parameters that differ, and the ranks that wrote to them.
         """
         listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
         counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
@@ -214,15 +217,14 @@ class Agreement:
         more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
         raise RankMismatch(
             f"values of {names}{more} differ between ranks: since the last step they were written to on {where}; call "
-            "zero_opt.broadcast_params(model) on every rank and repeat the step; load_state_dict(), and whatever else "
-            "writes to parameters, belongs on every rank"
+            "zero_opt.broadcast_params(model) on every rank and repeat the step; call load_state_dict(), and whatever "
+            "else writes to parameters, on every rank"
         )
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
-        return any(
-            bool(other) for other in self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
-        )
+        flags = self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
+        return any(bool(other) for other in flags)
 
     def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's list; all ranks give one of the same length."""
@@ -236,8 +238,8 @@ class Agreement:
         The rank's own error object is raised on the rank it comes from.
 
         Args:
-            call: what the user called, if this is the first that ranks hear of each other in it.
-            own: raised here in place of any.
+            call: what the user called, if this is the first message between ranks in that call.
+            own: this rank raises it in place of whatever error is first.
         """
         text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
         for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
@@ -296,7 +298,7 @@ def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int)
 
 
 def edits_digest(edits: Mapping[int, int]) -> int:
-    """64 bits that tell what was written to, by parameter and how often, from anything else; 0 for nothing."""
+    """Return a digest, of 64 bits, of how often each parameter was written to; 0 if none was."""
     if not edits:
         return 0
     return int.from_bytes(hashlib.sha256(json.dumps([*edits.items()]).encode()).digest()[:8], "little")

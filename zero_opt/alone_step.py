@@ -1,4 +1,4 @@
-"""The wrapped class itself: its own step, after what is asked of the gradients, its attributes and its pickles."""
+"""The wrapped class itself: its step, after checks and clipping of the gradients, its attributes and its pickles."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AloneStep:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """What an optimizer is where the wrapped class steps the parameters themselves: that class's, to the attribute."""
+    """The part of an optimizer that hands everything to the wrapped class, where that steps the parameters directly."""
 
     _recipe: Recipe
     _mesh: MeshParams | None
@@ -98,7 +98,7 @@ class Wrapping(torch.optim.Optimizer):
         return param_name(self.param_groups, index)
 
     def _wrapped(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Have the wrapped class step these parameters themselves; returns the wrapped optimizer."""
+        """Have the wrapped class step these parameters directly; returns the wrapped optimizer."""
         recipe = self._recipe
         check_skippable(recipe.optimizer_class, recipe.checks)
         kind = AloneStep if self._mesh is None else self._mesh.stepper
@@ -113,12 +113,12 @@ class Wrapping(torch.optim.Optimizer):
         self._share_inner()
 
     def _share_inner(self) -> None:
-        """Our groups and state are the wrapped optimizer's own."""
+        """Share the wrapped optimizer's groups and state, so that both are the same objects."""
         assert self._inner is not None
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _alone(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, with the groups and state of ours even if the user replaced them."""
+        """Return the wrapped optimizer, with this one's groups and state even if the user has replaced them."""
         assert self._inner is not None
         self._inner.param_groups, self._inner.state = self.param_groups, self.state
         if self._mesh is not None:
@@ -126,14 +126,14 @@ class Wrapping(torch.optim.Optimizer):
         return self._inner
 
     def __getattr__(self, name: str) -> Any:
-        """What else the wrapped class has for its users."""
+        """Return a public attribute of the wrapped optimizer that this one lacks."""
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``copy`` and ``pickle`` take along, at world size 1 alone."""
+        """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
         if self._inner is None:
             raise ConfigTypeError(
                 "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its "
@@ -149,6 +149,6 @@ class Wrapping(torch.optim.Optimizer):
             super().__setstate__(state)
         elif self._inner is None:
             raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
-        else:  # the wrapped class's own form, of which it completes what an older version wrote
+        else:  # the wrapped class's own form; the class completes one that an older version of it wrote
             self._alone().__setstate__(state)
         self._share_inner()

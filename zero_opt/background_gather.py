@@ -45,7 +45,7 @@ class BackgroundGather(ParamGather):
         self._thread, self._model, self._results = thread, model, results
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
-        self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step has failed
+        self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
         self._step = 0
         self._called: set[nn.Module] = set()
         self._needs: dict[nn.Module, set[int]] = {}
@@ -67,7 +67,7 @@ class BackgroundGather(ParamGather):
             _forget_compiled()
 
     def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
-        """See :class:`ParamGather`; nobody knows by the time it returns."""
+        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
         self._plan_waits()
         self._arrived.clear()
         self._step, self._failures = step, None
@@ -93,13 +93,13 @@ class BackgroundGather(ParamGather):
         return () if self._failures is None else self._failures.result()
 
     def require_whole(self) -> None:
-        """As :meth:`flush`, and raise StepFailed if the last step has failed on a rank."""
+        """Wait as :meth:`flush` does, and raise StepFailed if the last step failed on a rank."""
         self.flush()
         if self.failed():
             ranks = " and ".join(f"rank {rank}" for rank in self.failed())
             raise StepFailed(
-                f"step {self._step} failed on {ranks}, where step() has raised why, so parameters lack a part of it on "
-                "all ranks: load a checkpoint, or step again"
+                f"step {self._step} failed on {ranks}, where step() has raised the reason, so parameters lack "
+                "a part of that step on all ranks: load a checkpoint, or step again"
             )
 
     def made_up_for(self) -> None:
@@ -204,7 +204,7 @@ class _Waiter(_Hook):
 
 
 class _Flusher(_Hook):
-    """Before state is written."""
+    """Waits for all parameters, before the model's state is written."""
 
     def __call__(self, *_: Any) -> None:
         target = self._target()
@@ -213,7 +213,7 @@ class _Flusher(_Hook):
 
 
 class _Reader(_Hook):
-    """Before state is read."""
+    """Waits for all parameters, and refuses those of a failed step, before the model's state is read."""
 
     def __call__(self, *_: Any) -> None:
         target = self._target()
@@ -222,7 +222,7 @@ class _Reader(_Hook):
 
 
 def _failures(exchange: Exchange, step: int) -> Sequence[int]:
-    """The ranks on which a step has failed, once its gathers have ended."""
+    """Return the ranks on which a step failed, once its gathers have ended."""
     return exchange.failures(step)()
 
 

@@ -50,13 +50,13 @@ INLINE_BYTES = 216
 ALL = "another rank"
 # The backend of a group of one.
 ALONE = "alone"
-# Backends of torch's tests and dry runs, whose ranks are threads, or are not there.
+# Backends of torch's tests, whose ranks are threads, and of its dry runs, whose other ranks do not exist.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
-# A tag of messages that no rank ever sends, others are lower: a backend may abort the process where a message does not
-# fit its receiver.
+# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
+# not fit its receiver.
 _NEVER_SENT = (1 << 31) - 1
-# The tag of Group.move(). That of no exchange of buckets over the same connections.
+# The tag of Group.move(); no exchange of buckets over the same connections has it.
 _MOVED = _NEVER_SENT - 1
 
 
@@ -112,7 +112,7 @@ def _new_group(
     where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
     """
     ranks = dist.get_process_group_ranks(parent)
-    if _backend_for(parent) == FAKE:  # nothing travels that could cross
+    if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
         return parent
     if connecting is None:  # all ranks are in every group
         return _c10d.new_group(ranks, timeout=timeout, backend=THREADED)
@@ -206,7 +206,7 @@ class Group:
         """The group as torch has it.
 
         Raises:
-            OptimizerClosed: there is none any more.
+            OptimizerClosed: it is closed.
         """
         if self._pg is None:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
@@ -216,7 +216,8 @@ class Group:
         """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective.
 
         Args:
-            others: groups of the same ranks, that are broken off with this one. departures: the ranks that have left.
+            others: groups of the same ranks, which also explain their errors by the departures.
+            departures: the ranks that have left.
         """
         if self.has_send_recv:
             homes = homes_from(self.all_gather_bytes(home_payload()))
@@ -227,11 +228,11 @@ class Group:
                 group._departures = departures
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
-        """See :class:`transfers.MessageGroup`; ``patience_s`` is how long to wait for news of who has left."""
+        """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
     def in_step(self, step: int) -> None:
-        """For messages: so many steps are done, and what this rank calls next comes after them."""
+        """Note, for messages, that this rank has completed so many steps."""
         if self._watch is not None:
             self._watch.step = step
 
@@ -254,7 +255,7 @@ class Group:
 
     @property
     def has_send_recv(self) -> bool:
-        """Whether two ranks can exchange a message without the others; those of torch's tests cannot."""
+        """Whether two ranks can exchange a message without the others; those of torch's tests and dry runs cannot."""
         return self.backend not in _WITHOUT_PROCESSES
 
     def mesh(self) -> DeviceMesh:
@@ -276,7 +277,7 @@ class Group:
         return outputs
 
     def _finish(self, work: dist.Work, who: str, like: Tensor) -> None:
-        """Wait for a collective of tensors like this one; ``who`` are the ranks that it may have to wait for."""
+        """Wait for a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
         if self._watch is None or not like.is_cpu:
             _gathered(who, work, like).wait()
         else:
@@ -289,8 +290,8 @@ class Group:
         The first message has one size whatever it is about: a backend may abort the process where sizes differ.
 
         Args:
-            call: what the user called on this rank, the same on all.
-            called: which one it was, where ``call`` names several.
+            call: what the user called; ranks compare it.
+            called: the one that this rank called, where ``call`` names several.
 
         Raises:
             RankMismatch: on every rank, when ranks are in different calls.
@@ -355,7 +356,7 @@ class Group:
             self._abort_devices()
 
     def disconnect(self) -> None:
-        """As :meth:`interrupt`, but for what is under way on an accelerator."""
+        """Break this rank's connections, but leave alone what is under way on an accelerator."""
         if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
             return
         self._take_leave()
@@ -367,7 +368,7 @@ class Group:
                     Transfer(f"rank {rank}", receiving).wait(0.001)
 
     def _take_leave(self) -> None:
-        """Connections are about to be broken."""
+        """Do what must come before connections are broken."""
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
@@ -424,10 +425,10 @@ class SideGroup(Group):
 
 
 def connect(parent: dist.ProcessGroup, groups: int) -> Connecting | None:
-    """Begin to make so many groups; ``None`` if the ranks are not processes. Collective.
+    """Begin to make so many groups; returns ``None`` if the ranks are not processes. Collective.
 
     Raises:
-        OutOfResources: a rank has no room for them. Others as for :func:`meeting.common_name`.
+        OutOfResources: a rank lacks descriptors or threads for them. Others as for :func:`meeting.common_name`.
     """
     return None if _backend_for(parent) in _WITHOUT_PROCESSES else Connecting(parent, _NameExchange, groups)
 
@@ -438,7 +439,7 @@ class AloneGroup(Group):
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, ALONE, None
         self.rank, self.world_size = 0, 1
-        self.timeout_s = math.inf  # for threads of this process, which read the state
+        self.timeout_s = math.inf  # steps wait for no other rank, but for threads of this process that read the state
         self._pid = os.getpid()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -146,9 +146,8 @@ class FullState:
         else:
             flat = self._flats[entry.param]
             if entry.key not in state:
-                state[entry.key] = flat.shaped(
-                    torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
-                )
+                values = torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
+                state[entry.key] = flat.shaped(values)
             run: Tensor = state[entry.key].as_strided((flat.param.numel(),), (1,))
             return run[entry.start : entry.start + entry.numel]
         return None
@@ -238,7 +237,7 @@ class Consolidation:
 
 
 def small_value(entry: Entry) -> Any:
-    """The number, text or tensor that travelled inside the listing."""
+    """The number, text or tensor that traveled inside the listing."""
     if entry.kind == "value":
         return entry.value
     raw = bytearray.fromhex(entry.value)

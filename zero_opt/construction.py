@@ -68,7 +68,7 @@ def check_wrapped_class(cls: object) -> None:
         return
     hint = ""
     if isinstance(cls, torch.optim.Optimizer):
-        hint = f" that is made already; pass the class: ShardedOptimizer(params, {type(cls).__name__}, lr=...)"
+        hint = f"; pass the class, not an instance: ShardedOptimizer(params, {type(cls).__name__}, lr=...)"
     elif isinstance(cls, (Iterable, torch.nn.Module)) and not isinstance(cls, str):
         hint = "; parameters come first: ShardedOptimizer(params, optimizer_class, lr=...)"
     raise ConfigTypeError(
@@ -77,7 +77,7 @@ def check_wrapped_class(cls: object) -> None:
 
 
 def in_short(value: object) -> str:
-    """How messages show an argument: itself where that is short, else its type."""
+    """Return how messages show an argument: its repr if that is short, else its type."""
     if value is None or isinstance(value, (bool, int, float, str, type)):
         return f"{value!r:.80}"
     return f"a {torch.typename(value)}"
@@ -189,11 +189,11 @@ def _listed(params: Iterable[Any], name: str, of: str) -> list[Any]:
 
 
 def _instead_of(params: object) -> str:
-    """What to pass instead of something that holds no parameters; empty where that cannot be told."""
+    """Return what a message advises to pass instead of an argument without parameters; "" if that is unclear."""
     if isinstance(params, torch.nn.Module):
         return "; pass its parameters()"
     if isinstance(params, Mapping):
-        return ", of which these would be the keys; pass model.parameters() or model.named_parameters()"
+        return ", which would give its keys; pass model.parameters() or model.named_parameters()"
     if isinstance(params, torch.optim.Optimizer) or (
         isinstance(params, type) and issubclass(params, torch.optim.Optimizer)
     ):
@@ -263,11 +263,11 @@ def checked_groups(
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
         if param.is_meta:
-            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialise the model first")
+            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialize the model first")
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
             raise UnsupportedParam(
-                f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), where each rank has another part; "
-                "use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters say where they are cut"
+                f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), which does not say what part of it "
+                "this rank has; use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         if param.is_complex() and reduce_dtype is not None:
             raise UnsupportedParam(
@@ -375,7 +375,7 @@ def contents(
 
 
 def value_contents(params: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Any]]:
-    """A digest of the values of labelled parameters."""
+    """Return a digest of each labeled parameter's values."""
     return ((f"{label} values", value_digest(param)) for label, param in params)
 
 

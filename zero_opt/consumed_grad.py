@@ -39,7 +39,7 @@ class GradOwner(Protocol):
         """Make the held gradient of one parameter zero."""
 
     def lends(self, param: int, target: Tensor) -> bool:
-        """Whether the caller may copy what has been accumulated since the gradient was taken to ``target``."""
+        """Whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
@@ -106,7 +106,7 @@ def _grad_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty_like(param, device="meta").stride()
 
 
-# The ways out. Of an operation not named below the first is the most likely one.
+# What to do instead. For an operation that is not named below, the first is the most likely one.
 _EDIT = "to read or edit gradients before step(), use reduction=zero_opt.AtStep()"
 _CLIP = "to clip, or to log the norm, call opt.clip_grad_norm_(max_norm) on every rank, or pass max_grad_norm"
 _DDP = (
@@ -118,7 +118,7 @@ _REDUCE = "gradients are averaged already: leave your own all-reduce out"
 _FINITE = 'to look for inf and NaN, pass checks=zero_opt.Checks(nonfinite="skip") or "raise"'
 _STEP = "a parameter is stepped by one optimizer: take it out of the other"
 _SCALE = "to scale gradients, scale the loss before backward"
-# What somebody wants who calls an operator, by the name of that.
+# What a user who calls an operator most likely wants, by the operator's name.
 _WANTED = {
     **dict.fromkeys(("norm", "linalg_vector_norm", "_foreach_norm"), _CLIP),
     "isnan": _FINITE,
@@ -141,7 +141,7 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
     others = "; ".join(way for way in _WAYS_OUT if way is not first)
     return GradientConsumed(
         f"{first[0].upper()}{first[1:]}. {func} met the gradient of {label}, whose values have moved into a sharded "
-        f"gradient bucket. Else, {others}."
+        f"gradient bucket. Otherwise: {others}."
     )
 
 
@@ -177,7 +177,7 @@ def _zero(target: Any) -> Any:
 
 
 def _cannot_take_data(target: Any, source: Any) -> bool:  # noqa: ARG001  (as torch calls it)
-    """``module.to()`` asks whether ``grad.data`` can be assigned; if not it assigns ``grad``."""
+    """Answer ``module.to()``, which asks whether it can assign ``grad.data``; if not it assigns ``grad``."""
     return False
 
 

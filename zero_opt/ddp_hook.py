@@ -17,7 +17,7 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
     """Hand the gradients of a bucket to an optimizer with ``reduction=DDPHook()``; DDP calls it on every rank.
 
     ``ddp.register_comm_hook(opt, zero_opt.ddp_hook)``, before the first backward. Half the bytes of DDP's all-reduce
-    are sent, and as with :class:`Overlapped` ``p.grad`` cannot be read after a backward that DDP synchronises: clip
+    are sent, and as with :class:`Overlapped` ``p.grad`` cannot be read after a backward that DDP synchronizes: clip
     with ``max_grad_norm`` or ``opt.clip_grad_norm_()``. To accumulate, ``ddp.no_sync()`` is what saves
     traffic. DDP must be over the optimizer's ranks. With ``gradient_as_bucket_view=True`` each gradient is copied once
     more.

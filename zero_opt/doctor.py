@@ -26,7 +26,7 @@ from .worker_process import WorkerProcess
 # What setup.cfg asks for.
 _LEAST_TORCH = (2, 11)
 _LEAST_SHM_BYTES = 1 << 30
-# What the instruction sets that kernels are compiled for are known for.
+# Instruction sets that kernels are compiled for, and the extension that each is known for.
 _KNOWN_FOR = {"v3": "AVX2", "v4": "AVX-512"}
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 OK, OFF, BAD = "ok", "off", "BAD"
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        status: ``ok``; ``off``: not to be had here, and the rest works without; ``BAD``: nothing works.
+        status: ``ok``; ``off``: not available here, and the rest works without it; ``BAD``: nothing works.
         found: what there is. advice: what follows from it, and what to do; empty where all is well.
     """
 
@@ -121,8 +121,8 @@ def _cores() -> Iterator[Finding]:
     elif own < min(threads, physical):
         # By default torch has one thread for hyperthreads that share a core.
         advice = (
-            f"torch has {own} threads, fewer than may run, for forward and backward on the CPU, and for steps too "
-            f"unless it is by OMP_NUM_THREADS=1: set OMP_NUM_THREADS={threads}"
+            f"torch has {own} threads, fewer than may run, for forward and backward on the CPU (and for steps, unless "
+            f"because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
         )
     yield Finding(OK, "cores", found, advice)
 

@@ -20,11 +20,11 @@ class ConfigTypeError(ZeroOptError, TypeError):
 
 
 class ConfigConflict(ZeroOptError, RuntimeError):
-    """What was asked for, each of it fine by itself, excludes each other; the message may be the wrapped class's."""
+    """Arguments or calls, each valid by itself, exclude each other; the message may be the wrapped class's."""
 
 
 class ParamsReplaced(ConfigConflict):
-    """``opt.param_groups`` holds other parameters than those that were planned, too late to plan them instead."""
+    """``opt.param_groups`` holds other parameters than the planned ones, and the optimizer cannot plan them instead."""
 
 
 class UnsupportedOptimizer(ZeroOptError, ValueError):
@@ -72,7 +72,7 @@ class StepDesync(ZeroOptError, RuntimeError):
 
 
 class StepFailed(ZeroOptError, RuntimeError):
-    """A step failed on another rank, so parameters and state lack a part of it, and are not to be saved."""
+    """A step failed on another rank, so parameters and state lack a part of that step: do not save them."""
 
 
 class StepPending(ZeroOptError, RuntimeError):
@@ -92,7 +92,7 @@ class OutOfMemory(ZeroOptError, MemoryError):
 
 
 class OutOfResources(ZeroOptError, RuntimeError):
-    """This process gets no more file descriptors or threads; the message says which limit to raise."""
+    """A rank's process can get no more file descriptors or threads; the message says which limit to raise."""
 
 
 class StorageFailed(ZeroOptError, OSError):
@@ -115,7 +115,7 @@ class NonFiniteGradient(ZeroOptError, RuntimeError):
     """A reduced gradient has an inf or NaN (``Checks(nonfinite="raise")``); parameters and state are untouched.
 
     Attributes:
-        rank: the rank that owns the element, ``None`` if the error has travelled. param: global parameter index.
+        rank: the rank that owns the element, ``None`` if the error has traveled. param: global parameter index.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, param: int | None = None) -> None:

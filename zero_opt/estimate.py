@@ -26,7 +26,7 @@ from .system.devices import HOST, is_meta
 
 # A bucket takes a tenth of a millisecond.
 _MOST_BUCKETS = 1 << 18
-# Where nothing is said: as many as a host of a cluster usually has accelerators.
+# The default: as many as hosts of a cluster usually have accelerators.
 _RANKS_PER_HOST = 8
 
 PLACES = ("device", "host", "nvme")
@@ -61,12 +61,12 @@ class Estimate:
         return replace(self, rank=rank, rows=self._sizing.rows(rank))
 
     def on_hosts_of(self, ranks: int) -> Estimate:
-        """The estimate for hosts of so many ranks, or of all, if there are fewer.
+        """Return the estimate for hosts that have ``ranks`` ranks each.
 
-        Ranks share their host's cores and, if all are on one, memory to exchange through.
+        Ranks share their host's cores and, if all are on one host, memory to exchange through.
 
         Raises:
-            ConfigError, ConfigTypeError: that is no number of ranks.
+            ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
         _check_count("ranks_per_host", ranks)
         sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
@@ -127,8 +127,8 @@ def estimate(
     """Bytes per rank that ``ShardedOptimizer`` and what it works on will hold, by kind and place.
 
     Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
-    on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. Accelerators are taken to
-    use their own collectives. Up to 8 ranks are taken to share a host; see :meth:`Estimate.on_hosts_of`.
+    on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. The estimate assumes that
+    accelerators use their own collectives, and that up to 8 ranks share a host; see :meth:`Estimate.on_hosts_of`.
 
     Args:
         model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,

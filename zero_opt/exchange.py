@@ -224,17 +224,18 @@ class Exchange(Protocol):
         """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
 
     def fail(self, step: int) -> None:
-        """Have the all-gathers that follow tell the other ranks that this step has failed here."""
+        """Have the following all-gathers tell the other ranks that this step failed on this rank."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """Begin to ask on which ranks a step has failed: called on every rank when its last gather has been started.
+        """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.
 
-        The result, called when that gather has ended, returns the ranks that called :meth:`fail` before it, the same on
-        every rank. An exchange that cannot tell without waiting for other ranks knows of none.
+        Returns:
+            A function. Once that gather has ended, it returns the ranks that called :meth:`fail` before the gather, the
+            same on every rank. An exchange that would have to wait for other ranks to know returns none.
         """
 
     def leave(self) -> None:
-        """Let no rank wait for this one in an exchange to come, nor this one for another."""
+        """Leave all future exchanges: no rank waits for this one in them, and this one waits for no other."""
 
     def close(self) -> None:
         """Release what is held."""
@@ -261,11 +262,11 @@ class PooledExchange:
         """See :class:`Exchange`."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
-        """See :class:`Exchange`; knows of none."""
+        """See :class:`Exchange`; reports no rank."""
         return tuple
 
     def leave(self) -> None:
-        """See :class:`Exchange`; what connections carry ends with them."""
+        """See :class:`Exchange`; breaking the connections is enough."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -177,7 +177,7 @@ class FlatParam:
 
 
 def edits_of(flats: Collection[FlatParam]) -> list[int]:
-    """:attr:`FlatParam.edits` of each, without a call per parameter."""
+    """Return :attr:`FlatParam.edits` of each, without a call per parameter."""
     try:
         return [flat.param._version - flat._counter.own_writes for flat in flats]
     except RuntimeError:  # one is an inference tensor, which has no version counter
@@ -196,8 +196,8 @@ def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
 def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:
     """Find out which added parameters have a version counter in common with others, as views of one tensor do.
 
-    A write to one of them raises the counter of all. Which do is not to be seen, also where their memory has parted
-    since (``model.to``), but from raising counters, which are put back: a graph may hold the parameters.
+    A write to one of them raises the counter of all. Only raising counters shows which parameters share one, since they
+    may have separate memory by then (``model.to``). The counters are restored, as a graph may hold the parameters.
     """
     old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
     with _unsafe_preserve_version_counter(tuple(flat.param for flat in (*old, *fresh))):
@@ -206,14 +206,14 @@ def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> No
         rest = [flat for flat, count in zip((*old, *fresh), counts, strict=True) if count > 1 or (count and with_known)]
         while rest:
             sharing = [flat for flat, count in zip(rest, _raised(rest, by=rest[:1]), strict=True) if count]
-            counter = sharing[0]._counter  # of a known one, if there is one: they come first
+            counter = sharing[0]._counter  # that of a known parameter, if any shares it: known ones come first
             for flat in sharing:
                 flat._counter = counter
             rest = [flat for flat in rest if flat._counter is not counter]
 
 
 def _raised(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
-    """Raise some parameters' counters by one; how far that has raised those of ``flats``."""
+    """Raise the counters of ``by`` by one, and return how much that raises those of ``flats``."""
     before = [flat.param._version for flat in flats]
     if by:
         torch.autograd.graph.increment_version([flat.param for flat in by])

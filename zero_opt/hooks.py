@@ -57,7 +57,7 @@ class BackwardPasses:
     """Tells whether an arrival shows that the user has started another backward pass.
 
     Autograd numbers graph executions as they start. A reentrant checkpoint runs inner graphs inside one backward, each
-    with a number of its own; those are recognised by the autograd Function that called them. They tell nothing: which
+    with a number of its own; those are recognized by the autograd Function that called them. They tell nothing: which
     backward is around them shows only when it has an arrival of its own, and that started before they did.
     """
 

@@ -58,14 +58,14 @@ _PASSED, _NOT_YET = 2, 3
 # What one rank stages should be in a cache still when its peers read it, and waiting be rare.
 _SLOT_BYTES = 1 << 19
 _LINE_BYTES = 64
-# In the first page: the number, from 1, of the last step that failed on its rank. It is written before the rank's part
-# of that step's last gather is published, and read after that has been seen.
+# Offset in the first page of the number, from 1, of the last step that failed on the arena's rank. The rank writes it
+# before it publishes its part of that step's last gather, and peers read it after they have seen that part.
 _FAILED_AT = 1024
-# And a byte that its owner sets once it takes part in no further exchange.
+# Offset of a byte that the rank sets once it takes part in no further exchange.
 _LEFT_AT = _FAILED_AT + 8
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
 _LOOK_S = 0.05
-# What is under way when the exchange closes ends within a look, on a machine that is not overloaded.
+# Seconds that close() waits for an exchange under way, which ends within _LOOK_S unless the machine is overloaded.
 _ENDS_S = 5.0
 
 
@@ -80,11 +80,11 @@ class ControlGroup(Protocol):
         """Every rank's payload, in rank order."""
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
-        """The error that names who has left, where a rank is gone, if that can be told."""
+        """Return the error that names the rank that has left; ``None`` if no rank is known to have."""
 
 
 class _Peer:
-    """Another rank: its arena, and whether it takes part."""
+    """Another rank: its arena and its process."""
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
@@ -98,11 +98,11 @@ class _Peer:
         self._poll.register(pidfd, select.POLLIN)
 
     def gone(self) -> bool:
-        """Whether the rank takes part in no further exchange: it says so, or its process has ended."""
+        """Return whether the rank has left: it has set its byte, or its process has ended."""
         return bool(self.arena.bytes[_LEFT_AT]) or bool(self._poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the process and of the descriptor of its memory."""
+        """Close the descriptors of the process and of its memory."""
         self._close()
         self.arena.close()
 
@@ -160,7 +160,7 @@ class HostExchange(PooledExchange):
             if came > published:
                 deadline, published = time.monotonic() + self._group.timeout_s, came
             if self._peers[rank].gone():
-                # It may have published just before that.
+                # It may have published just before it left.
                 state, still, published = advance(published, 0.0)
                 if state == _NOT_YET and still == rank:
                     raise self._lost(rank, ident)
@@ -175,11 +175,11 @@ class HostExchange(PooledExchange):
         self._failed[self._rank].fill_(step + 1)
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`; it costs a look at memory."""
+        """See :class:`Exchange`; reads one word of memory per rank."""
         return lambda: [rank for rank, word in self._failed.items() if word.item() == step + 1]
 
     def _lost(self, rank: int, ident: Ident) -> PeerLost:
-        """The error about a rank that will not come to an exchange."""
+        """Return the error about a rank that will not come to an exchange."""
         gone = f"rank {rank} (pid {self._peers[rank].pid}) has left, or died, before the exchange of step {ident.step}"
         return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
@@ -197,7 +197,7 @@ class HostExchange(PooledExchange):
         return Gathering((), chunks_of(bucket, bounds))
 
     def leave(self) -> None:
-        """See :class:`Exchange`; a fork, whose memory this is too, leaves nothing."""
+        """See :class:`Exchange`. A forked child, which shares this memory, leaves the byte as it is."""
         self._closed = True
         if os.getpid() == self._pid and self._own.bytes.numel():
             self._own.bytes[_LEFT_AT] = 1
@@ -240,7 +240,7 @@ def build_host_exchange(
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         offer["error"] = f"rank {group.rank} has no shared memory: {_why(error)}"
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
-    # A host that could not be named may be any; that there are several needs no saying.
+    # A host without a name may be any host. Ranks on several hosts are no reason to warn.
     several = len({other["host"] for other in offers if other["host"]}) > 1
     failures, peers = [other["error"] for other in offers], list[_Peer]()
     if own is not None and not several and not any(failures):
@@ -276,10 +276,10 @@ def _nonce(arena: Arena) -> bytes:
 
 
 def host_id() -> str:
-    """Names this host, and this start of it.
+    """Return a name for this host since its last boot.
 
     Raises:
-        OSError: there is no descriptor, or no memory, to read the name with.
+        OSError: no descriptor or no memory is left to read the name with.
     """
     try:
         return _boot_id(_BOOT_ID)
@@ -296,14 +296,14 @@ def _boot_id(path: str) -> str:
 
 
 def host_if_known() -> str:
-    """As :func:`host_id`; "" where the name cannot be read."""
+    """Return :func:`host_id`, or "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return host_id()
     return ""
 
 
 def _map_all(group: ControlGroup, offers: Sequence[dict[str, Any]], nbytes: int, peers: list[_Peer]) -> list[str]:
-    """Add the other ranks, whose memory is mapped, to ``peers``. Returns why not, of every rank. Collective."""
+    """Map the other ranks' memory and add them to ``peers``; returns each rank's failure, "" if none. Collective."""
     failure = ""
     try:
         peers.extend(_map_peers(group.rank, offers, nbytes))
@@ -320,7 +320,7 @@ def _map_peers(rank: int, offers: Sequence[dict[str, Any]], nbytes: int) -> Iter
 
 
 def _why(error: Exception) -> str:
-    """What is wrong, in the same words for the next optimizer, of which descriptors have other numbers."""
+    """Return what is wrong without descriptor numbers, so that the next optimizer gives the same warning."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

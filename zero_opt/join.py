@@ -22,7 +22,7 @@ class ShadowSteps(JoinHook):
     """Takes part in every step of the ranks that still have inputs."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
-        """``shadow_step``: what to do per step; ``end``: when all have run out."""
+        """Take ``shadow_step``, called per step of the others, and ``end``, called when all have run out of inputs."""
         self._shadow_step, self._end = shadow_step, end
 
     def main_hook(self) -> None:
@@ -98,7 +98,7 @@ def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
 
 
 class UnevenInputs(Joinable):
-    """What an optimizer is to ``torch.distributed.algorithms.Join``."""
+    """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
 
     _sharded: Any
     _params: Callable[[], list[Tensor]]
@@ -109,10 +109,10 @@ class UnevenInputs(Joinable):
         return AloneGroup() if self._sharded is None else self._sharded.agreement.group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
-        """For ``torch.distributed.algorithms.Join``: what a rank does that has run out of inputs.
+        """Return what ``torch.distributed.algorithms.Join`` has a rank do that has run out of inputs.
 
-        It takes part in the steps of the others with gradients of zero, so the mean is still over all ranks, and with
-        the hyperparameters that the others have. DDP, if there, comes before the optimizer: ``Join([ddp, opt])``.
+        That rank takes part in the others' steps with gradients of zero, so the mean is still over all ranks, and with
+        the others' hyperparameters. DDP, if used, comes before the optimizer: ``Join([ddp, opt])``.
         """
         return ShadowSteps(self._shadow_step, self._forget_epoch)
 

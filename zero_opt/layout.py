@@ -2,7 +2,7 @@
 
 Parameters go into buckets in reverse registration order (about the order in which backward finishes them). Inside a
 bucket each parameter starts at a multiple of :data:`ALIGN` elements, and so does each rank's shard, so every cut inside
-a parameter is at a multiple of :data:`ALIGN` too: a vectorised elementwise kernel sees whole vectors on both sides.
+a parameter is at a multiple of :data:`ALIGN` too: a vectorized elementwise kernel sees whole vectors on both sides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked of a full state dict, on all ranks, before anything of it is loaded, and what to load it into."""
+"""Checks of a full state dict, on all ranks, before any of it is loaded, and places to load it into."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
 def asked_by_load() -> bool:
-    """Whether ``torch.distributed.checkpoint.load`` asks the caller's caller, a ``state_dict()``, what to load into.
+    """Return whether ``torch.distributed.checkpoint.load`` has called the ``state_dict()`` that calls this function.
 
-    It loads nothing but what is there, and says nothing of the rest. It may ask by way of other ``state_dict()``.
+    ``load`` calls it for tensors to load into, and silently skips state that it finds no place for. Other
+    ``state_dict()`` methods may come in between.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_name == "state_dict" and frame.f_back is not None:
@@ -43,7 +44,7 @@ def asked_by_load() -> bool:
 
 
 def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """What state of a parameter without any can be loaded into: cut by rows over ``group``, or as a DTensor is."""
+    """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
     from .sharded_state import blank  # takes seconds to import, and few need it
 
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
@@ -82,12 +83,12 @@ def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]],
 
 
 def entry_of(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
-    """State of one parameter. What is no tensor, torch puts under the number as text, which is how it writes paths."""
+    """Return one parameter's state. Of that, torch puts what is no tensor under the number as text, as in a path."""
     return {**state.get(index, {}), **state.get(str(index), {})}
 
 
 def joined(saved: Any) -> Any:
-    """A state dict with one entry per parameter, where torch has put what is no tensor under the number as text."""
+    """Return a state dict with one entry per parameter, where torch has split entries as in :func:`entry_of`."""
     state = saved.get("state") if isinstance(saved, Mapping) else None
     if not isinstance(state, Mapping):
         return saved

@@ -160,7 +160,7 @@ class LocalView:
 
     @property
     def param_groups(self) -> list[MutableMapping[str, Any]]:
-        """The user's groups with the plain parameters; the same list until the user has other groups."""
+        """The user's groups with the plain parameters; a new list only when the user's list has other groups."""
         groups = self._user.param_groups
         if len(groups) != len(self._seen) or not all(map(is_, groups, self._seen)):
             self._seen = list(groups)

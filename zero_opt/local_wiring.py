@@ -132,5 +132,5 @@ def build_wiring(
 
 
 def own_groups(parent: dist.ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
-    """The groups of an optimizer: over DTensors a rank is alone but for its neighbours. Collective."""
+    """The groups of an optimizer: over DTensors a rank is alone but for its neighbors. Collective."""
     return OwnGroups(parent, checks, None if mesh is None else mesh.largest)

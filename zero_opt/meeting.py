@@ -65,7 +65,7 @@ Exchanging = Callable[[dist.ProcessGroup, bytes], Names]
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     """The process group a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
 
-    Returns ``None`` when torch.distributed is not initialised, which is world size 1.
+    Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
     Raises:
         ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
@@ -83,14 +83,14 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
             return process_group.get_group()
         raise ConfigTypeError(
             f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}; "
-            "hyperparameters and policies go by name, as in lr=..., reduction=..."
+            "pass hyperparameters and policies by name, as in lr=..., reduction=..."
         )
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupError(
-            f"WORLD_SIZE is {launched} but torch.distributed is not initialised; call "
+            f"WORLD_SIZE is {launched} but torch.distributed is not initialized; call "
             "torch.distributed.init_process_group() before constructing ShardedOptimizer"
         )
     return None
@@ -126,7 +126,7 @@ def common_name(parent: dist.ProcessGroup, exchange: Exchanging, obstacle: ZeroO
 
     Args:
         exchange: starts to exchange names in a group.
-        obstacle: why this rank cannot go on after this, if so; raised here, and on the other ranks.
+        obstacle: why this rank cannot continue, if so; raised on all ranks.
 
     Raises:
         ConfigTypeError, ProcessGroupError: another rank's argument is no group. RankMismatch: it is another group.
@@ -157,7 +157,7 @@ def _answered(call: Callable[[], _Answer]) -> _Answer | None:
     try:
         try:
             future: Future[_Answer] = thread.submit(call)
-        except RuntimeError:  # this process gets no thread
+        except RuntimeError:  # this process can get no thread
             return call()
         return future.result(_ANSWER_S)
     except NoAnswer:

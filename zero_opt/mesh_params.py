@@ -54,7 +54,7 @@ class MeshParams:
                 self._groups[mesh] = MeshGroup(mesh)
 
     def follow(self, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
-        """Take in the parameters that the user has put in the place of others; see :func:`admit`."""
+        """Take in parameters that the user has replaced others with; see :func:`admit`."""
         params = [param for group in param_groups for param in group["params"]]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             self.shards, self._params = Shards(), []

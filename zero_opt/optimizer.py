@@ -76,7 +76,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
         ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
         RankMismatch: on every rank, when ranks differ in what they pass or hold.
-        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialised.
+        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialized.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         self._connect(groups)
 
     def _connect(self, groups: OwnGroups) -> Wiring:
-        """Plan the parameters, over groups that are closed if that fails. Collective."""
+        """Plan the parameters and connect everything over ``groups``, which are closed if that fails. Collective."""
         try:
             parts = self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
             parts.progress.begins = join_notice(self)
@@ -147,7 +147,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         return parts
 
     def _replan(self) -> None:
-        """Build everything anew over parameters that the user has put in the place of the planned ones. Collective."""
+        """Build everything again for parameters that the user has replaced the planned ones with. Collective."""
         old, recipe = self._sharded, self._recipe
         assert old is not None
         with old.agreement.together():
@@ -161,7 +161,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         old.agreement.on_contents([("parameters are DTensors", mesh is not None)])
         self._finalizer.detach()
         old.close()
-        self._sharded, self._mesh, self._closed = None, mesh, True  # so it stays if anything fails below
+        self._sharded, self._mesh, self._closed = None, mesh, True  # it stays closed if anything below fails
         self.state.clear()
         if wraps:
             self.state.update(self._wrapped(self.param_groups).state)
@@ -231,7 +231,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         Raises:
             StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
-            ParamsReplaced: ``param_groups`` was edited, and not before the first step or to other shapes; likewise.
+            ParamsReplaced: ``param_groups`` was edited after the first step, or holds other shapes; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
@@ -255,13 +255,15 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
 
     @following
     def _take(self) -> None:
-        """Step with the gradients that there are."""
+        """Step with the current gradients."""
         if self._sharded is not None:
             self._sharded.take(self._sharded.finish(), unscaling(self))
         elif unscaling(self) == 1.0:
             self._alone_step.step(self._alone(), None, {})
         else:  # parameters were replaced by DTensors
-            raise ConfigConflict("GradScaler has left fp16 gradients scaled; make the optimizer after fully_shard()")
+            raise ConfigConflict(
+                "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
+            )
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

@@ -24,19 +24,19 @@ from .state_service import StateService
 class OwnGroups:
     """Process groups of one optimizer.
 
-    One set of connections carries reductions, gathers and control: messages between two ranks have tags, which differ
-    by their use, and collectives of host tensors are the user's thread's alone. The group of the service has others,
-    since a state that cannot be sent must not end training. Threads that are ranks have neither tags nor a service, and
-    so a group for each use.
+    One set of connections carries reductions, gathers and control: messages between two ranks have a tag per use, and
+    only the user's thread runs collectives of host tensors. The service's group has connections of its own, since a
+    failure to send state must not end training. Ranks that are threads have neither tags nor a service, so they have a
+    group per use.
 
     Attributes:
-        reduce, gather, control: the groups, or group, of training. Accelerator tensors all travel by the communicator
-            of ``reduce``, since a rank enqueues them in one order.
-        neighbours: ranks of which some may share this host's cores and files with this one.
+        reduce, gather, control: the groups of training; one group if ranks are processes. The communicator of
+            ``reduce`` carries all accelerator tensors, since a rank enqueues them in one order.
+        neighbors: ranks of which some may share this host's cores and files with this one.
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbours: Group | None = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbors: Group | None = None) -> None:
         several = None if parent is None or parent.size() == 1 else parent
         self.service: StateService | None = None
         self._side: SideGroup | None = None
@@ -52,7 +52,7 @@ class OwnGroups:
             self._make(several, checks.timeout)
         self.control.watch(checks.hang_timeout, (self.reduce, self.gather), self._departures)
         self._departures.leave, self._departures.end = self._leave, self._leave_in_order
-        self.neighbours = neighbours or self.control
+        self.neighbors = neighbors or self.control
 
     def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
         connecting = connect(parent, groups=2)
@@ -69,7 +69,7 @@ class OwnGroups:
             made.append(self._side)
 
     def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
-        """Leave these exchanges too where this rank leaves, in order once ``thread`` has run what is queued."""
+        """When this rank leaves, also leave these exchanges. ``thread`` runs what is queued for other ranks."""
         self._exchanges, self._thread = exchanges, thread
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
@@ -80,14 +80,14 @@ class OwnGroups:
             self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
 
     def _leave(self) -> None:
-        """Let no rank wait for this one in training, nor this one for another."""
+        """Leave training at once: no rank waits for this one, and this one waits for no other."""
         for exchange in self._exchanges.values():
             exchange.leave()
         for group in (self.control, self.reduce, self.gather):
             group.disconnect()
 
     def _leave_in_order(self) -> None:
-        """As :meth:`_leave`, but for what is queued for other ranks, which is sent first."""
+        """Leave training as :meth:`_leave` does, once what is queued for other ranks has been sent."""
         if self._thread is not None and self._thread.takes:
             self._thread.submit(self._leave)
         else:

@@ -23,12 +23,12 @@ _LEAST_BYTES = 1 << 20
 _MOST_DIRECT = 12
 _MOST_MESSAGES = 2 * _MOST_DIRECT + 1
 _HEADER_NUMEL = 3 + _MOST_MESSAGES
-# Reductions with a peer that have tags of their own: of a header and of data, of fewer than 31 bits together.
+# Reductions with a peer that have tags of their own, two each: of the header and of the data. All tags have 30 bits.
 _TAG_MODULUS = 1 << 29
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 _SENT, _RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (_SENT, _RECEIVED)
-# Tags of the gather's messages: of elements, and of whether the step has failed.
+# Tags of the gather's messages: of elements, and of the last step that failed.
 _ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
 
 
@@ -172,7 +172,7 @@ class PairwiseExchange(PooledExchange):
         self._inbox = {peer: _Inbox(reduce_post, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
-        self._failed = -1  # the last step that did
+        self._failed = -1  # the last step that failed on this rank
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
         """See :class:`Exchange`."""
@@ -276,7 +276,7 @@ class PairwiseExchange(PooledExchange):
         self._failed = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`; a message to each peer, beside those of the gather."""
+        """See :class:`Exchange`; sends one message to each peer, besides those of the gather."""
         words = {
             rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
         }

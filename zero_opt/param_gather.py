@@ -15,7 +15,7 @@ from .exchange import Exchange, Gathering, Ident
 from .flat_param import own_writes
 from .partition import Partition
 
-# Gathers follow a step's reductions: greater than any number of zero_grad calls between two steps, and an int64.
+# The epoch of gathers, which follow a step's reductions: greater than any number of zero_grad calls, and an int64.
 _GATHER_EPOCH = (1 << 63) - 1
 
 
@@ -62,11 +62,11 @@ class ParamGather:
         """Return when all parameters are up to date."""
 
     def failed(self) -> Sequence[int]:
-        """The ranks on which the last step has failed, once they are known, if :meth:`run` could not tell."""
+        """Return the ranks on which the last step failed, if :meth:`run` could not return them. Waits for them."""
         return ()
 
     def made_up_for(self) -> None:
-        """What a failed step has left out has been brought in since, or was loaded."""
+        """Forget a failed step: its missing part has arrived since, or a state was loaded."""
 
     def close(self) -> None:
         """Release what is held."""
@@ -76,10 +76,10 @@ class ParamGather:
 
         Args:
             step: the step whose result they hold.
-            failed: whether the step has failed on this rank, before it was through with the bucket that came last.
+            failed: returns whether the step has failed on this rank so far.
 
         Returns:
-            The ranks on which it has, the same on every rank; those alone of which all ranks know by now.
+            The ranks on which the step failed and of which every rank knows by now; the same on every rank.
         """
         under_way: deque[Callable[[], None]] = deque()
         exchange: Exchange | None = None

@@ -50,7 +50,7 @@ class Partition:
         self.places: dict[int, tuple[int, int]] = {}
         self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
-        self._settled: list[int] = []  # edits that are accounted for, by parameter in the order of ``flats``
+        self._settled: list[int] = []  # edits as of the last settle(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
 
     def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
@@ -125,9 +125,9 @@ class Partition:
         return moved
 
     def edits(self) -> dict[int, int]:
-        """How often others have written to a parameter, or re-pointed it, since it was added or :meth:`settle`.
+        """Return how often the user has written to or re-pointed each parameter since it was added, or since settle().
 
-        By parameter, ascending; those that nobody has written to are left out. A rank alone does not look.
+        In ascending order of parameters, without those that the user has not written to. Empty at world size 1.
         """
         if self.world_size == 1:
             return {}
@@ -139,6 +139,6 @@ class Partition:
         return {index: counts[index] for index in sorted(counts) if counts[index]}
 
     def settle(self) -> None:
-        """Parameters are alike on all ranks, or will be once every gather has ended."""
+        """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""
         if self.world_size > 1:
             self._settled, self._moved = edits_of(self.flats.values()), set()

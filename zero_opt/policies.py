@@ -16,21 +16,21 @@ EXCHANGES = ("auto", "backend")
 NONFINITE = ("ignore", "raise", "skip")
 MOMENTS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
-# That step. A slip of the pen would take all the processes that the system grants.
+# The most threads that may step. A typo could otherwise use up all the threads that the system grants.
 _MOST_THREADS = 1024
-# Backends count in whole milliseconds, of which 0 is no limit to them, and the system in as many as 31 bits hold.
+# Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
 _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
 
 
 def waited_for(seconds: float) -> float:
-    """How long is waited where somebody has said so many seconds: at most 24.8 days."""
+    """Return how long to wait where the user or torch has set a timeout of so many seconds: at most 24.8 days."""
     return min(seconds, _LONGEST_WAIT_S)
 
 
 def _check_positive(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{owner}.{field} must be a number, got {value!r}")
-    if not 0 < value <= sys.float_info.max:  # which NaN is not, and whole numbers may exceed
+    if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
         raise ConfigError(f"{owner}.{field} must be positive and finite, got {_shortened(value)}")
 
 
@@ -41,7 +41,7 @@ def _check_seconds(owner: str, field: str, value: object) -> None:
 
 
 def _shortened(value: float) -> str:
-    """How a message quotes a number, of which Python writes no more than a few thousand digits."""
+    """Return how a message quotes a number: Python refuses to write integers of many thousand digits."""
     return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
 
 
@@ -273,10 +273,10 @@ class NVMeOffload:
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
         window_mb: size of a window in MiB.
-        threads: that step, at most 1024; ``None``: as many as cores that this process may use, divided by the ranks
-            that share them, and at most what ``torch.set_num_threads`` was given. ``OMP_NUM_THREADS=1``, which torchrun
-            sets, does not count.
-        hang_timeout: seconds, from 0.001 to 24.8 days, that the disk may take for one window; more are as many.
+        threads: how many step, at most 1024. ``None``: the number of cores that this process may use, divided by the
+            ranks that share them, but at most what ``torch.set_num_threads`` was given (``OMP_NUM_THREADS=1``, which
+            torchrun sets, is ignored).
+        hang_timeout: seconds, from 0.001, that the disk may take for one window; more than 24.8 days count as 24.8.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
 
@@ -312,8 +312,8 @@ class CPUOffload:
         subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
             memory at a time. A larger parameter is a sub-group of its own.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
-        threads: that step, torch's own operations too where the class steps itself, at most 1024; ``None``: as for
-            :class:`NVMeOffload`. Those of backward and of other operations stay as they are.
+        threads: how many step, at most 1024; torch's own operations use as many where the class steps by itself.
+            ``None``: as for :class:`NVMeOffload`. Backward and all other operations keep torch's number.
     """
 
     pin_memory: bool = True
@@ -371,8 +371,8 @@ class Checks:
         nonfinite: what ``step()`` does when a reduced gradient has an inf or NaN on any rank. ``"ignore"``: does not
             look. ``"raise"``: ``NonFiniteGradient`` on every rank, naming the owner and the parameter. ``"skip"``: no
             rank steps, and ``opt.skipped_steps`` counts it. Both leave parameters and state as they were.
-        timeout: seconds, from 0.001, a collective of this optimizer may take before it is an error; ``None`` is the
-            process group's own timeout. More than 24.8 days, of either, are 24.8 days.
+        timeout: seconds, from 0.001, that a collective of this optimizer may take before it is an error; ``None`` is
+            the process group's own timeout. More than 24.8 days, in either case, count as 24.8 days.
         hang_timeout: seconds after which a rank of this host that is stopped (``SIGSTOP``, a debugger) is an error for
             those that wait for it.
     """

@@ -26,7 +26,7 @@ _log = logging.getLogger("zero_opt")
 _EXIT_S = 1800.0
 # The same, since one was last served, where it cannot be told whether the program has failed.
 _QUIET_S = 60.0
-# Seconds that threads have to end once nothing is served.
+# Seconds that threads have to end after the last service has ended.
 _ENDING_S = 5.0
 
 
@@ -43,7 +43,7 @@ class Service(Protocol):
 # Those of this process, and who calls them when it ends.
 running: set[Service] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
-# All that serve.
+# The threads of all services.
 threads = BackgroundThreads()
 os.register_at_fork(after_in_child=running.clear)
 os.register_at_fork(after_in_child=_at_end.clear)

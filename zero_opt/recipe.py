@@ -42,7 +42,7 @@ class Recipe:
         return self.offload is not None or self.precision.master_dtype is not None
 
     def widens(self, bucket: GradBucket) -> bool:
-        """Whether a bucket's gradients are stepped in a wider dtype than theirs, and rounded if scaled before that."""
+        """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
         stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
         return stepped.itemsize > bucket.shard_dtype.itemsize
 

@@ -142,7 +142,7 @@ class Rehearsal:
     """The plan of sketched parameters, and what a step by it takes.
 
     Args:
-        sketches: trainable parameters by global index. ranks: how many there are, and how many of them to a host.
+        sketches: trainable parameters by global index. ranks: how many there are, and how many a host has.
 
     Attributes:
         layouts: the plan, as the optimizer would make it.
@@ -204,7 +204,7 @@ class Rehearsal:
         return pool.nbytes + exchange.nbytes
 
     def _exchange(self, device: torch.device, rank: int, pool: StagingPool, largest_bytes: int) -> Exchange:
-        """The exchange that ranks of one host have, or those of several, or that are forced to the backend."""
+        """Return the exchange that the ranks use: in shared memory on one host, unless the policy says otherwise."""
         if self._world_size == 1:
             return AloneExchange(pool, blocks=is_host(device))
         if not is_host(device):

@@ -22,7 +22,7 @@ _INTERRUPTED_S = 5.0
 # Set once threads are ended, after which none may be started.
 _over = threading.Event()
 _threads = BackgroundThreads()
-# Of each thread that takes calls: its jobs, and what makes its current call end soon, with an error.
+# For each thread: its jobs, and a function that makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
 
@@ -94,7 +94,7 @@ class SerialThread:
 
         Raises:
             RuntimeError: the thread does not run yet, and the interpreter's exit has begun.
-            OutOfResources: the operating system gives no thread.
+            OutOfResources: the operating system refuses a thread.
         """
         if self._thread is None:
             if _over.is_set():
@@ -118,7 +118,7 @@ class SerialThread:
 
     @property
     def takes(self) -> bool:
-        """Whether it runs, and has not been told to end: what is submitted will be run."""
+        """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
         return self.runs and self._stop.alive and not _over.is_set()
 
     @property

@@ -85,17 +85,18 @@ class Arena:
 
     @classmethod
     def of_peer(cls, pid: int, fd: int, nbytes: int, token: tuple[int, bytes]) -> Arena:
-        """The arena, of at least ``nbytes`` when it was created, that process ``pid`` has open as ``fd``.
+        """Map the arena, created with ``nbytes``, that process ``pid`` has open as ``fd``.
+
+        In another process namespace ``pid`` is another process, so the file is checked before it is mapped.
 
         Args:
-            token: what the arena holds, and the byte where it begins. In another process namespace ``pid`` is another
-                process, so the file is known to be the arena before it is mapped.
+            token: an offset in the arena, and the bytes that it holds there.
 
         Raises:
-            OSError: it cannot be opened from here (another host or container, or not permitted), or is another file.
+            OSError: the file cannot be opened (another host or container, or not permitted), or is not that arena.
         """
         path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith("/memfd:"):  # to open a device, or a queue, may do something
+        if not os.readlink(path).startswith("/memfd:"):  # opening a device or a queue may have side effects
             raise OSError(f"what process {pid} has open there is no shared memory")
         opened = above_stdio(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         try:
@@ -107,7 +108,7 @@ class Arena:
 
     @classmethod
     def _seals(cls) -> int:
-        """What a new arena is sealed against, that included."""
+        """Return the seals of a new arena, F_SEAL_SEAL included."""
         import fcntl  # not on every platform
 
         seals: int = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
@@ -115,7 +116,7 @@ class Arena:
 
     @classmethod
     def _require(cls, fd: int, nbytes: int, token: tuple[int, bytes]) -> None:
-        """Raise OSError unless a file is an arena of that size and holds the token. Nothing is mapped."""
+        """Raise OSError unless a file is an arena of that size and holds the token. Maps nothing."""
         import fcntl  # not on every platform
 
         size, (start, held) = os.fstat(fd).st_size, token
@@ -140,7 +141,7 @@ class Arena:
         self._close()
 
     def unmap(self) -> None:
-        """Let go of :attr:`bytes`. A mapping has a descriptor of its own."""
+        """Release :attr:`bytes`. The mapping, with its own descriptor, ends when the last tensor over it is gone."""
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -42,7 +42,7 @@ class ShownState:
         self._live: dict[int, ParamState] = {}  # as shown, by global index
 
     def add(self, added: Mapping[int, Kind]) -> None:
-        """Parameters were planned, by global index; those without a slice on this rank are stood in for."""
+        """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
         self._pieces = self._partition.owned()
         mine = {piece.param for piece in self._pieces}
         elsewhere = {index: kind for index, kind in added.items() if index not in mine}

@@ -287,7 +287,7 @@ class Sizing:
         usable = sorted(os.sched_getaffinity(0))
         threads = split_cores(policy, usable, allowed_threads(len(usable)), self.ranks_per_host).threads
         make = BankedShard if policy.speculate else ArenaShard
-        # A run is a stretch of neighbours with one step count: as a rule, a bucket.
+        # A run is a stretch of neighbors with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
             shard, amsgrad = make(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])

@@ -35,9 +35,9 @@ class Kind(NamedTuple):
 
 
 def kinds_of(offload: Policy, precision: MixedPrecision, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
-    """What stand-ins for parameters are, given (global index, number of the param group, parameter), by global index.
+    """Return the kinds of stand-ins for ``params``, which are (global index, number of the group, parameter).
 
-    None for those that are stepped by columns.
+    By global index, without parameters that are stepped by columns.
     """
     return {
         index: Kind(group, param.dim(), *home_of(offload, precision, param))

@@ -136,7 +136,7 @@ def match(
 
 
 def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same values in memory: of a view by ``conj()``, or its ``imag``, torch negates them when it reads them."""
+    """Return the same state without lazy views: torch conjugates or negates those of ``conj()`` when it reads them."""
     if not any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in state.values()):
         return state
     return {k: v.resolve_conj().resolve_neg() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -18,7 +18,7 @@ from .streams import Streams
 from .system.devices import build_streams, is_host
 
 _log = logging.getLogger("zero_opt")
-# A device, a stream of it, and an event on that.
+# A device, one of its streams, and an event on that stream.
 Mark = tuple[torch.device, Any, Any]
 
 # Seconds after which a wait for another rank is mentioned in the log.
@@ -31,7 +31,7 @@ def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
 
 
 def _nothing() -> None:
-    """Nobody edits."""
+    """Return no method: there are no edits."""
 
 
 class Verdict(enum.Enum):
@@ -50,12 +50,12 @@ class StateGuard:
 
     Args:
         mark: returns :func:`marks`; called where a change ends.
-        edits: a method that returns what the user has written since the last change, or nothing. Kept weakly: threads
-            that serve the state of an optimizer which is gone have the guard.
+        edits: a method that returns the parameters that the user has written to since the last change. Referenced
+            weakly, since threads that serve the state of a collected optimizer keep the guard.
 
     Attributes:
         changes: changes committed. step: optimizer steps among them.
-        failure: why the last step failed on this rank, if so, until another step is taken or a state is loaded.
+        failure: why the last step failed on this rank, if it did; until another step is taken or a state is loaded.
     """
 
     def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
@@ -112,15 +112,15 @@ class StateGuard:
             self._condition.notify_all()
 
     def failed(self, failure: Exception | None) -> None:
-        """The step has failed on this rank, and no other rank knows; or, with ``None``, it is not lacking any more."""
+        """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
         self.failure, self._told = failure, False
 
     def lacks(self) -> bool:
-        """Whether this rank's state lacks a part of the last step."""
+        """Return whether this rank's state lacks a part of the last step."""
         return self.failure is not None
 
     def lacking(self) -> StepFailed | None:
-        """Return what all ranks are told where this one's state lacks a part of the last step; they know then."""
+        """Return the error for all ranks if this one's state lacks a part of the last step; they count as told."""
         failure = self.failure
         if failure is None:
             return None
@@ -133,7 +133,7 @@ class StateGuard:
         return lacking
 
     def untold(self) -> StepFailed | None:
-        """As :meth:`lacking`, unless all ranks know."""
+        """Return the error as :meth:`lacking` does, or ``None`` if all ranks were told."""
         return None if self._told else self.lacking()
 
     def mark(self) -> None:
@@ -151,7 +151,7 @@ class StateGuard:
             self._condition.notify_all()
 
     def release(self) -> None:
-        """Readers get a copy, which this thread has enqueued: forget what it was made of."""
+        """Let readers have the copy that this thread has enqueued, and drop references to the original."""
         self.mark()
         self._mark, self._edits = tuple, _nothing
         self.failure = None  # its traceback leads to the model
@@ -183,10 +183,10 @@ class StateGuard:
             self._condition.notify_all()
 
     def edits(self) -> Sequence[Mark]:
-        """Return marks after what the user has written since the last change, on the streams that it was made on.
+        """Return marks after the user's writes since the last change, on the streams of that change.
 
-        The user's thread marks nothing then. So they come after whatever else it has enqueued there, and only where
-        there are such writes.
+        The user's thread does not mark its writes. So these marks also come after all else that it has enqueued there;
+        there are none if the user has not written.
         """
         edits = self._edits()
         if edits is None or not edits():

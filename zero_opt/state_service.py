@@ -3,10 +3,10 @@
 [Note: the ring]
 A thread per rank waits for messages of the rank before it and passes each on to the next, until it has been everywhere.
 So one blocked receive per rank suffices, nothing polls, and a rank that dies is noticed at once by the one after it,
-which tells the others, and breaks its connections in turn. A rank that leaves training says so, and so does one that
-breaks its connections for another reason: one that breaks without a word is that of a dead rank. (gloo's receive from
-any rank does not notice; its waits cannot be cut into slices, since one that times out ends the group; and a store is
-polled, or has one server on one rank.)
+which tells the others, and breaks its connections in turn. A rank that leaves training announces it, and so does a rank
+that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is dead.
+(gloo's receive from any rank does not notice; its waits cannot be cut into slices, since one that times out ends the
+group; and a store is polled, or has one server on one rank.)
 
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers it directly, from a thread of its
@@ -64,11 +64,11 @@ from .waiting import first_line
 
 _log = logging.getLogger("zero_opt")
 
-# Seconds that a thread may take to wait for messages: a hundred years. gloo counts nanoseconds, in 63 bits.
+# Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
 _FOR_EVER_S = 100 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
-# Seconds that the next rank has to take what is under way to it before connections are broken.
+# Seconds that messages to the next rank have to arrive before connections are broken.
 _FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
@@ -126,8 +126,8 @@ class StateService:
         self._condition = threading.Condition()
         self._asking = threading.Lock()
         self._pulls = 0
-        # What is sent without waiting, lest ranks wait for each other in a circle: round the ring, where each rank has
-        # at most three messages under way; and else, where nobody may take it.
+        # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
+        # rank has at most three under way. The others may have no receiver.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
@@ -154,7 +154,7 @@ class StateService:
                 message = RingMessage(*words.tolist())
                 dead = message.about if message.how == How.LOST else None
                 if message.kind != BROKEN and self._right not in (message.origin, dead):
-                    with contextlib.suppress(PeerLost):  # that of the next rank is noticed by the one after it
+                    with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
             with self._condition:
@@ -200,7 +200,7 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.over()
-        self._passed, self._sent = deque(), deque()  # whose messages hold the connections
+        self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
         process_end.running.discard(self)
 
@@ -209,7 +209,7 @@ class StateService:
         self._sent.append((self._side.send_to(words, dst, tag), words))
 
     def _receive(self, into: Tensor, src: int, tag: int) -> None:
-        """Wait for a message, as long as a rank may take that is itself waiting; one of no bytes there is not."""
+        """Wait for a message, longer than its sender may wait itself. A message of no bytes is never sent."""
         if into.numel():
             self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
 
@@ -217,7 +217,7 @@ class StateService:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
 
     def _wait_passed(self, seconds: float) -> None:
-        """Let what is under way to the next rank arrive."""
+        """Wait until messages to the next rank have arrived."""
         with contextlib.suppress(IndexError):
             while True:
                 self._passed.popleft()[0].wait_here(seconds)
@@ -228,13 +228,13 @@ class StateService:
             self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure)))
 
     def _find_lost(self) -> None:
-        """The connection to the rank before this one has broken: tell the others, if it has not said why."""
+        """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
         if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
             self._departures.find(Departure(self._left, How.LOST))
             self._departures.leave()
 
     def _bid_farewell(self) -> None:
-        """Let the next rank know that connections which are about to break are not those of a dead rank."""
+        """Tell the next rank that this one is about to break its connections, and is not dead."""
         self._told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
             self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
@@ -463,7 +463,7 @@ class StateService:
         self._close(how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
-        if self._side.inherited:  # where nothing runs, and locks may be held for ever
+        if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
             return
         with self._condition:
@@ -476,7 +476,7 @@ class StateService:
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
             self._condition.notify_all()
-        if how is not How.CLOSED:  # else the caller does that, once all it has is sent
+        if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
 
     def _freeze(self) -> None:

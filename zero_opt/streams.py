@@ -3,9 +3,10 @@
 [Note: producer streams]
 Autograd runs each hook on the stream that produced the gradient, and several streams may fill one bucket. The gradient
 is only enqueued at that time. So a bucket records an event of every stream that delivered to it. The stream that
-delivered last waits for the others, and for the current stream of who sends the bucket off, which in ``step()`` may be
-another one: DDP has written gradients on it. Then it copies all gradients into staging memory: what the user's program
-enqueues on that stream later, such as the replay of a graph that owns the gradients, comes after the copy.
+delivered last waits for the others, and for the current stream of the thread that sends the bucket. In ``step()`` that
+may be another stream, on which DDP has written gradients. Then the stream copies all gradients into staging memory.
+What the user's program enqueues on it later, such as the replay of a graph that owns the gradients, comes after the
+copy.
 
 [Note: the side stream]
 Everything that touches a shard of the gradients before ``step()`` runs on one side stream per device: the collective,
@@ -183,6 +184,6 @@ class Producers:
         """Return (stream, event) pairs: of the current stream, and of those that have delivered, the last one last."""
         stream, event = self._streams.produced()
         delivered = list(self._events.items()) or [(stream, event)]
-        # What runs on the last stream comes after all that it has been given. On another one, such as that of step(),
-        # gradients may have been written to since.
+        # Work on the last stream comes after all that it was given before. On another current stream, such as that of
+        # step(), gradients may have been written since they were delivered.
         return delivered if stream == delivered[-1][0] else [(stream, event), *delivered]

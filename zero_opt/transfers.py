@@ -25,7 +25,7 @@ class MessageGroup(Protocol):
     """What a message needs of its group."""
 
     def explain(self, text: str) -> PeerLost | None:
-        """The error that names who has left, where a connection has broken with this text, if that can be told."""
+        """Return the error that names the rank that has left, given a backend's words; ``None`` if unknown."""
 
     def aside(self, call: Callable[[], None]) -> None:
         """Run it, and return when it has; Ctrl-C ends the wait for it, and what it waits for."""

@@ -7,10 +7,10 @@ that are missing. Nothing is written, nor read, while ranks come within that sec
 knows besides whether it is stopped or has ended.
 
 [Note: who has left]
-A rank that leaves training says so, and breaks its connections for training. So does one that hears of it, or finds it
-out, where it cannot go on without: so no rank waits for another that waits for one that has left. A connection breaks
-at once, before it is known why; the rank to name is the one that news of it come of. A rank that was killed, or whose
-host does not answer, says nothing: its neighbour tells the others; see [Note: the ring].
+A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
+cannot go on leaves too, so no rank waits for another that waits for one that has left. A connection breaks at once,
+before the reason is known; the error names the rank that the news is about. A rank that was killed, or whose host does
+not answer, announces nothing: its neighbor tells the others; see [Note: the ring].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOOK_S = 0.5
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
 _ENDING_S = 0.3
-# How long news may take of why a connection broke: two that a host has lost break so long after each other.
+# How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
 
@@ -64,7 +64,8 @@ class Home(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        host: names the host and the process namespace. started: in clock ticks, lest another process has its pid.
+        host: names the host and the process namespace.
+        started: in clock ticks, to tell the process from a later one with its pid.
     """
 
     host: str
@@ -73,14 +74,14 @@ class Home(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Home:
-        """Home of whoever calls; without a host, where that cannot be named."""
+        """Return the home of this process; its host is "" if that cannot be named."""
         host, namespace = host_if_known(), ""
         with contextlib.suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
         return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1])
 
     def is_near(self, other: Home) -> bool:
-        """Whether both are known to be processes of one host, which see each other."""
+        """Return whether both processes are known to be on one host, in one process namespace."""
         return bool(self.host and self.started) and self.host == other.host
 
     def state(self) -> str:
@@ -105,7 +106,7 @@ class Watch:
     """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
 
     Attributes:
-        step: the step that this rank is in. call: what its user called. departures: the ranks that have left.
+        step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Watch:
         return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
 
     def alone(self, missing: Sequence[int]) -> str:
-        """What this rank has called, and those have not."""
+        """Return what this rank has called, and the missing ranks have not."""
         others = " and ".join(f"rank {rank}" for rank in missing)
         return f"rank {self._rank} called {self.call}, {others} did not"
 
@@ -214,16 +215,16 @@ class Watch:
         )
 
     def _give_up(self, ranks: Sequence[int]) -> None:
-        """Tell the other ranks that this one waits no more for these."""
+        """Tell the other ranks that this one has given up waiting for these."""
         for rank in list(ranks):
             self.departures.find(Departure(rank, How.SILENT))
 
     def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
-        """The error that names who has left, once a connection has broken; ``None`` if that cannot be told.
+        """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
 
         Args:
-            text: the backend's. call: see :meth:`Departures.first`. patience_s: how long to wait for news; ``None`` is
-                as long as it may take.
+            text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
+                ``None`` is as long as news may take.
         """
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
@@ -232,7 +233,7 @@ class Watch:
             if silent is not None and self.departures.lost() is None:
                 self.departures.find(silent)
             departure = self.departures.first(call)
-            # Of one that has failed, why may still be on the way.
+            # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
                 return self._left(departure, text)
             more = self.departures.news and not self.departures.given_up
@@ -241,14 +242,14 @@ class Watch:
             time.sleep(0.01)
 
     def _ended_nearby(self) -> Departure | None:
-        """A rank of this host that has ended, and has not said so."""
+        """Return the departure of a rank of this host that has ended without an announcement."""
         for rank, home in self._near.items():
             if not self.departures.knows(rank) and home.state() in _ENDED:
                 return Departure(rank, How.LOST)
         return None
 
     def lives(self, rank: int) -> bool:
-        """Whether a rank is known to run, in this host, a little after its connection has broken."""
+        """Return whether a rank of this host still runs a little after its connection has broken."""
         home, end = self._near.get(rank), time.monotonic() + _ENDING_S
         while home is not None and home.state() not in _ENDED:
             if time.monotonic() > end:
@@ -257,7 +258,7 @@ class Watch:
         return False
 
     def _left(self, departure: Departure, text: str = "") -> PeerLost:
-        """The error about a rank that has left; this one leaves too."""
+        """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
         waiting = f"{how} while step {self.step} waits for it, and {self.last}"
@@ -317,7 +318,7 @@ class _Patience:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, or its class."""
+    """Return the first line of an error's message, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

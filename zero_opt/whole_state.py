@@ -77,7 +77,7 @@ class WholeState:
         )
 
     def _own(self) -> States:
-        """The whole state of a rank alone, on whatever thread: a step waits for it."""
+        """Return the whole state at world size 1, on any thread. Steps wait for it."""
         with self._guard.reading(), self._guard.after_change(self._guard.here()):
             failed = self._guard.lacking()
             if failed is not None:

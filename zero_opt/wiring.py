@@ -70,7 +70,7 @@ class Wiring:
         self.planned = PlannedGroups(owner)
         self._loaded = False
         self._digest = HyperDigest()
-        # Whether parameters must be alike when they are planned; under DDP, that may be still to see to it, later.
+        # Whether ranks must have equal values when they plan parameters. Under DDP they need not: it may come later.
         self._values_count = groups.control.world_size > 1 and not isinstance(recipe.reduction, AlreadyReduced)
         self._nonfinite = build_nonfinite(recipe.checks, describe)
         self._closed = False
@@ -102,7 +102,7 @@ class Wiring:
         return self._owner.param_groups
 
     def require_replaceable(self) -> None:
-        """Raise ParamsReplaced if the user has replaced parameters by what cannot be planned in their place."""
+        """Raise ParamsReplaced if the user has replaced parameters, and it is too late to plan the new ones."""
         reduced = any(isinstance(param.grad, ConsumedGrad) for param in self.planned)
         begun = reduced or self._loaded or self.progress.step + self.progress.skips > 0
         self.planned.require_replaceable(begun=begun)
@@ -113,7 +113,7 @@ class Wiring:
         try:
             with self.agreement.together("ShardedOptimizer()"):
                 stepped = (recipe.offload, recipe.precision, recipe.optimizer_class, recipe.defaults)
-                placement = build_placement(*stepped, self._groups.neighbours, recipe.reduction, results)
+                placement = build_placement(*stepped, self._groups.neighbors, recipe.reduction, results)
         except BaseException:
             if placement is not None:
                 placement.close()
@@ -152,7 +152,7 @@ class Wiring:
         """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
 
         Raises:
-            RankMismatch: values differ between ranks (``compared``: they do not), as they may of what was frozen.
+            RankMismatch: values differ between ranks, as those of frozen parameters may. Not checked if ``compared``.
         """
         missing = [i for i in range(len(self._params)) if mask >> i & 1 and i not in self.partition.flats]
         if missing and self._values_count and not compared:
@@ -323,10 +323,11 @@ class Wiring:
         """A step is done. Collective where it has failed on some ranks.
 
         Args:
-            failed: those ranks, as far as all ranks know of them.
+            failed: those of the ranks that every rank knows of.
 
         Raises:
-            Exception: what failed on this rank. StepFailed: it failed on another. Unless all know, they hear later.
+            Exception: the step failed on this rank. StepFailed: it failed on another. Ranks that do not know of the
+                failure raise StepFailed later.
         """
         failure = self._guard.failure
         self.reduction.stepped()
@@ -436,7 +437,7 @@ class Wiring:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
         conflict = None if self._closed else self._follow_edits()
         if isinstance(conflict, ParamsReplaced):
-            self.require_replaceable()  # there is no other state yet than that of the planned ones
+            self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
         elif conflict is not None:
             raise conflict
         return self._whole.here(self._groups.service)

@@ -1,7 +1,7 @@
-"""CPUOffload's step in a rank of torchrun, against that of a program that is started without it.
+"""CPUOffload's step in a rank that torchrun has started, compared with one in a program started without torchrun.
 
-torchrun sets OMP_NUM_THREADS=1 for its ranks (where it starts several; ``omp=1`` below is one rank with that set, as
-other launchers do). Rounds take turns, and the least time counts: what else the machine does only adds to it.
+torchrun sets OMP_NUM_THREADS=1 when it starts several ranks; ``omp=1`` below is one rank with that set. Launchers take
+turns, and the least time counts: other load on the machine only adds to it.
 
 Run: python docs/benchmarks/torchrun_threads.py [--numel N] [--rounds R] [--steps S]
 """
@@ -47,7 +47,7 @@ def step_ms(name: str, numel: int, steps: int) -> float:
 
 
 def launched_ms(launcher: str, arguments: Sequence[str]) -> list[float]:
-    """What a rank prints: :func:`step_ms` of each class."""
+    """The times that a rank prints: :func:`step_ms` of each class."""
     words, extra = LAUNCHERS[launcher]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     done = subprocess.run(

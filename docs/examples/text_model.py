@@ -56,10 +56,10 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self._initialise(torch.Generator().manual_seed(seed))
+        self._initialize(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+    def _initialize(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters():
             if name.endswith("_out.weight"):
                 p.zero_()  # a block starts out as the identity

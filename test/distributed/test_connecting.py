@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import zero_opt
 from test.distributed.harness import run_processes
 from zero_opt.collectives import Group, connect
+from zero_opt.comm import connecting
 from zero_opt.comm.connecting import made_by_all
 from zero_opt.serial_thread import SerialThread
 
@@ -73,7 +75,7 @@ def _lacks(rank: int, world_size: int, take: Callable[[], Callable[[], None]]) -
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("take", "words"),
-    [(_few_descriptors, "file descriptors, and of the"), (_few_threads, "more threads and got 0")],
+    [(_few_descriptors, "file descriptors, but this process has"), (_few_threads, "more threads and got 0")],
     ids=["descriptors", "threads"],
 )
 def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(
@@ -98,14 +100,14 @@ class _Group:
 def _make(rank: int, error: Exception, count: int, other: _Group) -> None:
     """Make two groups, with the other ranks; rank 1 fails after so many."""
     assert dist.group.WORLD is not None
-    connecting = connect(dist.group.WORLD, groups=2)
-    with made_by_all(connecting) as made:
+    begun = connect(dist.group.WORLD, groups=2)
+    with made_by_all(begun) as made:
         made.append(other)
         for index in range(3):
             if rank == 1 and index == count:
                 raise error
             if index < 2:
-                made.append(Group(dist.group.WORLD, None, f"group {index}", connecting))
+                made.append(Group(dist.group.WORLD, None, f"group {index}", begun))
 
 
 def _fails_after(rank: int, world_size: int, error: Exception, count: int) -> tuple[str, bool]:
@@ -136,6 +138,29 @@ def test_a_failure_in_the_middle_ends_the_waits_of_all(error: Exception, expecte
         assert message.startswith(expected if rank == 1 else f"{expected}rank 1: ")
         assert text in message
         assert closed
+
+
+def _is_missing(rank: int, world_size: int, place: str) -> tuple[str, float]:
+    """The last rank says nothing, as one that is killed: the others wait for its address, or for the end."""
+    connecting._CONNECT_S = 2.0
+    if rank == world_size - 1:
+        setattr(connecting.Connecting, place, _nothing)
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.ZeroOptError) as found:
+        _made()
+    return f"{type(found.value).__name__}: {found.value}", time.monotonic() - begun
+
+
+def _nothing(*_: Any) -> None:
+    time.sleep(6.0)
+    raise zero_opt.ProcessGroupError("it would have been killed by now")
+
+
+@pytest.mark.parametrize("place", ["addresses", "meet"])
+def test_a_rank_that_is_killed_while_ranks_connect_ends_the_waits_of_the_others(place: str) -> None:
+    for message, seconds in run_processes(3, _is_missing, place, timeout=SECONDS)[:-1]:
+        assert message.startswith("ProcessGroupError: ") and "not all ranks have connected within 3 s" in message
+        assert seconds < 5.0
 
 
 def _cannot_start(rank: int, world_size: int) -> str:

@@ -73,13 +73,13 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
 # In native code: what waits for another process, with no bound.
 NATIVE_WAIT = re.compile(r"\bpoll\([^;]*,\s*-1\)|\bF_(OFD_)?SETLKW\b|\bwaitpid\(|\bsem_wait\(|\bpause\(\)|\bsigwait\(")
 
-# What makes a tensor where torch.set_default_device says, of the dtype that torch.set_default_dtype says, unless told.
+# Functions that make a tensor on torch's default device and of its default dtype, unless they are given.
 CONSTRUCTORS = re.compile(
     r"torch\.(arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|ones|rand|randint"
     r"|randn|randperm|range|scalar_tensor|sparse_\w+_tensor|tensor|tril_indices|triu_indices|zeros|\w+_window)"
 )
 
-# The module that starts threads, and what would start them without it.
+# The only module that may start threads, and names that would start them elsewhere.
 THREADS_MODULE = "system.threads"
 THREAD_STARTERS = {"ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
 
@@ -193,7 +193,7 @@ def wait_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
         ):
             yield (
                 node.lineno,
-                f"{called}() may wait for ever: give it a timeout, or say in BOUNDED_WAITS what bounds it",
+                f"{called}() may wait forever: give it a timeout, or say in BOUNDED_WAITS what bounds it",
             )
 
 
@@ -204,18 +204,18 @@ def has_timeout(call: ast.Call) -> bool:
 
 
 def default_findings(tree: ast.Module) -> Iterator[Finding]:
-    """Every tensor that is made with the device or the dtype that a program has set as its default."""
+    """Every call that makes a tensor with the program's default device or dtype."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or CONSTRUCTORS.fullmatch(ast.unparse(node.func)) is None:
             continue
         given = {keyword.arg for keyword in node.keywords}
         missing = [name for name in ("device", "dtype") if name not in given]
-        if missing and None not in given:  # None: that of **arguments
+        if missing and None not in given:  # None stands for **arguments
             yield node.lineno, f"{ast.unparse(node.func)}() without {' and '.join(missing)} takes the program's default"
 
 
 def thread_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
-    """Every thread that would not be ended before the interpreter is finalized: see zero_opt/system/threads.py."""
+    """Every start of a thread that the interpreter's exit would not wait for; see zero_opt/system/threads.py."""
     if module == THREADS_MODULE:
         return
     threading = any(isinstance(node, ast.Import) and node.names[0].name == "threading" for node in ast.walk(tree))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class _GroupExchange(PooledExchange):
 class ListExchange(_GroupExchange):
     """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
 
-    _failed = -1  # the last step that did
+    _failed = -1  # the last step that failed on this rank
 
     def fail(self, step: int) -> None:
         """See :class:`Exchange`."""
@@ -44,13 +45,11 @@ class ListExchange(_GroupExchange):
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """See :class:`Exchange`."""
-        return lambda: [
-            rank
-            for rank, word in enumerate(
-                self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64, device=HOST))
-            )
-            if word.item() == step
-        ]
+        return partial(self._failures, step)
+
+    def _failures(self, step: int) -> Sequence[int]:
+        words = self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64, device=HOST))
+        return [rank for rank, word in enumerate(words) if word.item() == step]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""

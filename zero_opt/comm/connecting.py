@@ -1,10 +1,11 @@
-"""How ranks make the connections of an optimizer: on all of them, or on none.
+"""How ranks make the connections of an optimizer: all ranks do, or none does.
 
 [Note: a rank that cannot connect]
-A rank may lack descriptors, threads or memory. What can be known beforehand it says before the others begin, see
-:func:`meeting.common_name`. What fails in the middle it writes to the store that the process group was made with. Ranks
-that wait there for its address look for that; and all ranks meet there in the end. gloo by itself waits for a rank that
-never comes for the whole timeout of the group, 30 minutes by default, and ends the process where it gets no thread.
+A rank may lack descriptors, threads or memory. It reports what it can tell beforehand before the others begin; see
+:func:`meeting.common_name`. It writes a later failure to the store of the user's process group. Ranks that wait there
+for its address look for that failure, and at the end all ranks meet there. A rank that is killed meanwhile writes
+nothing, so both waits are bounded. gloo by itself waits for a missing rank for the whole timeout of the group, 30
+minutes by default, and ends the process where it gets no thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,36 +30,36 @@ from ..system.threads import THREAD_LIMIT, BackgroundThreads
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
 
-# Of one group over gloo: what it has itself beside a socket per other rank, and its threads.
+# Descriptors of one gloo group besides a socket per other rank, and its threads.
 _OWN_DESCRIPTORS, _THREADS = 4, 3
 # What the rest of an optimizer and its first step open: memory shared with each rank of the host, files, queues.
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
-# A rank that waits for another's address looks this often whether there will be none.
-_LOOK_S = 0.25
-# Ranks that have each other's addresses have so long to connect, whatever the group's timeout is.
+# A rank that waits asks the store at intervals that grow from the first to the second of these, in seconds.
+_FIRST_LOOK_S, _LOOK_S = 0.001, 0.1
+# Seconds that ranks have to connect, and seconds more for each of them, however long the group's timeout is.
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
 _DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
-# What the texts of the operating system and of gloo are about.
+# Which limit a message of the operating system or of gloo is about.
 _LIMITS = {
     "Too many open files": _DESCRIPTOR_LIMIT,
     "new thread": THREAD_LIMIT,
     "Resource temporarily unavailable": THREAD_LIMIT,
 }
-# Threads that have nothing to wait for end within this.
+# Seconds within which threads end that have nothing to wait for.
 _ENDING_S = 5.0
 _FAILED, _COUNT, _ALL = "failed", "count", "all"
 _numbers = itertools.count()
 
 
 def require_room(world_size: int, groups: int) -> None:
-    """Raise OutOfResources unless this process may open and start what so many groups need."""
+    """Raise OutOfResources unless this process may open the descriptors and start the threads of so many groups."""
     needed = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = _open_descriptors()
     if limit != resource.RLIM_INFINITY and taken + needed > limit:
         raise OutOfResources(
-            f"connections to {world_size - 1} other ranks need about {needed} file descriptors, and of the {limit:,} "
-            f"that this process may have {taken:,} are open; raise the limit before you start it, with "
+            f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
+            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, with "
             f"'ulimit -n {max(taken + needed, 4096)}' (the hard limit is {most:,}) or docker's --ulimit nofile"
         )
     _require_threads(groups * _THREADS + _SPARE_THREADS)
@@ -85,11 +87,12 @@ def _require_threads(count: int) -> None:
 
 
 class Connecting:
-    """The making of one optimizer's groups, on one rank.
+    """The construction of one optimizer's groups, on one rank.
 
     Attributes:
-        name: of the groups, which nothing has had; the same on every rank.
-        number: of the optimizer in this process, for logs and torch's flight recorder.
+        name: prefix of the groups' names; the same on every rank, and never used before.
+        number: counts the optimizers of this process, for logs and torch's flight recorder.
+        patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
     """
 
     def __init__(self, parent: dist.ProcessGroup, exchange: meeting.Exchanging, groups: int) -> None:
@@ -108,6 +111,7 @@ class Connecting:
         self._board = _c10d.PrefixStore(f"{self.name}/made", _c10d._get_default_store())
         self.number = next(_numbers)
         self._rank, self._world_size = dist.get_rank(parent), parent.size()
+        self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
         """Return the store in which the ranks find each other for one of the groups."""
@@ -115,7 +119,7 @@ class Connecting:
 
     def patience(self, timeout: timedelta) -> timedelta:
         """Return how long ranks may take to connect, given how long a collective may take."""
-        return min(timeout, timedelta(seconds=_CONNECT_S + _CONNECT_RANK_S * self._world_size))
+        return min(timeout, timedelta(seconds=self.patience_s))
 
     def look(self) -> None:
         """Raise the error of another rank that cannot connect, if there is one."""
@@ -125,7 +129,11 @@ class Connecting:
                 raise error_of_rank(rank, name, message)
 
     def meet(self) -> None:
-        """Wait until all ranks have made their groups."""
+        """Wait until all ranks have made their groups.
+
+        Raises:
+            ProcessGroupError: one has not, in time. ZeroOptError: one cannot.
+        """
         if self._board.add(_COUNT, 1) == self._world_size:
             self._board.set(_ALL, "")
         wait_for(self._board, [_ALL], self)
@@ -138,15 +146,27 @@ class Connecting:
 
 
 def wait_for(store: Any, keys: list[str], connecting: Connecting) -> None:
-    """Wait until a store has the keys, or a rank cannot connect."""
+    """Wait until a store has the keys.
+
+    torch's own wait logs a warning each time that it ends without them.
+
+    Raises:
+        ProcessGroupError: it does not get them in time. ZeroOptError: a rank cannot connect.
+    """
+    deadline, pause_s = time.monotonic() + connecting.patience_s, _FIRST_LOOK_S
     while not store.check(keys):
         connecting.look()
-        with suppress(RuntimeError):  # not yet; a store that is lost fails the check
-            store.wait(keys, timedelta(seconds=_LOOK_S))
+        if time.monotonic() > deadline:
+            raise ProcessGroupError(
+                f"not all ranks have connected within {connecting.patience_s:.0f} s: one has ended or is stopped; "
+                "look at the ranks' logs, and restart all"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
 
 
 class _Addresses(_c10d.Store):  # type: ignore[misc]
-    """A store in which a wait ends where it would be in vain."""
+    """A store that ends the wait for a rank that cannot connect."""
 
     def __init__(self, store: Any, connecting: Connecting) -> None:
         super().__init__()
@@ -168,18 +188,19 @@ class _Addresses(_c10d.Store):  # type: ignore[misc]
         """See ``torch.distributed.Store``."""
         return bool(self._store.check(keys))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (ranks come, or fail)
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
         """See ``torch.distributed.Store``."""
         wait_for(self._store, keys, self._connecting)
 
 
 @contextmanager
 def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
-    """Within it this rank makes the groups of an optimizer, and adds them to the list. On leaving it, all ranks have.
+    """A context in which this rank makes an optimizer's groups and adds them to the list.
+
+    It is left once all ranks have made theirs.
 
     Raises:
-        OutOfResources, ProcessGroupError: this rank cannot, or another one; on every rank. Groups made so far are
-            closed.
+        OutOfResources, ProcessGroupError: a rank cannot make its groups; on every rank. Groups made so far are closed.
     """
     made: list[Any] = []
     try:
@@ -187,7 +208,7 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
         if connecting is not None:
             connecting.meet()
     except BaseException as error:
-        for group in made:  # which also gives back what it takes to say so
+        for group in made:  # which also gives back the descriptors and threads that it takes to tell the others
             group.close()
         if connecting is None:
             raise
@@ -197,7 +218,7 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
 
 
 def _found(error: BaseException, connecting: Connecting) -> BaseException:
-    """Return what an error in the making means, here or on the rank where it came first."""
+    """Return what an error while groups are made means: another rank's error, if that came first, else this one's."""
     if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
         return error
     with suppress(dist.DistError):  # the store is what fails
@@ -210,5 +231,5 @@ def _found(error: BaseException, connecting: Connecting) -> BaseException:
         if sign in text:
             return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
     if any(sign in text for sign in ("refused", "reset", "connectFullMesh")):
-        text = f"one of them ended while they connected, and its own output says why; torchrun restarts all ({text})"
+        text = f"one of them ended meanwhile, and its own output says why; torchrun restarts all ({text})"
     return ProcessGroupError(f"cannot connect to the other ranks: {text}")

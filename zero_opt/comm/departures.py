@@ -1,4 +1,4 @@
-"""Which ranks take no further part in training, as far as this rank has heard, and why."""
+"""The ranks that have left training, as far as this rank has heard, and why they left."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class How(enum.IntEnum):
     """How a rank has left."""
 
     CLOSED = 0  # it has closed this optimizer
-    ENDED = 1  # its program has ended without an error that can be seen
+    ENDED = 1  # its program has ended without a visible error
     FAILED = 2  # an exception has ended its program
-    LOST = 3  # it has said nothing: it was killed, or its host does not answer
-    SILENT = 4  # another rank has given up waiting for it; it may come yet
+    LOST = 3  # it has announced nothing: it was killed, or its host does not answer
+    SILENT = 4  # another rank has given up waiting for it; it may still come
 
 
 class Departure(NamedTuple):
     """One rank that has left.
 
     Attributes:
-        steps: optimizer steps it had taken. calls: calls of all ranks in the control group that it had entered. Both
-            are -1 where it has said nothing.
+        steps: optimizer steps that it had taken. calls: collective calls of the control group that it had entered.
+            Both are -1 if it has announced nothing.
     """
 
     rank: int
@@ -34,10 +34,10 @@ class Departure(NamedTuple):
     calls: int = -1
 
     def text(self, name: str, waiting: str) -> str:
-        """What an error says of a rank that is not silent.
+        """Return what an error says about a rank that is not silent.
 
         Args:
-            name: that of the rank. waiting: what waits for a rank that has said nothing.
+            name: the rank's name. waiting: what is said of a rank that has announced nothing.
         """
         when = f"after step {self.steps - 1}" if self.steps else "before its first step"
         batches = "do all ranks have the same number of batches? (torch.distributed.algorithms.Join takes uneven ones)"
@@ -51,29 +51,29 @@ class Departure(NamedTuple):
 
 
 def _nothing() -> None:
-    """There is nothing to leave."""
+    """Do nothing: there are no connections to break."""
 
 
 def _unexplained(text: str, call: int | None = None, patience_s: float | None = None) -> None:
-    """Nothing is known."""
+    """Explain nothing: this rank has no watch."""
 
 
 def _unknown(rank: int) -> bool:  # noqa: ARG001
-    """Nothing is known of other processes."""
+    """Return False: nothing is known about other processes."""
     return False
 
 
 class Departures:
-    """What one rank has heard. Threads may use it at the same time.
+    """The departures that one rank has heard of. Threads may use it at the same time.
 
     Attributes:
-        calls: calls of all ranks in the control group that this rank has entered.
-        leave: breaks this rank's connections for training, so that no rank waits for it. end: the same, once what is
-            queued for other ranks has been sent.
-        tell: tells the other ranks of a departure that this one has found out about.
+        calls: collective calls of the control group that this rank has entered.
+        leave: breaks this rank's connections for training, so that no rank waits for it. end: does the same once what
+            is queued for other ranks has been sent.
+        tell: tells the other ranks about a departure that this one has noticed.
         explain, lives: see :class:`Watch`.
-        news: whether other ranks can tell this one.
-        given_up: whether a rank that has said nothing is waited for no more. silent: which, where it may come yet.
+        news: whether other ranks can tell this one about departures.
+        given_up: whether any rank is lost or silent. silent: the ranks that are silent.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Departures:
         self._lock = threading.Lock()
 
     def hear(self, departure: Departure) -> bool:
-        """Take in a departure; whether it is the first that is heard of that rank."""
+        """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
             self.given_up |= departure.how in (How.LOST, How.SILENT)
             if departure.how is How.SILENT:
@@ -98,26 +98,27 @@ class Departures:
             return self._heard.setdefault(departure.rank, departure) is departure
 
     def find(self, departure: Departure) -> None:
-        """As :meth:`hear`, of what no other rank has told."""
+        """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         if self.hear(departure) and self.tell is not None:
             self.tell(departure)
 
     def knows(self, rank: int) -> bool:
-        """Whether that rank is known to have left."""
+        """Return whether a rank is known to have left."""
         return rank in self._heard
 
     def lost(self) -> Departure | None:
-        """The first rank that was lost."""
+        """Return the first departure of a rank that was lost."""
         with self._lock:
             return next((found for found in self._heard.values() if found.how is How.LOST), None)
 
     def first(self, call: int | None) -> Departure | None:
-        """The rank that is to be named: the first that was lost, else the first that does not come to a call.
+        """Return the departure to name: that of the first rank that was lost, else of the first that misses a call.
 
-        News travel in the order of cause and effect: a rank hears why another one has left before it hears that.
+        News arrives in the order of cause and effect: if one rank left because of another, the other one is heard of
+        first.
 
         Args:
-            call: of the control group, counted from 1; ``None`` for one that no rank which has left comes to.
+            call: number of a call of the control group, from 1; ``None`` for one that every rank misses that has left.
         """
         lost = self.lost()
         if lost is not None:
@@ -126,5 +127,5 @@ class Departures:
             return next((found for found in self._heard.values() if call is None or found.calls < call), None)
 
     def forget(self) -> None:
-        """This rank has left: keep nothing of what it used."""
+        """Drop references to connections, once this rank has left."""
         self.leave = self.end = _nothing

@@ -41,11 +41,11 @@ def require_native() -> None:
 
 
 class NativeIsas(NamedTuple):
-    """The instruction sets that there are kernels for, by the names of ``ZERO_OPT_ISA``.
+    """Names of instruction sets, as ``ZERO_OPT_ISA`` takes them.
 
     Attributes:
-        chosen: that whose kernels are used here. processor: the fastest that the processor runs.
-        compiled: all that are built in, slowest first.
+        chosen: the one whose kernels are used. processor: the fastest that the processor runs.
+        compiled: those that kernels are built for, slowest first.
     """
 
     chosen: str
@@ -54,10 +54,10 @@ class NativeIsas(NamedTuple):
 
 
 def native_isas() -> NativeIsas:
-    """Return which kernels are used here, and which could be.
+    """Return which kernels are used, and which could be.
 
     Raises:
-        NativeUnavailable: there are none.
+        NativeUnavailable: the native extension is not built.
     """
     require_native()
     from .. import _native

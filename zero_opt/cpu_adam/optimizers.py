@@ -27,9 +27,9 @@ PLAIN = AdamState()
 class NativeOptions(TypedDict, total=False):
     """Keyword arguments that CPUAdam and CPUAdamW take beside torch's hyperparameters.
 
-    ``state``: in what form moments and masters are kept. ``threads``: at most so many; None is the number of cores that
-    this process may use divided by the ranks that share them, and at most what ``torch.set_num_threads`` was given;
-    ``OMP_NUM_THREADS=1``, which torchrun sets, does not count. ``flush_denormals``: take subnormal numbers as zero
+    ``state``: in what form moments and masters are kept. ``threads``: the most that step; None is the number of cores
+    that this process may use, divided by the ranks that share them, but at most what ``torch.set_num_threads`` was
+    given (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored). ``flush_denormals``: take subnormal numbers as zero
     inside the step, which keeps rows that have long had no gradient from slowing it down. The others are torch's
     switches between implementations.
     """

@@ -1,9 +1,10 @@
-"""How many threads step in this process, unless the user says.
+"""How many threads step in this process, unless the user sets the number.
 
 [Note: a fair part of the cores]
-By default they are as many as the cores that this process may use (affinity, and the time that its cgroup grants),
-divided by the ranks of the host that may use the same ones. torch's own count is an upper bound, since the user may
-have set it; but not where it is 1 by ``OMP_NUM_THREADS=1``, which launchers set for every rank, whatever the cores are.
+The default is the number of cores that this process may use (its affinity, and the time that its cgroup grants),
+divided by the ranks of the host that may use the same cores. torch's own count is an upper bound, since the user may
+have set it, unless it is 1 because of ``OMP_NUM_THREADS=1``: launchers set that for every rank, however many cores
+there are.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 
 _log = logging.getLogger("zero_opt")
 _MOST_THREADS = 1 << 20
-# Ranks that share the cores of this process, as far as ranks have told each other.
+# The most ranks that have ever told each other that they share the cores of this process, this one included.
 _met = 1
 
 
 def allowed_threads(requested: int) -> int:
-    """``requested``, but at most what this process's affinity and, with the extension, its cgroup's quota grant."""
+    """Return ``requested``, but at most what the affinity and, with the extension, the cgroup's quota grant."""
     try:
         from .. import _native
     except ImportError:
@@ -32,31 +33,31 @@ def allowed_threads(requested: int) -> int:
 
 
 def fair_threads(allowed: int, sharers: int) -> int:
-    """The threads of one of so many ranks that share the time of so many cores; at least 1."""
+    """Return how many of the ``allowed`` threads each of the ``sharers`` ranks gets; at least 1."""
     return max(allowed // sharers, 1)
 
 
 def launched_sharers() -> int:
-    """How many ranks share the cores of this process, by what torchrun has told it; 1 if that started nothing."""
+    """Return how many ranks share the cores of this process, according to torchrun; 1 if torchrun did not start it."""
     return _sharers_of(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @functools.cache
 def _sharers_of(local_world_size: str) -> int:
-    """The ranks of this host, in proportion where this process was given fewer cores than the one that started it."""
+    """Return the ranks of this host, scaled down if this process may use fewer cores than the one that started it."""
     if not local_world_size.isdecimal():
         return 1
     own = there = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # what started it has ended
+    with contextlib.suppress(OSError):  # the parent process has ended
         there = len(os.sched_getaffinity(os.getppid()))
     return max(round(int(local_world_size) * min(own / there, 1)), 1)
 
 
 def meet_sharers(count: int) -> int:
-    """So many ranks, this one among them, have told each other that they share cores.
+    """Note that ``count`` ranks, this one included, share cores, as they have told each other.
 
     Returns:
-        How many do: ranks that are in none of this optimizer's groups are known from torchrun.
+        How many ranks share cores, including those that torchrun has started and that are in no group with this one.
     """
     global _met
     _met = max(_met, count)
@@ -64,7 +65,7 @@ def meet_sharers(count: int) -> int:
 
 
 def default_threads() -> int:
-    """See [Note: a fair part of the cores]."""
+    """Return how many threads step by default; see [Note: a fair part of the cores]."""
     fair = fair_threads(allowed_threads(_MOST_THREADS), max(_met, launched_sharers()))
     own = torch.get_num_threads()
     if own == 1 and os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == "1":
@@ -73,7 +74,7 @@ def default_threads() -> int:
 
 
 def checked_threads(threads: int | None) -> int:
-    """How many threads to ask for.
+    """Return how many threads to ask for, given the user's number or ``None`` for the default.
 
     Raises:
         TypeError, ValueError: not a positive integer, nor None.
@@ -89,7 +90,7 @@ def checked_threads(threads: int | None) -> int:
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Within it torch's own operations that the calling thread runs have so many threads."""
+    """A context in which torch runs the calling thread's operations with ``count`` threads."""
     own = torch.get_num_threads()
     if count == own:
         yield

@@ -154,7 +154,7 @@ def adam_update_(
     Args:
         updates: all tensors but ``grad`` are written.
         grad_scale: what gradients are multiplied by first: one over the loss scale, times the clip coefficient.
-        threads: at most so many; None is as for :class:`CPUAdam`. Never more than the CPUs of this process.
+        threads: the most that step, as for :class:`CPUAdam`. Never more than the CPUs of this process.
         flush_denormals: take subnormal numbers as zero, on the threads that work and while they do.
         isa: an instruction set out of ``_native.isas()`` instead of the one chosen for this processor.
 

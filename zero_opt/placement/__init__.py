@@ -213,7 +213,7 @@ def build_placement(
 def _own_threads(
     policy: Policy, optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
 ) -> int | None:
-    """How many threads of this process the user lets step; ``None`` if that is not said."""
+    """Return how many threads of this process step, as set by the user; ``None`` if not set."""
     given = None if policy is None or isinstance(policy, WorkerOffload) else policy.threads
     return given or (defaults.get("threads") if optimizer_class in NATIVE_CLASSES else None)
 

@@ -120,7 +120,7 @@ class ArenaShard(StateShard):
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
-        """One native run, and its place in the shard, per stretch of neighbouring slices at one step count and bank."""
+        """One native run, and its place in the shard, per stretch of neighboring slices at one step count and bank."""
         next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:

@@ -17,7 +17,7 @@ ParamState = MutableMapping[str, Any]
 
 
 class Stretch(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of a slice, the next step being number ``steps`` + 1, an fp32."""
+    """Elements ``start`` to ``stop`` (exclusive) of a slice. Their next step has the number ``steps`` + 1, an fp32."""
 
     start: int
     stop: int

@@ -107,11 +107,9 @@ class ColumnSlice:
         Args:
             gradients: steps that the next one stands for; ``steps`` of what is yielded are in units of so many.
         """
-        counts = (
-            self._counts_of(torch.stack([which[0] for which in blocks]))
-            if blocks
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+        counts = torch.empty(0, dtype=torch.float32, device="cpu")
+        if blocks:
+            counts = self._counts_of(torch.stack([which[0] for which in blocks]))
         # The number of the next step is rounded to fp32, from which 1 can be taken exactly: so counting in fp32, as
         # some do, gives what counting in fp64 does.
         done = ((counts.double() + gradients) / gradients).float() - 1

@@ -20,7 +20,7 @@ class ColumnSteps:
     """Steps by the native kernel in host memory, elsewhere by torch's fused one.
 
     Args:
-        defaults: the optimizer class's arguments. threads: how many step, if not by default.
+        defaults: the optimizer class's arguments. threads: how many step; ``None`` is the default.
     """
 
     def __init__(self, defaults: Mapping[str, Any], threads: int | None) -> None:

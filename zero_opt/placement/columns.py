@@ -16,7 +16,7 @@ _PIECE_NUMEL = 1 << 18
 class Columns:
     """The columns, slices along the last dimension, that a slice of a dense parameter has a part of.
 
-    In storage order they recur: ``inner`` neighbouring elements of one column, then of the next, and a row is complete
+    In storage order they recur: ``inner`` neighboring elements of one column, then of the next, and a row is complete
     once each has had its turn. A slice begins and ends anywhere, so its first and last row may lack elements; where
     columns are taken out, zeros stand for them.
 

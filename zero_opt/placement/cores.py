@@ -91,7 +91,7 @@ def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, grou
     """Learn which other ranks of this host share its cores, and log how many threads step on this rank. Collective.
 
     Args:
-        threads: what the user says; else each rank has its part, see :func:`default_threads`.
+        threads: the user's number, or ``None`` for :func:`default_threads`.
     """
     usable = os.sched_getaffinity(0)
     sharers = _agreed_sharers(group, sorted(usable))
@@ -102,12 +102,11 @@ def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, grou
 
 
 def _agreed_sharers(group: Group, usable: Sequence[int]) -> int:
-    """How many ranks of this host may run on some of these cores, this one among them. Collective."""
+    """Return how many ranks of this host may run on some of these cores, this one included. Collective."""
     mine = {"host": host_if_known(), "cores": usable}
     offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-    return meet_sharers(
-        sum(offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers)
-    )
+    shares = [offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers]
+    return meet_sharers(sum(shares))
 
 
 def _shared_by(sharers: int) -> str:

@@ -306,7 +306,7 @@ class HostUnits(UnitMaker):
     def leaving(
         self, buckets: Iterable[GradBucket], staying: Collection[int]
     ) -> Iterator[tuple[GradBucket, list[int]]]:
-        """Yield the sub-groups of buckets: neighbouring slices that do not stay, as many as fit."""
+        """Yield the sub-groups of buckets: neighboring slices that do not stay, as many as fit."""
         for bucket in buckets:
             most = self._policy.subgroup_mb * _MIB / bucket.shard_dtype.itemsize
             group, room = list[int](), most

@@ -30,8 +30,7 @@ def follow_param(master: Tensor, param: Tensor) -> None:
 class FollowedParams:
     """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
 
-    That somebody has written to a parameter is seen by its version counter, which was raised. Parameters with a version
-    counter in common are known as such (:func:`share_counters`).
+    A write to a parameter raises its version counter. :func:`share_counters` finds parameters that share one.
 
     Attributes:
         pieces: the slices. flats: the parameter of each. param_dtype: of all of them.
@@ -141,7 +140,7 @@ def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: i
     """As :meth:`MasterShard.write_params` of each, in one call.
 
     Args:
-        threads: at most so many copy what lies in host memory; ``None``: this process's part of the cores.
+        threads: at most so many copy what lies in host memory; ``None`` is the default.
     """
     native: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []

@@ -52,7 +52,8 @@ class NativeSteps:
     """Steps units of Adam and AdamW. What it keeps of a parameter is the class's own state of it.
 
     Args:
-        defaults: the class's arguments. rule: which param groups it steps. threads: how many step, if not by default.
+        defaults: the class's arguments. rule: which param groups it steps.
+        threads: how many step; ``None`` is the default.
     """
 
     def __init__(self, defaults: Mapping[str, Any], rule: Rule, threads: int | None) -> None:

@@ -40,7 +40,7 @@ class SelectivePlacement:
 
     Args:
         home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
-        threads: how many of this process step, if not by default.
+        threads: how many of this process step; ``None`` is the default.
     """
 
     def __init__(
@@ -219,9 +219,8 @@ class SelectivePlacement:
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
-            self._load_slice(
-                index, saved, torch.arange(0, dtype=torch.int64, device="cpu") if saved else self._first_columns(index)
-            )
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            self._load_slice(index, saved, none if saved else self._first_columns(index))
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
@@ -244,11 +243,8 @@ class SelectivePlacement:
     def _first_columns(self, index: int) -> Tensor:
         """What is selected of a matrix that had no gradient, or was not there, when columns were."""
         selecting = self._schedule.since_selection >= 0
-        return torch.arange(
-            selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0,
-            dtype=torch.int64,
-            device="cpu",
-        )
+        count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
+        return torch.arange(count, dtype=torch.int64, device="cpu")
 
     def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.

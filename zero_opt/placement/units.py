@@ -236,7 +236,7 @@ class UnitMaker:
         return 0
 
     def class_threads(self) -> AbstractContextManager[None]:
-        """Within it a class steps, with the threads that the policy gives it."""
+        """Return a context in which torch uses the policy's number of threads, for the class's own step."""
         return nullcontext()
 
     def begin(self) -> None:

@@ -75,8 +75,8 @@ class Progress:
         """A step has been taken."""
         if self.step == 0 and not self.used:
             _log.warning(
-                "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another wrapper "
-                "has replaced the model's parameters, construct the optimizer after it"
+                "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another "
+                "wrapper has replaced the model's parameters, construct the optimizer after it"
             )
         self.step, self.epoch, self.begun = self.step + 1, 0, False
 
@@ -172,10 +172,10 @@ class Parts:
         return agreed
 
     def _follow_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
-        """Accept what users have written to parameters if these are alike on all ranks; see :meth:`on_edits`."""
+        """Accept the user's writes to parameters if values are equal on all ranks; see :meth:`Agreement.on_edits`."""
         if not agreed.same_edits:
             unseen = self.agreement.on_edits(edits, self.all_params()) - edits.keys()
-            # What other ranks have seen to be written was written here too: masters take it over.
+            # Parameters that were written to on other ranks have the same values here: let masters take those over.
             params = [self.partition.flats[index].param for index in unseen]
             torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
         if edits or not agreed.same_edits:
@@ -186,7 +186,7 @@ class GradReduction(Protocol):
     """How gradients become shards. Methods are called on every rank in the same order, ``reset`` excepted.
 
     Attributes:
-        grad_scale: what the step is to multiply the reduced gradients by.
+        grad_scale: factor by which the step multiplies the reduced gradients.
     """
 
     grad_scale: float
@@ -205,7 +205,7 @@ class GradReduction(Protocol):
         """Multiply the reduced gradients by a 0-dim tensor, in place."""
 
     def scale_in_step(self, factor: Tensor) -> None:
-        """Multiply :attr:`grad_scale` by a 0-dim tensor; as :meth:`scale` where users read the reduced gradients."""
+        """Multiply :attr:`grad_scale` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
 
     def reset(self) -> None:
         """``zero_grad`` was called: what has been gathered so far is void."""

@@ -4,8 +4,9 @@
 DDP copies ``p.grad`` to a bucket of its own as autograd finishes it, calls the hook per full bucket, in one order, and
 at the end of backward copies the buckets back to ``p.grad``: the local gradient, since the hook leaves it as it is. So
 ``p.grad`` is taken in the hook and replaced after DDP is done. With ``gradient_as_bucket_view`` it lies in DDP's
-bucket, which the next backward writes to, and has to be copied. In its second forward DDP makes its buckets anew, and
-then points every ``p.grad`` that is not None to one of them: ``p.grad`` is replaced before the module's own forward.
+bucket, which the next backward writes to, and has to be copied. In its second forward DDP rebuilds its buckets, and
+then points every ``p.grad`` that is not None to one of them. The reduction restores ``p.grad`` before the module's own
+forward.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _NOT_REGISTERED = (
 
 
 class DDPHookReduction(OverlappedReduction):
-    """See the module. A round is one backward that DDP synchronises."""
+    """See the module. A round is one backward that DDP synchronizes."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._index: dict[int, int] = {}
         self._called = self._inside = False
         self._lent: set[int] = set()
-        self._moved: dict[int, Tensor] = {}  # what a forward of DDP has pointed p.grad to
+        self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
         self._known: set[int] = set()
         self._alone: set[int] = set()
@@ -115,7 +116,7 @@ class DDPHookReduction(OverlappedReduction):
         return True
 
     def _put_back(self) -> None:
-        """DDP has made its buckets anew: make ``p.grad`` say again who holds the gradient."""
+        """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
         for index, view in self._moved.items():
             param = self._parts.partition.flats[index].param
             if param.grad is view:
@@ -156,14 +157,14 @@ class DDPHookReduction(OverlappedReduction):
     def reset(self) -> None:
         """See :class:`GradReduction`."""
         self._forget_handed()
-        for index in self._moved:  # its forward failed
+        for index in self._moved:  # DDP's forward failed
             self._parts.partition.flats[index].param.grad = None
         self._moved.clear()
         super().reset()
 
 
 def _before_forward(module: nn.Module, call: weakref.WeakMethod[Any]) -> None:
-    """Make the call once, before the module's next forward."""
+    """Call ``call`` once, before the module's next forward."""
 
     @_disable_dynamo
     def once(*_: object) -> None:

@@ -49,7 +49,7 @@ def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataP
 
 
 def forward_of_ddp() -> nn.Module | None:
-    """The module whose forward ``DistributedDataParallel`` is about to call, if the caller is called by its code."""
+    """Return the module whose forward ``DistributedDataParallel`` is about to call, if its code is on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         ddp: Any = None

@@ -187,7 +187,7 @@ class OverlappedReduction:
         self._next = 0
 
     def _scale_held(self) -> None:
-        """Multiply what the next round will be added to by what the step was to multiply it by."""
+        """Multiply the held gradients by ``grad_scale``, before the next round is added to them."""
         factor, self.grad_scale = self.grad_scale, 1.0
         if factor == 1.0 or not self._live:
             return
@@ -341,7 +341,7 @@ class OverlappedReduction:
             )
 
     def _take_plain(self) -> None:
-        """Take gradients that no synchronised backward delivered: set by hand, or left by ``no_sync`` beside one."""
+        """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one."""
         for index, flat in self._parts.partition.flats.items():
             grad = flat.param.grad
             bucket = self._parts.partition.places[index][0]

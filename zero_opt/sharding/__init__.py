@@ -1,1 +1,1 @@
-"""Which rank has which part of the parameters."""
+"""How parameters are divided among the ranks."""

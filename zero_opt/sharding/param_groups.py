@@ -23,11 +23,11 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Edit:
-    """What a user has made of the param groups.
+    """A difference between the param groups and what was planned.
 
     Attributes:
-        text: what is there and what was planned.
-        fits: every group has as many parameters as before, of the same shapes, so that all can be planned anew.
+        text: what the groups hold and what was planned.
+        fits: every group has as many parameters as before, of the same shapes, so that all can be planned again.
     """
 
     text: str
@@ -40,16 +40,16 @@ _R = TypeVar("_R")
 
 class _Replanned(Protocol):
     def _replan(self) -> None:
-        """Plan what is in the param groups by now, or raise ParamsReplaced on every rank. Collective."""
+        """Plan the current parameters of the param groups, or raise ParamsReplaced on every rank. Collective."""
 
 
 _Self = TypeVar("_Self", bound=_Replanned)
 
 
 def following(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """A collective method of an optimizer that, where it raises ParamsReplaced, is called again after planning anew.
+    """Decorate a collective method of an optimizer: if it raises ParamsReplaced, plan again and call it once more.
 
-    That is raised on every rank, before anything is changed; see :meth:`PlannedGroups.require`.
+    The method raises that on every rank, before it changes anything; see :meth:`PlannedGroups.require`.
     """
 
     @wraps(method)
@@ -71,7 +71,7 @@ class Owner(Protocol):
 
 
 class PlannedGroups:
-    """The parameters of every param group of ``owner``, as planned. Nothing here is collective."""
+    """The planned parameters of every param group of ``owner``. No method is collective."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -86,13 +86,13 @@ class PlannedGroups:
         return (param for planned in self._planned for param in planned)
 
     def edit(self) -> Edit | None:
-        """What has become of the groups; ``None`` while they hold the planned parameters.
+        """Return how the groups differ from what was planned; ``None`` if they hold the planned parameters.
 
         Costs 14 ns per parameter: equality of lists would ask tensors whether they are equal.
         """
         groups = self._owner.param_groups
         if len(groups) != len(self._planned):
-            return Edit(f"opt.param_groups has {len(groups)} groups, and {len(self._planned)} were planned", fits=False)
+            return Edit(f"opt.param_groups has {len(groups)} groups, but {len(self._planned)} were planned", fits=False)
         edits = [
             _edit(f'"params" of param group {number}', group.get("params"), planned)
             for number, (group, planned) in enumerate(zip(groups, self._planned, strict=True))
@@ -107,21 +107,21 @@ class PlannedGroups:
             raise ParamsReplaced(f"{edit.text}; {_WAY_OUT}")
 
     def require_replaceable(self, *, begun: bool) -> None:
-        """Raise ParamsReplaced if the groups hold what cannot be planned in the place of the planned parameters.
+        """Raise ParamsReplaced if the optimizer cannot plan the groups' parameters instead of the planned ones.
 
         Args:
-            begun: there is something of the planned parameters that others have not.
+            begun: the planned parameters have been used: stepped, loaded, or reduced gradients of.
         """
         edit = self.edit()
         if edit is not None and (begun or not edit.fits):
-            late = ", which has been trained, or had gradients reduced or state loaded" if edit.fits else ""
+            late = ", which has been stepped, or had gradients reduced or state loaded" if edit.fits else ""
             raise ParamsReplaced(f"{edit.text}{late}; {_WAY_OUT}")
 
     def require_replaced(self) -> None:
-        """Raise ParamsReplaced if the groups hold the planned parameters, where those of another rank do not."""
+        """Raise ParamsReplaced if the groups hold the planned parameters, while another rank's do not."""
         if self.edit() is None:
             raise ParamsReplaced(
-                f"opt.param_groups holds what was planned here, and other parameters on another rank; {_WAY_OUT}"
+                f"opt.param_groups holds the planned parameters here, but others on another rank; {_WAY_OUT}"
             )
 
 
@@ -129,23 +129,22 @@ def _edit(label: str, params: Any, planned: Sequence[Tensor]) -> Edit | None:
     if not isinstance(params, (list, tuple)):
         return Edit(f"{label} is of type {torch.typename(params)}, not a list", fits=False)
     if len(params) != len(planned):
-        return Edit(f"{label} has {len(params)} parameters, and {len(planned)} were planned", fits=False)
+        return Edit(f"{label} has {len(params)} parameters, but {len(planned)} were planned", fits=False)
     if all(map(is_, params, planned)):
         return None
     pairs = zip(params, planned, strict=True)
     others = [(position, *pair, _fits(*pair)) for position, pair in enumerate(pairs) if pair[0] is not pair[1]]
     position, param, before, fits = min(others, key=lambda other: other[-1])
-    return Edit(f"position {position} of {label} holds {_named(param)} in the place of {_named(before)}", fits)
+    held = f"another {_named(param)}" if isinstance(param, Tensor) else f"a {torch.typename(param)}"
+    return Edit(f"position {position} of {label} holds {held} in place of the planned {_named(before)}", fits)
 
 
 def _fits(param: object, before: Tensor) -> bool:
-    """Whether it can stand in the place of a planned parameter; of a DTensor only another one can."""
+    """Return whether ``param`` can replace a planned parameter; only a DTensor can replace a DTensor."""
     alike = isinstance(param, Tensor) and param.shape == before.shape
     return alike and (is_dtensor(param) or not is_dtensor(before))
 
 
-def _named(param: object) -> str:
-    if not isinstance(param, Tensor):
-        return f"a {torch.typename(param)}"
+def _named(param: Tensor) -> str:
     kind = "DTensor" if is_dtensor(param) else "tensor"
-    return f"another {kind} of shape {tuple(param.shape)}"
+    return f"{kind} of shape {tuple(param.shape)}"

@@ -1,1 +1,1 @@
-"""Optimizer state, as it is shown, saved, loaded and served to other ranks."""
+"""Optimizer state: how it is shown, saved, loaded, and served to other ranks."""

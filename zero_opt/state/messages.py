@@ -1,6 +1,6 @@
-"""What ranks say to each other about state and about leaving; see the notes of the state service.
+"""Messages between ranks about state and departures; see the notes of the state service.
 
-Every message but a listing, and the elements themselves, is a few int64 numbers.
+Every message is a few int64 numbers, except listings and the elements themselves.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from torch import Tensor
 
 # Messages round the ring; the last goes to the next rank alone.
 OPEN, DEPARTED, BROKEN = 0, 1, 2
-# What an asking rank says once it has heard all answers; the number of its pull follows.
+# What an asking rank sends once it has all answers, followed by the number of its pull.
 GO, STOP = 0, 1
-# Answers beside those of Verdict: it comes later; there is an error in the listing's place.
+# Codes of answers besides Verdict's: the answer follows later; an error follows in place of the listing.
 LATER, ERROR = 3, 4
 RING_TAG = 1
-# Pulls of one rank that have a tag of their own. A tag that comes back may find messages of a pull that was given up:
-# so they say which pull they are of.
+# Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
+# every message carries the number of its pull.
 _PULL_TAGS = 1 << 20
 
 
 class RingMessage(NamedTuple):
-    """From ``origin``, which asks for the state after so many changes, or has heard that a rank has left.
+    """A message from rank ``origin``, which asks for state, or has heard that a rank has left.
 
     Attributes:
-        pull: number of the request. about, how, steps, calls: the departure.
+        kind: OPEN, DEPARTED or BROKEN. pull: number of the request. changes: commits after which the state is wanted.
+        about, how, steps, calls: the departure; see :class:`Departure`.
     """
 
     kind: int
@@ -40,11 +41,11 @@ class RingMessage(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To the asking rank.
+    """An answer to the asking rank.
 
     Attributes:
-        code: a Verdict's value, ``LATER`` or ``ERROR``. nbytes: of the listing, or the error, that follows.
-        pull: which one is answered.
+        code: a Verdict's value, ``LATER`` or ``ERROR``. step: the answering rank's. nbytes: size of the listing, or of
+            the error, that follows. pull: number of the request that is answered.
     """
 
     code: int
@@ -54,10 +55,10 @@ class Answer(NamedTuple):
 
 
 def words_of(*numbers: int) -> Tensor:
-    """The integers as a tensor that can be sent."""
+    """Return the integers as a tensor that can be sent."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def answer_tag(pull: int) -> int:
-    """Of what an asked rank sends; the asking rank's own words have the tag after it."""
+    """Return the tag of what an asked rank sends; what the asking rank sends has the next tag."""
     return RING_TAG + 1 + 2 * (pull % _PULL_TAGS)

@@ -21,7 +21,7 @@ try:
 except ImportError:  # not built: nothing can be done about a thread that does not end
     _native = None  # type: ignore[assignment]
 
-# What the operating system's limit of threads is set by.
+# Which limits bound the number of threads.
 THREAD_LIMIT = (
     "processes and threads: 'ulimit -u', pids.max of the container; or start fewer (OMP_NUM_THREADS, loaders)"
 )
@@ -37,7 +37,7 @@ class BackgroundThreads:
         """Start a thread as a daemon, and list it.
 
         Raises:
-            OutOfResources: the operating system gives no thread. RuntimeError: the interpreter is ending.
+            OutOfResources: the operating system refuses a thread. RuntimeError: the interpreter is ending.
         """
         thread.daemon = True
         try:
@@ -45,13 +45,13 @@ class BackgroundThreads:
         except RuntimeError as error:
             if "shutdown" in str(error):
                 raise
-            found = f"{error}, beside {threading.active_count()} that Python has"
-            raise OutOfResources(f"{found}; raise the limit of {THREAD_LIMIT}") from error
+            running = f"Python has {threading.active_count()} threads"
+            raise OutOfResources(f"{error} ({running}); raise the limit of {THREAD_LIMIT}") from error
         self._listed[thread] = None
         self.alive()
 
     def alive(self) -> list[threading.Thread]:
-        """Those that are not dead; the others are dropped from the list."""
+        """Return the threads that are not dead, and drop the others from the list."""
         listed = list(self._listed)
         for thread in listed:
             if not thread.is_alive():
@@ -59,7 +59,7 @@ class BackgroundThreads:
         return [thread for thread in listed if thread in self._listed]
 
     def join(self, patience_s: float) -> list[threading.Thread]:
-        """Wait until all are dead, ``patience_s`` seconds in all; those that are not. Timers are canceled."""
+        """Cancel timers, and wait at most ``patience_s`` seconds until all are dead; returns those that are not."""
         deadline = time.monotonic() + patience_s
         while alive := self.alive():  # a thread may have started another
             for thread in alive:
@@ -71,6 +71,6 @@ class BackgroundThreads:
         return self.alive()
 
     def hold(self) -> None:
-        """Let no thread that is alive abort the process from here on; see [Note: threads at exit]. The last call."""
+        """Keep threads that are still alive from aborting the process; call this last. See [Note: threads at exit]."""
         if _native is not None:
             _native.hold_threads([thread.ident for thread in self.alive() if thread.ident is not None])

@@ -120,9 +120,9 @@ def draw(sections: Sequence[Results], title: str, path: Path) -> None:
     for axis, results in zip(axes[0], sections, strict=True):
         names = sorted(results.rounds, key=_by_total(results), reverse=True)
         left = [0.0] * len(names)
-        for part, colour in zip(PARTS, ("#9ecae1", "#4292c6", "#f16913"), strict=True):
+        for part, color in zip(PARTS, ("#9ecae1", "#4292c6", "#f16913"), strict=True):
             widths = [results.median(name, part) for name in names]
-            axis.barh(names, widths, left=left, color=colour, label=part)
+            axis.barh(names, widths, left=left, color=color, label=part)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for row, name in enumerate(names):
             axis.text(left[row], row, f" {results.median(name, 'total'):.0f}", va="center")
