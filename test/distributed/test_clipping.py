@@ -60,17 +60,52 @@ def _train(rank: int, world_size: int, reduction: Any, how: str) -> tuple[list[T
     return [param.detach() for param in params], norms
 
 
-def _given(norms: list[Tensor], world_size: int) -> list[Tensor]:
+def _given(norms: list[Tensor], world_size: int, times: int = 1) -> list[Tensor]:
     """The plain class, its gradients scaled by the coefficient that follows from our norms."""
     params = _params()
-    optimizer = torch.optim.AdamW(params)
+    optimizer = torch.optim.AdamW(params, fused=times > 1)
     for step, norm in enumerate(norms):
         assert norm.dtype is torch.float32 and norm.dim() == 0
         coefficient = torch.clamp(LIMIT / (norm + 1e-6), max=1.0)
         for param, grad in zip(params, _mean_grads(step, world_size), strict=True):
             param.grad = grad * coefficient
-        optimizer.step()
+        for _ in range(times):
+            optimizer.step()
     return [param.detach() for param in params]
+
+
+def _twice(rank: int, world_size: int, reduction: Any, offload: Any, anew: str) -> list[list[Tensor]]:
+    """Every gradient is clipped once, and stepped with twice; parameters, and norms."""
+    params, norms = _params(), []
+    model = nn.ParameterList(params)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, fused=True, reduction=reduction, offload=offload)
+    for step in range(STEPS):
+        if isinstance(reduction, zero_opt.AlreadyReduced):
+            for param, grad in zip(params, _mean_grads(step, world_size), strict=True):
+                param.grad = grad
+        else:
+            torch.autograd.backward(params, [_grad(step, rank, index) for index in range(len(params))])
+        norms.append(optimizer.clip_grad_norm_(LIMIT))
+        optimizer.step()
+        optimizer.step()
+        if anew == "model":  # the optimizer hears nothing of it
+            model.zero_grad(set_to_none=isinstance(reduction, zero_opt.Overlapped))
+        else:
+            optimizer.zero_grad(set_to_none=anew == "none")
+    optimizer.flush()
+    optimizer.close()
+    return [[param.detach() for param in params], norms]
+
+
+@EACH
+@pytest.mark.parametrize(
+    "offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["no", "host", "worker"]
+)
+@pytest.mark.parametrize("anew", ["none", "zeros", "model"])
+def test_a_clipped_gradient_is_still_clipped_in_a_second_step(reduction: Any, offload: Any, anew: str) -> None:
+    """As in torch, where p.grad itself is scaled."""
+    for params, norms in run_processes(2, _twice, reduction, offload, anew):
+        assert_bitwise(params, _given(norms, 2, times=2))
 
 
 @EACH

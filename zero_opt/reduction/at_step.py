@@ -56,6 +56,7 @@ class AtStepReduction:
         self._signature: _Signature | None = None
         self._shards: list[GradShard] = []
         self._scaled, self.grad_scale = False, 1.0
+        self._spent = False  # a step has been taken with the shards
         self._sequence = 0
         self._alone = False
 
@@ -65,7 +66,7 @@ class AtStepReduction:
         fresh = before is None or not before.matches(params)
         if before is not None and before.gone(params):
             self._scaled, self.grad_scale = False, 1.0  # the gradients that were clipped are no more
-        if fresh and self._scaled and error is None:
+        if fresh and self._scaled and not self._spent and error is None:
             error = GradientConflict(
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
             )
@@ -73,6 +74,8 @@ class AtStepReduction:
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
         agreed = self._parts.agree(rounds, error or sparse_refusal(self._parts.partition))
         if agreed.rounds:
+            if self._spent:
+                self._scaled, self._spent, self.grad_scale = False, False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._signature = _Signature(params)
         return self._shards
@@ -107,7 +110,7 @@ class AtStepReduction:
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`; ``p.grad`` stays as it is."""
-        self._scaled = True
+        self._scaled, self._spent = True, False
         for shard in self._shards:
             for grad in shard.grads:
                 if grad is not None:
@@ -115,7 +118,7 @@ class AtStepReduction:
 
     def scale_in_step(self, factor: Tensor) -> None:
         """See :class:`GradReduction`."""
-        self._scaled = True
+        self._scaled, self._spent = True, False
         self.grad_scale *= float(factor)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -124,12 +127,12 @@ class AtStepReduction:
 
     def reset(self) -> None:
         """See :class:`GradReduction`."""
-        self._signature, self._scaled, self.grad_scale = None, False, 1.0
+        self._signature, self._scaled, self._spent, self.grad_scale = None, False, False, 1.0
         self._parts.progress.epoch += 1
 
     def stepped(self) -> None:
-        """A second step() without a new backward reduces the same gradients again, as torch applies them again."""
-        self._signature, self._scaled, self.grad_scale, self._sequence = None, False, 1.0, 0
+        """A second step() without a new backward uses the same shards, clipped if they were, as torch does."""
+        self._spent, self._sequence = True, 0
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Gradients are read when needed; nothing to watch."""
