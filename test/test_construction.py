@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -361,3 +362,24 @@ def test_parameters_that_share_elements_are_named_when_made(how: str, told: str)
 
 def test_parameters_that_lie_between_each_other_are_taken() -> None:
     zero_opt.ShardedOptimizer(_as_shared("apart"), torch.optim.SGD, offload=zero_opt.CPUOffload()).close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda huge: zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(1))], huge),
+        lambda huge: zero_opt.ShardedOptimizer(
+            [torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=0.1, reduction=huge
+        ),
+        lambda huge: zero_opt.ShardedOptimizer(
+            [torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=0.1, offload=huge
+        ),
+        lambda huge: zero_opt.CPUOffload(threads=-huge),
+        lambda huge: zero_opt.WorkerOffload(cores=(huge, huge)),
+        lambda huge: zero_opt.CPUOffload(selective=huge),
+        lambda huge: zero_opt.AdamState(moments=huge),
+    ],
+)
+def test_a_number_that_python_does_not_write_is_quoted(call: Callable[[Any], object]) -> None:
+    with pytest.raises((zero_opt.ConfigError, zero_opt.ConfigTypeError), match=r"got .*an object of type "):
+        call(10**5000)

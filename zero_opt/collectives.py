@@ -28,7 +28,7 @@ from . import meeting
 from .comm.connecting import Connecting
 from .comm.departures import Departures
 from .comm.device_backends import abort_device_backend, add_device_backend
-from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch
+from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
 from .late_params import bring
 from .meeting import resolve_group
 from .policies import waited_for
@@ -467,7 +467,7 @@ class AloneGroup(Group):
 
 def check_rank(rank: object, world_size: int, name: str) -> None:
     """Raise ConfigTypeError or ConfigError unless ``rank`` is a rank of a group."""
-    message = f"{name} must be a rank of the group, 0 to {world_size - 1}, got {rank!r}"
+    message = f"{name} must be a rank of the group, 0 to {world_size - 1}, got {quoted(rank)}"
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ConfigTypeError(message)
     if not 0 <= rank < world_size:

@@ -16,7 +16,15 @@ from torch.distributed.algorithms.join import Joinable
 from .agreement import value_digest
 from .cpu_adam import CPUAdam, CPUAdamW
 from .cpu_adam.checks import shared_pair
-from .errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, ZeroOptError
+from .errors import (
+    ConfigConflict,
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedOptimizer,
+    UnsupportedParam,
+    ZeroOptError,
+    quoted,
+)
 from .flat_param import check_memory, is_dense, is_dtensor
 from .placement import hypers_of
 from .policies import AdamState
@@ -79,7 +87,7 @@ def check_wrapped_class(cls: object) -> None:
 def in_short(value: object) -> str:
     """Return how messages show an argument: its repr if that is short, else its type."""
     if value is None or isinstance(value, (bool, int, float, str, type)):
-        return f"{value!r:.80}"
+        return quoted(value)
     return f"a {torch.typename(value)}"
 
 

@@ -7,6 +7,15 @@ too, so code written for ``torch.optim`` keeps catching it.
 from __future__ import annotations
 
 
+def quoted(value: object) -> str:
+    """Return how messages quote what a user has given: its ``repr``, cut where it is long."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python does not write integers of many thousand digits
+        size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
+        return f"an object of type {type(value).__name__}{size}"
+
+
 class ZeroOptError(Exception):
     """Base class of every error raised on purpose by zero_opt."""
 

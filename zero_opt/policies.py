@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import ConfigConflict, ConfigError, ConfigTypeError
+from .errors import ConfigConflict, ConfigError, ConfigTypeError, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -29,39 +29,34 @@ def waited_for(seconds: float) -> float:
 
 def _check_positive(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{owner}.{field} must be a number, got {value!r}")
+        raise ConfigTypeError(f"{owner}.{field} must be a number, got {quoted(value)}")
     if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
-        raise ConfigError(f"{owner}.{field} must be positive and finite, got {_shortened(value)}")
+        raise ConfigError(f"{owner}.{field} must be positive and finite, got {quoted(value)}")
 
 
 def _check_seconds(owner: str, field: str, value: object) -> None:
     _check_positive(owner, field, value)
     if isinstance(value, (int, float)) and value < _LEAST_WAIT_S:
-        raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {value!r}")
-
-
-def _shortened(value: float) -> str:
-    """Return how a message quotes a number: Python refuses to write integers of many thousand digits."""
-    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 64 else repr(value)
+        raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
 
 
 def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigTypeError(f"{owner}.{field} must be an integer, got {value!r}")
+        raise ConfigTypeError(f"{owner}.{field} must be an integer, got {quoted(value)}")
     if value < least:
-        raise ConfigError(f"{owner}.{field} must be at least {least}, got {value!r}")
+        raise ConfigError(f"{owner}.{field} must be at least {least}, got {quoted(value)}")
 
 
 def _check_threads(owner: str, value: object) -> None:
     if value is not None:
         _check_count(owner, "threads", value)
         if isinstance(value, int) and value > _MOST_THREADS:
-            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {value!r}")
+            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {quoted(value)}")
 
 
 def _check_exchange(owner: str, value: object) -> None:
     if value not in EXCHANGES:
-        raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {value!r}")
+        raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {quoted(value)}")
 
 
 def _check_dtype(owner: str, field: str, value: Any) -> None:
@@ -69,14 +64,16 @@ def _check_dtype(owner: str, field: str, value: Any) -> None:
         return
     kind = type(value)
     if (kind.__module__, kind.__qualname__) != ("torch", "dtype"):  # this floor does not import torch
-        raise ConfigTypeError(f"{owner}.{field} must be a torch.dtype, got {value!r}")
+        raise ConfigTypeError(f"{owner}.{field} must be a torch.dtype, got {quoted(value)}")
     if not (value.is_floating_point and value.itemsize >= 2):
-        raise ConfigError(f"{owner}.{field} must be floating-point, of 16 bits or more, got {value!r}")
+        raise ConfigError(f"{owner}.{field} must be floating-point, of 16 bits or more, got {quoted(value)}")
 
 
 def _check_model(owner: str, value: object) -> None:
     if value is not None and (isinstance(value, type) or not hasattr(value, "named_modules")):
-        raise ConfigTypeError(f"{owner}.overlap_param_gather must be the torch.nn.Module being trained, got {value!r}")
+        raise ConfigTypeError(
+            f"{owner}.overlap_param_gather must be the torch.nn.Module being trained, got {quoted(value)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -178,13 +175,15 @@ class Selective:
 
     def __post_init__(self) -> None:
         if isinstance(self.topk_ratio, bool) or not isinstance(self.topk_ratio, (int, float)):
-            raise ConfigTypeError(f"Selective.topk_ratio must be a number, got {self.topk_ratio!r}")
+            raise ConfigTypeError(f"Selective.topk_ratio must be a number, got {quoted(self.topk_ratio)}")
         if not 0 <= self.topk_ratio <= 1:
-            raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {self.topk_ratio!r}")
+            raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {quoted(self.topk_ratio)}")
         _check_count("Selective", "select_interval", self.select_interval)
         if isinstance(self.update_interval, str):
             if self.update_interval != "auto":
-                raise ConfigError(f"Selective.update_interval must be 'auto' or a number, got {self.update_interval!r}")
+                raise ConfigError(
+                    f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
+                )
         else:
             _check_count("Selective", "update_interval", self.update_interval)
         _check_count("Selective", "warmup_steps", self.warmup_steps, 0)
@@ -193,7 +192,7 @@ class Selective:
 def _check_selective(owner: str, value: object) -> None:
     if value is not None and not isinstance(value, Selective):
         called = f"; write {value.__name__}()" if isinstance(value, type) else ""
-        raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {value!r:.80}{called}")
+        raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {quoted(value)}{called}")
 
 
 @dataclass(frozen=True)
@@ -230,11 +229,11 @@ class WorkerOffload:
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
         if isinstance(self.delay, bool) or not isinstance(self.delay, int):
-            raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
+            raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
         if self.delay not in (0, 1):
-            raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {self.delay!r}")
+            raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
         if not isinstance(self.speculate, bool):
-            raise ConfigTypeError(f"WorkerOffload.speculate must be True or False, got {self.speculate!r}")
+            raise ConfigTypeError(f"WorkerOffload.speculate must be True or False, got {quoted(self.speculate)}")
         if self.speculate and self.delay:
             raise ConfigConflict(
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
@@ -248,11 +247,11 @@ class WorkerOffload:
 
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):
-            raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {cores!r}")
+            raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {quoted(cores)}")
         for core in cores:
             _check_count("WorkerOffload", "cores", core, 0)
         if not cores or len(set(cores)) != len(cores):
-            raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {cores!r}")
+            raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {quoted(cores)}")
         object.__setattr__(self, "cores", tuple(cores))
 
     @property
@@ -289,9 +288,9 @@ class NVMeOffload:
     def __post_init__(self) -> None:
         _check_selective("NVMeOffload", self.selective)
         if not isinstance(self.path, (str, os.PathLike)):
-            raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+            raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
         if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
-            raise ConfigError(f"NVMeOffload.path must be a directory's path, got {self.path!r}")
+            raise ConfigError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
         _check_positive("NVMeOffload", "window_mb", self.window_mb)
         _check_threads("NVMeOffload", self.threads)
         _check_seconds("NVMeOffload", "hang_timeout", self.hang_timeout)
@@ -325,10 +324,10 @@ class CPUOffload:
     def __post_init__(self) -> None:
         _check_selective("CPUOffload", self.selective)
         if not isinstance(self.pin_memory, bool):
-            raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {self.pin_memory!r}")
+            raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {quoted(self.pin_memory)}")
         _check_positive("CPUOffload", "ratio", self.ratio)
         if self.ratio > 1:
-            raise ConfigError(f"CPUOffload.ratio must be at most 1, got {self.ratio!r}")
+            raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
         _check_positive("CPUOffload", "subgroup_mb", self.subgroup_mb)
         _check_threads("CPUOffload", self.threads)
 
@@ -354,11 +353,13 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if isinstance(self.master_dtype, str):
             if self.master_dtype != "split":
-                raise ConfigError(f"MixedPrecision.master_dtype must be a dtype or 'split', got {self.master_dtype!r}")
+                raise ConfigError(
+                    f"MixedPrecision.master_dtype must be a dtype or 'split', got {quoted(self.master_dtype)}"
+                )
         elif self.master_dtype is not None:
             _check_dtype("MixedPrecision", "master_dtype", self.master_dtype)
             if str(self.master_dtype) != "torch.float32":
-                raise ConfigError(f"MixedPrecision.master_dtype must be torch.float32, got {self.master_dtype!r}")
+                raise ConfigError(f"MixedPrecision.master_dtype must be torch.float32, got {quoted(self.master_dtype)}")
         _check_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
         _check_dtype("MixedPrecision", "accumulate_dtype", self.accumulate_dtype)
 
@@ -383,7 +384,7 @@ class Checks:
 
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
-            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {self.nonfinite!r}")
+            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {quoted(self.nonfinite)}")
         if self.timeout is not None:
             _check_seconds("Checks", "timeout", self.timeout)
         _check_seconds("Checks", "hang_timeout", self.hang_timeout)
@@ -410,6 +411,6 @@ class AdamState:
 
     def __post_init__(self) -> None:
         if self.moments not in MOMENTS:
-            raise ConfigError(f"AdamState.moments must be one of {MOMENTS}, got {self.moments!r}")
+            raise ConfigError(f"AdamState.moments must be one of {MOMENTS}, got {quoted(self.moments)}")
         if self.master not in MASTERS:
-            raise ConfigError(f"AdamState.master must be one of {MASTERS}, got {self.master!r}")
+            raise ConfigError(f"AdamState.master must be one of {MASTERS}, got {quoted(self.master)}")

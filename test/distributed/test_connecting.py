@@ -207,3 +207,17 @@ def test_close_gives_back_descriptors_and_threads(exchange: str) -> None:
     for before, one, ten in run_processes(2, _closes_many, exchange, timeout=SECONDS):
         assert one == before
         assert ten == before
+
+
+@pytest.mark.parametrize(
+    ("needed", "most", "way"),
+    [
+        (50, 1 << 20, "with 'ulimit -n 4096' or"),
+        (9000, 1 << 20, "with 'ulimit -n 9000' or"),
+        (50, 1000, "with 'ulimit -n 1000' or"),
+        (9000, resource.RLIM_INFINITY, "with 'ulimit -n 9000' or"),
+        (1001, 1000, "which only root can: the hard limit is 1,000 "),
+    ],
+)
+def test_nobody_is_told_to_go_beyond_the_hard_limit(needed: int, most: int, way: str) -> None:
+    assert connecting._raised(needed, most).startswith(way)

@@ -59,10 +59,19 @@ def require_room(world_size: int, groups: int) -> None:
     if limit != resource.RLIM_INFINITY and taken + needed > limit:
         raise OutOfResources(
             f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
-            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, with "
-            f"'ulimit -n {max(taken + needed, 4096)}' (the hard limit is {most:,}) or docker's --ulimit nofile"
+            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, "
+            + _raised(taken + needed, most)
         )
     _require_threads(groups * _THREADS + _SPARE_THREADS)
+
+
+def _raised(needed: int, most: int) -> str:
+    """How a user raises the limit of descriptors, given the hard limit."""
+    if most == resource.RLIM_INFINITY:
+        most = max(needed, 4096)
+    if needed > most:
+        return f"which only root can: the hard limit is {most:,} (/etc/security/limits.conf, docker's --ulimit nofile)"
+    return f"with 'ulimit -n {min(max(needed, 4096), most)}' or docker's --ulimit nofile"
 
 
 def _open_descriptors() -> int:

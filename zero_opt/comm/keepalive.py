@@ -47,7 +47,13 @@ def _sockets() -> dict[int, str]:
 
 
 def _end_with_host(fd: int, silent_s: float, probe_s: float) -> None:
-    with socket.socket(fileno=os.dup(fd)) as connection:
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # another thread has closed it, and opened something else
+        os.close(copy)
+        raise
+    with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return
         if connection.getsockname()[0] == connection.getpeername()[0]:  # on this host

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives import Group
 from ..cpu_adam import require_native
-from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from ..system.devices import HOST, is_host
@@ -64,7 +64,7 @@ def check_policy(policy: object) -> None:
     if policy is not None and not isinstance(policy, (CPUOffload, WorkerOffload, NVMeOffload)):
         called = f"; write {policy.__name__}(...)" if isinstance(policy, type) else ""
         raise ConfigTypeError(
-            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {policy!r:.80}{called}"
+            f"offload must be None, CPUOffload(), WorkerOffload() or NVMeOffload(path), got {quoted(policy)}{called}"
         )
 
 

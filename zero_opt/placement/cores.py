@@ -105,8 +105,8 @@ def _agreed_sharers(group: Group, usable: Sequence[int]) -> int:
     """Return how many ranks of this host may run on some of these cores, this one included. Collective."""
     mine = {"host": host_if_known(), "cores": usable}
     offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-    shares = [offer["host"] == mine["host"] and not set(usable).isdisjoint(offer["cores"]) for offer in offers]
-    return meet_sharers(sum(shares))
+    near = [offer["cores"] for offer in offers if offer["host"] and offer["host"] == mine["host"]]
+    return meet_sharers(max(1, sum(not set(usable).isdisjoint(cores) for cores in near)))
 
 
 def _shared_by(sharers: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigTypeError
+from ..errors import ConfigTypeError, quoted
 from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
@@ -29,7 +29,7 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced, DDPHook)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigTypeError(
-            f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {policy!r:.80}{called}"
+            f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {quoted(policy)}{called}"
         )
 
 
