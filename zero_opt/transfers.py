@@ -22,7 +22,13 @@ _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
 class MessageGroup(Protocol):
-    """What a message needs of its group."""
+    """What a message needs of its group.
+
+    Attributes:
+        timeout_s: how many seconds a message may take.
+    """
+
+    timeout_s: float
 
     def explain(self, text: str) -> PeerLost | None:
         """Return the error that names the rank that has left, given a backend's words; ``None`` if unknown."""
@@ -83,7 +89,8 @@ class Message(Transfer):
     def wait_here(self, seconds: float | None = None) -> None:
         """As :meth:`wait`, whatever the thread."""
         try:
-            super().wait(seconds)
+            # gloo's own limit for messages is how long the ranks had to connect.
+            super().wait(self._group.timeout_s if seconds is None else seconds)
         except PeerLost as error:
             raise self._group.explain(first_line(error)) or error from error
 

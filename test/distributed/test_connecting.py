@@ -221,3 +221,33 @@ def test_close_gives_back_descriptors_and_threads(exchange: str) -> None:
 )
 def test_nobody_is_told_to_go_beyond_the_hard_limit(needed: int, most: int, way: str) -> None:
     assert connecting._raised(needed, most).startswith(way)
+
+
+def _late(rank: int, world_size: int) -> list[float]:
+    """Rank 1 is later than ranks may be that connect: with gradients, with parameters, and with state."""
+    connecting._CONNECT_S = 1.0
+    connecting._CONNECT_RANK_S = 0.0
+    params = [torch.nn.Parameter(torch.ones(500)) for _ in range(3)]
+    reduction = zero_opt.Overlapped(bucket_mb=0.001, exchange="backend")
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5, momentum=0.9, reduction=reduction)
+    for late in (1, 2, 0):
+        if rank == late % world_size:
+            time.sleep(3)
+        torch.stack([param.sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        time.sleep(3)
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 1:
+        time.sleep(3)
+    dist.barrier()
+    found = [float(param.detach()[0]) for param in params]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_wait_for_each_other_longer_than_they_may_take_to_connect(world_size: int) -> None:
+    found = run_processes(world_size, _late, group_timeout=SECONDS, timeout=SECONDS)
+    assert found == [found[0]] * world_size and len(set(found[0])) == 1

@@ -77,6 +77,6 @@ def _require_named(world_size: int, when: str, folder: Path, short: bool) -> flo
         world_size, _one_falls_silent, folder, when, short, timeout=SECONDS, backend=None, may_hang={1}
     )
     for name, text, _ in found[:1] + found[2:]:
-        assert name == "PeerLost"
+        assert name == "PeerLost", text
         assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
     return max(waited for _, _, waited in found[:1] + found[2:])
