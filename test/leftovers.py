@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 _PATIENCE_S = 5.0
-# Of pytest, which clears them itself; of torch, caches and notes about children that are killed.
-_OF_OTHERS = ("pytest-of-", "torchinductor_", "pytorch-errorfile-")
+# Of pytest, which clears them itself; of torch, caches, torchrun's empty logs, notes about children that are killed.
+_OF_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_", "pytorch-errorfile-")
 
 
 def children() -> list[str]:
