@@ -288,6 +288,42 @@ def test_what_one_rank_alone_did_is_refused_on_every_rank() -> None:
         assert "parameter 4 " in message
 
 
+def _drop_after_backward(rank: int, world_size: int, droppers: tuple[int, ...], clips: bool) -> tuple[str, list[Any]]:
+    """Some ranks drop a gradient once it is reduced; then all repeat the step. What it said, and the parameters."""
+    params = [torch.nn.Parameter(torch.zeros(70)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    said, seen = "", list[Any]()
+    for turn in range(2):
+        (params[0].sum() * (rank + 1) + params[1].sum() + params[2].sum() * (rank == 0)).backward()
+        if rank in droppers and not turn:
+            params[0].grad = None
+        try:
+            if clips:
+                optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            said = str(error)
+        optimizer.zero_grad()
+        seen.append([float(param.detach()[0]) for param in params])
+    optimizer.close()
+    return said, seen
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("dropper", [0, 1, 2])
+def test_a_gradient_that_one_rank_drops_after_its_backward_is_refused_on_every_rank(dropper: int, clips: bool) -> None:
+    other = 1 if dropper == 0 else 0
+    for said, seen in run_processes(3, _drop_after_backward, (dropper,), clips):
+        assert f"p.grad was dropped on rank {dropper} after its backward, and not on rank {other}" in said
+        assert seen == [[0.0] * 3, [-2.0, -1.0, pytest.approx(-1 / 3)]]
+
+
+def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> None:
+    for said, seen in run_processes(3, _drop_after_backward, (0, 1, 2), False):
+        assert not said
+        assert [found[0] for found in seen] == [0.0, -2.0]
+
+
 def _drop_where_the_owner_cannot_see_it(rank: int, world_size: int) -> str:
     """Rank 0 alone uses a parameter that rank 1 owns, and drops its gradient between two backwards."""
     params = [torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))]

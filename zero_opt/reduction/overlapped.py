@@ -16,7 +16,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -166,7 +167,10 @@ class OverlappedReduction:
                 raise GradientConflict(
                     f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"
                 )
-            raise GradientConflict(f"{grad.label} is reduced by two ShardedOptimizers; close() the older one")
+            raise GradientConflict(
+                f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any "
+                "more, gc.collect() ends it)"
+            )
         if grad is not None and grad.layout is not torch.strided:
             label = self._consumed[index].label
             raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
@@ -265,7 +269,8 @@ class OverlappedReduction:
         self._launch_all()
         order = self._order  # of what was launched; the agreement may plan more
         try:
-            agreed = self._parts.agree(self._rounds, error, self._restarted, self._matching.abandoned)
+            restarted = self._restarted | self._dropped_since()
+            agreed = self._parts.agree(self._rounds, error, restarted, self._matching.abandoned)
         except StepDesync:
             self._spoiled = True
             raise
@@ -296,9 +301,10 @@ class OverlappedReduction:
         Raises:
             GradientConflict: on every rank.
         """
-        restarted = agreed.restarted
+        restarted = [mask & agreed.used for mask in agreed.restarted]
         if not any(restarted):
             return
+        self._require_same_drops(restarted, agreed.used_by)
         if len({rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}) > 1:
             raise GradientConflict(
                 "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
@@ -313,6 +319,27 @@ class OverlappedReduction:
                             f"two backwards of one step on some ranks, while on rank {owner} it has had none yet; call "
                             "opt.zero_grad() instead of model.zero_grad()"
                         )
+
+    def _require_same_drops(self, restarted: Sequence[int], used_by: Sequence[int]) -> None:
+        """Refuse a gradient that one rank has dropped since its backward, and another has not: it is in the mean."""
+        kept_by = [used & ~mask for used, mask in zip(used_by, restarted, strict=True)]
+        kept = reduce(or_, kept_by)
+        for rank, mask in enumerate(restarted):
+            dropped = mask & ~used_by[rank] & kept
+            if dropped:
+                index = (dropped & -dropped).bit_length() - 1
+                other = next(other for other, held in enumerate(kept_by) if held >> index & 1)
+                label = self._parts.partition.flats[index].label
+                raise GradientConflict(
+                    f"{label}: p.grad was dropped on rank {rank} after its backward, and not on rank {other}, so it is "
+                    "in the mean of all ranks; drop it on every rank with opt.zero_grad(), or use "
+                    "reduction=zero_opt.AtStep(), which reduces what there is at step()"
+                )
+
+    def _dropped_since(self) -> set[int]:
+        """The parameters whose gradients were delivered in this window, and dropped then."""
+        flats = self._parts.partition.flats
+        return {index for index in self._delivered if flats[index].param.grad is None}
 
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
