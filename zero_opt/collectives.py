@@ -35,7 +35,7 @@ from .policies import waited_for
 from .serial_thread import SerialThread
 from .system.devices import HOST, device_backends, own_device
 from .transfers import Gathered, Message, Transfer, peer_lost, start
-from .waiting import Watch, done_within, home_payload, homes_from
+from .waiting import Stops, Watch, done_within, home_payload, homes_from
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -58,10 +58,6 @@ _WITHOUT_PROCESSES = (THREADED, FAKE)
 _NEVER_SENT = (1 << 31) - 1
 # The tag of Group.move(); no exchange of buckets over the same connections has it.
 _MOVED = _NEVER_SENT - 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# process groups
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
@@ -230,6 +226,10 @@ class Group:
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
+
+    def lookout(self) -> Callable[[], None]:
+        """See :class:`host_exchange.ControlGroup`."""
+        return (lambda: None) if self._watch is None else Stops(self._watch).look
 
     def in_step(self, step: int) -> None:
         """Note, for messages, that this rank has completed so many steps."""

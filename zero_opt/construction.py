@@ -243,6 +243,11 @@ def template_of(
 
 def _stand_in(entry: Any) -> Any:
     if isinstance(entry, Tensor):
+        if entry.is_quantized:
+            raise UnsupportedParam(
+                f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
+                "it out of the parameters"
+            )
         return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
     if isinstance(entry, tuple) and len(entry) == 2:
         return (entry[0], _stand_in(entry[1]))

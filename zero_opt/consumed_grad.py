@@ -134,7 +134,7 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
     label = "a parameter" if found is None else found.label
     namespace, name, *_ = (*str(func).split("."), "")
     first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
-    if func is aten.copy_.default and torch._C._current_graph_task_id() != -1:
+    if func in (aten.copy_.default, aten.mul.out) and torch._C._current_graph_task_id() != -1:  # as DDP's buckets do
         first = _DDP
     elif name.endswith("_") and isinstance(args[0], torch.nn.Parameter):
         first = _STEP

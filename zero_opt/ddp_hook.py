@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from .comm.ddp_average import averaged
 from .errors import ConfigConflict, ConfigTypeError
 from .meeting import resolve_group
 from .optimizer import ShardedOptimizer
@@ -20,7 +21,7 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
     are sent, and as with :class:`Overlapped` ``p.grad`` cannot be read after a backward that DDP synchronizes: clip
     with ``max_grad_norm`` or ``opt.clip_grad_norm_()``. To accumulate, ``ddp.no_sync()`` is what saves
     traffic. DDP must be over the optimizer's ranks. With ``gradient_as_bucket_view=True`` each gradient is copied once
-    more.
+    more. Once the optimizer is closed, this is DDP's own all-reduce.
 
     Raises:
         ConfigTypeError, ConfigConflict: not such an optimizer, or DDP trains parameters that it has not.
@@ -30,6 +31,8 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
             f"register_comm_hook(opt, zero_opt.ddp_hook) needs a ShardedOptimizer, got {type(optimizer).__name__}"
         )
     reduction = optimizer._reduction
+    if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
+        return averaged(resolve_group(optimizer._process_group), bucket)
     if reduction is None:
         world = resolve_group(None)
         if world is not None and world.size() > 1:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .cpu_adam import native_available
 from .cpu_adam.checks import GRAD_DTYPES
-from .errors import OptimizerClosed, PeerLost, StepDesync
+from .errors import OptimizerClosed, PeerLost, PeerSilent, StepDesync
 from .exchange import (
     NATIVE_DTYPES,
     DirectExchange,
@@ -81,6 +81,9 @@ class ControlGroup(Protocol):
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left; ``None`` if no rank is known to have."""
+
+    def lookout(self) -> Callable[[], None]:
+        """Return what raises PeerSilent, called again and again in a wait, once a rank is stopped for too long."""
 
 
 class _Peer:
@@ -149,7 +152,7 @@ class HostExchange(PooledExchange):
             return self._go_through(ident, advance)
 
     def _go_through(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
-        deadline, published = time.monotonic() + self._group.timeout_s, 0
+        deadline, published, look = time.monotonic() + self._group.timeout_s, 0, self._group.lookout()
         while True:
             if self._closed:
                 closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
@@ -164,10 +167,12 @@ class HostExchange(PooledExchange):
                 state, still, published = advance(published, 0.0)
                 if state == _NOT_YET and still == rank:
                     raise self._lost(rank, ident)
-            elif time.monotonic() > deadline:
-                raise PeerLost(
-                    f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step "
-                    f"{ident.step} in {self._group.timeout_s:.0f} s"
+            look()
+            if time.monotonic() > deadline:
+                raise PeerSilent(
+                    f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step {ident.step} "
+                    f"in {self._group.timeout_s:.0f} s; look at what it does (py-spy dump), or give it longer with "
+                    "checks=Checks(timeout=...)"
                 )
 
     def fail(self, step: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .alone_step import AloneStep
 from .construction import is_elementwise, tensors_of
@@ -230,6 +231,11 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
     """
     Shards().add(params)
     for position, param in enumerate(params):
+        if is_lazy(param):
+            raise UnsupportedParam(
+                f"parameter {position} of those given has no shape yet, as a lazy module has not run; run a forward "
+                "first, on every rank, then make the optimizer"
+            )
         label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
         if is_dtensor(param) and mesh is None:
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")

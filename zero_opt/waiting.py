@@ -46,6 +46,9 @@ _ENDING_S = 0.3
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
+# What a backend says of a wait that was too long; and what to do about a rank that is stopped.
+_TIMED_OUT = "Timed out"
+_GO_ON = "let it go on (kill -CONT), or restart all ranks from the last checkpoint"
 
 
 def done_within(work: Any, seconds: float) -> bool:
@@ -192,13 +195,13 @@ class Watch:
         self._give_up(ranks)
         return PeerSilent(
             f"{self.name(ranks)} has been stopped for {seconds:.0f} s while step {self.step} waits for it, and "
-            f"{self.last}; let it go on (kill -CONT), or restart all ranks from the last checkpoint"
+            f"{self.last}; {_GO_ON}"
         )
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
-        timed_out = "Timed out" in text
+        timed_out = _TIMED_OUT in text
         found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
         if found is not None:
             return found
@@ -238,8 +241,13 @@ class Watch:
                 return self._left(departure, text)
             more = self.departures.news and not self.departures.given_up
             if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
-                return None
+                return self._held() if call is None and _TIMED_OUT in text else None
             time.sleep(0.01)
+
+    def _held(self) -> PeerSilent | None:
+        """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
+        stopped = self.stopped()
+        return PeerSilent(f"{self.name(stopped)} is stopped; {_GO_ON}") if stopped else None
 
     def _ended_nearby(self) -> Departure | None:
         """Return the departure of a rank of this host that has ended without an announcement."""
@@ -282,8 +290,8 @@ class _Patience:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._begun = self._looked = time.monotonic()
-        self._stopped: dict[int, float] = {}
+        self._begun = time.monotonic()
+        self._stops = Stops(watch)
         self._marked = self._warned = False
 
     @property
@@ -297,7 +305,7 @@ class _Patience:
         Raises:
             PeerSilent: a rank is stopped.
         """
-        watch, now = self._watch, time.monotonic()
+        watch = self._watch
         if not self._marked and self.waited > watch.mark_after_s:
             self._marked = True
             watch.mark()
@@ -307,12 +315,25 @@ class _Patience:
             who, last = watch.name(missing) or "another rank", watch.last
             last += f": {watch.alone(missing)}" if missing else ""
             _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
+        self._stops.look()
+
+
+class Stops:
+    """How long ranks of this host have been stopped, while one waits."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._looked = watch, time.monotonic()
+        self._since: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Raise PeerSilent if a rank has been stopped too long; to be called again and again."""
+        now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
-        self._stopped = {rank: self._stopped.get(rank, now) for rank in watch.stopped()}
-        if self._stopped:
-            error = watch.hung(list(self._stopped), now - min(self._stopped.values()))
+        self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
+        if self._since:
+            error = self._watch.hung(list(self._since), now - min(self._since.values()))
             if error is not None:
                 raise error
 

@@ -306,3 +306,33 @@ def _joined_after_one(rank: int, world_size: int, reduction: Any) -> Any:
 def test_a_rank_that_runs_out_of_inputs_has_buckets_made_anew() -> None:
     within = run_processes(2, _joined_after_one, HOOK, timeout=SECONDS)
     assert_bitwise(within, run_processes(2, _joined_after_one, OVERLAPPED, timeout=SECONDS))
+
+
+def _goes_on(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    """Once the optimizer is closed another one trains the same DDP; and, beside it, one that never had ours."""
+    found = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        wrapped = DistributedDataParallel(model)
+        if hooked:
+            optimizer = zero_opt.ShardedOptimizer(
+                wrapped.parameters(), torch.optim.SGD, lr=0.0, reduction=zero_opt.DDPHook()
+            )
+            wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
+            wrapped(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.close()
+        plain = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            wrapped(torch.full((2, 4), rank + 1.0)).square().sum().backward()
+            plain.step()
+            plain.zero_grad()
+        found.append([param.detach() for param in model.parameters()])
+    return found
+
+
+def test_ddp_goes_on_by_itself_once_the_optimizer_is_closed() -> None:
+    for hooked, usual in run_processes(2, _goes_on, timeout=SECONDS):
+        assert_bitwise(hooked, usual)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import zero_opt
 from test.distributed.harness import Failure, run_processes
 from test.distributed.scenario import BUCKET_MB
-from zero_opt import host_exchange, waiting
+from zero_opt import host_exchange, state_service, waiting
 
 MOST_SECONDS = 5
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -73,6 +73,47 @@ def test_a_stopped_rank_is_named_after_hang_timeout() -> None:
     assert 0.5 < seconds < MOST_SECONDS
     assert re.match(rf"rank 1 \(pid {pid}\) has been stopped for \d+ s while step 3 waits for it", message)
     assert "its last step is 2" in message and "kill -CONT" in message
+
+
+def _stopped_in_an_exchange(rank: int, world_size: int) -> Any:
+    param, opt = _optimizer(hang_timeout=0.5)
+    pid, gather = _peer_pid(rank, opt), host_exchange.HostExchange.gather_runs
+
+    def stop(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return gather(*args)
+
+    if rank == 1:
+        host_exchange.HostExchange.gather_runs = stop  # type: ignore[method-assign]
+    param.grad = torch.ones(300)
+    begin = time.monotonic()
+    with _wake_later(pid, 20), pytest.raises(zero_opt.PeerSilent) as caught:
+        opt.step()
+    return str(caught.value), time.monotonic() - begin, pid
+
+
+def test_a_rank_that_stops_in_an_exchange_in_memory_is_named_after_hang_timeout() -> None:
+    message, seconds, pid = run_processes(2, _stopped_in_an_exchange, expect_errors=True, timeout=60)[0]
+    assert 0.5 < seconds < MOST_SECONDS
+    assert re.match(rf"rank 1 \(pid {pid}\) has been stopped for \d+ s while step 3 waits for it", message)
+
+
+def _stopped_before_it_is_asked(rank: int, world_size: int) -> Any:
+    state_service._MARGIN_S = 1.0
+    _, opt = _optimizer(timeout=2.0)
+    pid = _peer_pid(rank, opt)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    with _wake_later(pid, 30), pytest.raises(zero_opt.PeerLost) as caught:
+        opt.state_dict()
+    return type(caught.value).__name__, str(caught.value), pid
+
+
+def test_a_stopped_rank_that_is_asked_for_its_state_is_not_said_to_have_ended() -> None:
+    name, message, pid = run_processes(2, _stopped_before_it_is_asked, expect_errors=True, timeout=120)[0]
+    assert (name, message.partition("; ")[0]) == ("PeerSilent", f"rank 1 (pid {pid}) is stopped")
+    assert "kill -CONT" in message
 
 
 def _silent(rank: int, world_size: int, missing: int) -> Any:
@@ -168,7 +209,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
     assert isinstance(killed, Failure)
     pid, text = message.split(" ", 1)
     said = rf"rank 1 \(pid {pid}\) has ended while step 3 waits for it, and its last step is 2; restart all ranks"
-    assert re.match(rf"{said} .* \(\[.*gloo", text), text
+    assert re.match(rf"{said} from the last checkpoint( \(.*\))?$", text), text
 
 
 def _slow(rank: int, world_size: int) -> list[str]:

@@ -23,7 +23,8 @@ except ImportError:  # not built: nothing can be done about a thread that does n
 
 # Which limits bound the number of threads.
 THREAD_LIMIT = (
-    "processes and threads: 'ulimit -u', pids.max of the container; or start fewer (OMP_NUM_THREADS, loaders)"
+    "processes and threads: 'ulimit -u', pids.max of the container; or of memory, where their stacks lie: 'ulimit -v'; "
+    "or start fewer (OMP_NUM_THREADS, loaders)"
 )
 
 
