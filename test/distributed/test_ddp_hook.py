@@ -336,3 +336,17 @@ def _goes_on(rank: int, world_size: int) -> list[list[torch.Tensor]]:
 def test_ddp_goes_on_by_itself_once_the_optimizer_is_closed() -> None:
     for hooked, usual in run_processes(2, _goes_on, timeout=SECONDS):
         assert_bitwise(hooked, usual)
+
+
+def _under_ddp_by_default(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(zero_opt.GradientConsumed) as caught:
+        model(torch.ones(1, 3)).sum().backward()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_ddp_with_the_default_reduction_is_told_what_to_use_under_ddp() -> None:
+    for message in run_processes(2, _under_ddp_by_default):
+        assert message.startswith("Under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced()")

@@ -478,20 +478,6 @@ def test_gradients_that_ddp_reduces_are_not_reduced_again(hooked: bool) -> None:
         assert "AlreadyReduced()" in message
 
 
-def _under_ddp_by_default(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(torch.nn.Linear(3, 3))
-    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(zero_opt.GradientConsumed) as caught:
-        model(torch.ones(1, 3)).sum().backward()
-    optimizer.close()
-    return str(caught.value)
-
-
-def test_ddp_with_the_default_reduction_is_told_what_to_use_under_ddp() -> None:
-    for message in run_processes(2, _under_ddp_by_default):
-        assert message.startswith("Under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced()")
-
-
 def _after_ddp(rank: int, world_size: int) -> None:
     model = torch.nn.Linear(5, 3)
     DistributedDataParallel(model)

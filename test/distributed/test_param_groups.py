@@ -379,3 +379,25 @@ def _values_differ(rank: int, world_size: int) -> None:
 
 def test_replacements_that_differ_between_ranks() -> None:
     run_processes(2, _values_differ, timeout=SECONDS)
+
+
+def _unusable(rank: int, world_size: int, kind: str) -> str:
+    """Rank 1 alone gives a parameter that nothing can be planned with."""
+    params: list[Any] = [torch.nn.Parameter(torch.ones(3))]
+    if rank == 1 and kind == "lazy":
+        params = list(torch.nn.LazyLinear(3).parameters())
+    elif rank == 1:
+        quantized = torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)
+        params.insert(0, torch.nn.Parameter(quantized, requires_grad=False))
+    with pytest.raises(zero_opt.UnsupportedParam) as caught:
+        zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("kind", "said"), [("lazy", "has no shape yet, as a lazy module"), ("quantized", "is quantized")]
+)
+def test_a_parameter_of_one_rank_that_cannot_be_planned_is_refused_on_all(kind: str, said: str) -> None:
+    mine, theirs = run_processes(2, _unusable, kind, timeout=60)
+    assert said in mine and said in theirs and mine.startswith("rank 1: ")

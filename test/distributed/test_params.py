@@ -478,25 +478,3 @@ def _over_subgroup(rank: int, world_size: int) -> list[Tensor]:
 def test_process_group_of_some_ranks() -> None:
     for params in run_processes(3, _over_subgroup):
         assert_bitwise(params, _expected_simply(3))
-
-
-def _unusable(rank: int, world_size: int, kind: str) -> str:
-    """Rank 1 alone gives a parameter that nothing can be planned with."""
-    params: list[Any] = [torch.nn.Parameter(torch.ones(3))]
-    if rank == 1 and kind == "lazy":
-        params = list(torch.nn.LazyLinear(3).parameters())
-    elif rank == 1:
-        quantized = torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)
-        params.insert(0, torch.nn.Parameter(quantized, requires_grad=False))
-    with pytest.raises(zero_opt.UnsupportedParam) as caught:
-        zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
-    return str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize(
-    ("kind", "said"), [("lazy", "has no shape yet, as a lazy module"), ("quantized", "is quantized")]
-)
-def test_a_parameter_of_one_rank_that_cannot_be_planned_is_refused_on_all(kind: str, said: str) -> None:
-    mine, theirs = run_processes(2, _unusable, kind, timeout=60)
-    assert said in mine and said in theirs and mine.startswith("rank 1: ")
