@@ -387,11 +387,11 @@ def test_only_bf16_is_split() -> None:
 def test_a_split_group_stays_with_the_kernel() -> None:
     params = make_params(torch.optim.AdamW, torch.bfloat16)
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, fused=True, precision=SPLIT)
+    saved = {"state": {}, "param_groups": [{**optimizer.state_dict()["param_groups"][0], "fused": None}]}
     optimizer.param_groups[0]["fused"] = False
     backward(params, 0, 0)
     with pytest.raises(zero_opt.UnsupportedOptimizer, match="fused=True alone"):
         optimizer.step()
-    saved = {"state": {}, "param_groups": [{**optimizer.state_dict()["param_groups"][0], "fused": None}]}
     with pytest.raises(zero_opt.StateDictError, match="native kernel alone"):
         optimizer.load_state_dict(saved)
     optimizer.close()

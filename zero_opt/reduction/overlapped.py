@@ -67,6 +67,7 @@ class OverlappedReduction:
         self._order: list[int] = []
         self._seen: list[int] | None = []
         self._delivered: set[int] = set()
+        self._latest: set[int] = set()  # what the last backward since the last step has delivered
         self._synced: set[bool] = set()  # of the backwards since the last step
         self._begin_window()
         self._sequence = 0
@@ -153,6 +154,7 @@ class OverlappedReduction:
             self._open_round()
         self._in_round.add(index)
         self._delivered.add(index)
+        self._latest.add(index)
         fill = self._fills[bucket]
         fill.put(position, value)
         if fill.complete:
@@ -187,6 +189,7 @@ class OverlappedReduction:
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._order}
         self._in_round.clear()
+        self._latest.clear()
         self._rounds += 1
         self._next = 0
 
@@ -337,9 +340,9 @@ class OverlappedReduction:
                 )
 
     def _dropped_since(self) -> set[int]:
-        """The parameters whose gradients were delivered in this window, and dropped then."""
+        """The parameters whose gradients the last backward has delivered, and that have none."""
         flats = self._parts.partition.flats
-        return {index for index in self._delivered if flats[index].param.grad is None}
+        return {index for index in self._latest if flats[index].param.grad is None}
 
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
@@ -412,6 +415,7 @@ class OverlappedReduction:
     def stepped(self) -> None:
         """See :class:`GradReduction`."""
         self._delivered.clear()
+        self._latest.clear()
         self._synced.clear()
         self._squares.stepped()
         self._matching.stepped()
@@ -426,6 +430,7 @@ class OverlappedReduction:
         self._forget_dropped(self._parts.partition.flats)
         self._begin_window()
         self._delivered.clear()
+        self._latest.clear()
         self._synced.clear()
         self._sequence, self._unscaled, self.grad_scale = 0, None, 1.0
         self._parts.progress.epoch += 1
