@@ -152,7 +152,7 @@ class HostExchange(PooledExchange):
             return self._go_through(ident, advance)
 
     def _go_through(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
-        deadline, published, look = time.monotonic() + self._group.timeout_s, 0, self._group.lookout()
+        deadline, published, look = time.monotonic() + self._group.timeout_s, 0, None
         while True:
             if self._closed:
                 closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
@@ -162,13 +162,14 @@ class HostExchange(PooledExchange):
                 return state != _PASSED
             if came > published:
                 deadline, published = time.monotonic() + self._group.timeout_s, came
+            look = look or self._group.lookout()
+            look()
             if self._peers[rank].gone():
                 # It may have published just before it left.
                 state, still, published = advance(published, 0.0)
                 if state == _NOT_YET and still == rank:
                     raise self._lost(rank, ident)
-            look()
-            if time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 raise PeerSilent(
                     f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step {ident.step} "
                     f"in {self._group.timeout_s:.0f} s; look at what it does (py-spy dump), or give it longer with "
