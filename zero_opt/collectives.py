@@ -32,10 +32,9 @@ from .errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, Pro
 from .late_params import bring
 from .meeting import resolve_group
 from .policies import waited_for
-from .serial_thread import SerialThread
 from .system.devices import HOST, device_backends, own_device
 from .transfers import Gathered, Message, Transfer, peer_lost, start
-from .waiting import Stops, Watch, done_within, home_payload, homes_from
+from .waiting import Stops, WaitingThread, Watch, done_within, home_payload, homes_from
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -192,7 +191,7 @@ class Group:
         self.parent: dist.ProcessGroup | None = parent
         self._mesh: DeviceMesh | None = None
         self._departures: Departures | None = None
-        self._waits = SerialThread("zero_opt wait", self.interrupt)
+        self._waits = WaitingThread(self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
             parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
         )
@@ -227,9 +226,9 @@ class Group:
         """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
-    def lookout(self) -> Callable[[], None]:
-        """See :class:`host_exchange.ControlGroup`."""
-        return (lambda: None) if self._watch is None else Stops(self._watch).look
+    def lookout(self, waiting: str = "") -> Callable[[], None]:
+        """See :class:`host_exchange.ControlGroup`; ``waiting`` says what waits, if not a step."""
+        return (lambda: None) if self._watch is None else Stops(self._watch, waiting).look
 
     def in_step(self, step: int) -> None:
         """Note, for messages, that this rank has completed so many steps."""
@@ -238,20 +237,7 @@ class Group:
 
     def aside(self, call: Callable[[], None]) -> None:
         """See :class:`transfers.MessageGroup`."""
-        try:
-            if self._waits.ended:
-                raise RuntimeError
-            future = self._waits.submit(call)
-        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
-            call()
-            return
-        try:
-            future.result()
-        finally:
-            if not future.done():  # Ctrl-C: the ranks are not at one point any more
-                self._waits.close()
-                self._waits = SerialThread("zero_opt wait", self.interrupt)
-                self.interrupt()
+        self._waits.run(call, self.lookout("this rank waits for its message"))
 
     @property
     def has_send_recv(self) -> bool:
@@ -409,10 +395,15 @@ class SideGroup(Group):
     """For messages between two ranks beside all collectives.
 
     Attributes:
-        farewell: called before this rank breaks its connections.
+        farewell: called before this rank breaks its connections. control: the group that knows which ranks are stopped.
     """
 
     farewell: Callable[[], None] | None = None
+    control: Group | None = None
+
+    def lookout(self, waiting: str = "") -> Callable[[], None]:
+        """See :class:`Group`."""
+        return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
 
     def _take_leave(self) -> None:
         if self.farewell is not None:

@@ -67,6 +67,7 @@ class OwnGroups:
             with ending_with_hosts():
                 self._side = SideGroup(parent, timeout, "state", connecting)
             made.append(self._side)
+            self._side.control = self.control
 
     def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
         """When this rank leaves, also leave these exchanges. ``thread`` runs what is queued for other ranks."""

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -188,15 +188,13 @@ class Watch:
         others = " and ".join(f"rank {rank}" for rank in missing)
         return f"rank {self._rank} called {self.call}, {others} did not"
 
-    def hung(self, ranks: Sequence[int], seconds: float) -> PeerSilent | None:
-        """The error, once these have been stopped for so long."""
+    def hung(self, ranks: Sequence[int], seconds: float, waiting: str = "") -> PeerSilent | None:
+        """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
         if seconds < self._hang_timeout_s:
             return None
         self._give_up(ranks)
-        return PeerSilent(
-            f"{self.name(ranks)} has been stopped for {seconds:.0f} s while step {self.step} waits for it, and "
-            f"{self.last}; {_GO_ON}"
-        )
+        waiting = waiting or f"step {self.step} waits for it, and {self.last}"
+        return PeerSilent(f"{self.name(ranks)} has been stopped for {seconds:.0f} s while {waiting}; {_GO_ON}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -277,7 +275,7 @@ class Watch:
         """What the store answers, ``None`` if it does not in time."""
         try:
             return self._thread.submit(call).result(_STORE_S)
-        except (NoAnswer, RuntimeError):
+        except (futures.TimeoutError, RuntimeError):
             return None
 
     def close(self) -> None:
@@ -321,8 +319,8 @@ class _Patience:
 class Stops:
     """How long ranks of this host have been stopped, while one waits."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._looked = watch, time.monotonic()
+    def __init__(self, watch: Watch, waiting: str = "") -> None:
+        self._watch, self._waiting, self._looked = watch, waiting, time.monotonic()
         self._since: dict[int, float] = {}
 
     def look(self) -> None:
@@ -333,9 +331,43 @@ class Stops:
         self._looked = now
         self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
         if self._since:
-            error = self._watch.hung(list(self._since), now - min(self._since.values()))
+            error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
             if error is not None:
                 raise error
+
+
+class WaitingThread:
+    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
+
+    Args:
+        interrupt: ends a wait that is under way.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
+
+    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
+        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
+        try:
+            if self._thread.ended:
+                raise RuntimeError
+            future = self._thread.submit(wait)
+        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
+            wait()
+            return
+        try:
+            while not futures.wait([future], _LOOK_S).done:
+                look()
+            future.result(0)
+        finally:
+            if not future.done():  # the ranks are not at one point any more
+                self._thread.close()
+                self._thread = SerialThread("zero_opt wait", self._interrupt)
+                self._interrupt()
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        self._thread.close()
 
 
 def first_line(error: Exception) -> str:

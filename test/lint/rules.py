@@ -45,7 +45,6 @@ _STREAMS = "one stream waits for another; the caller does not"
 # What bounds a call without a timeout, by module and method.
 BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("background_gather", "result"): _EXCHANGE,
-    ("collectives", "result"): _TRANSFER,
     ("comm.backend_exchanges", "wait"): _TRANSFER,
     ("collectives", "wait"): _TRANSFER,
     ("consolidate", "wait"): _TRANSFER,
