@@ -68,7 +68,7 @@ class Trainer:
         grad = arrays.pop("grad")
         bound = BoundRun(arrays, torch.float32, step=self.steps)
         adam_update_([AdamUpdate(name="p", hypers=HYPERS, step=self.steps, **self.own)])
-        return self.worker.submit([(HYPERS.native(), [bound.run], [grad.data_ptr()])])
+        return self.worker.submit([(HYPERS.for_kernel(), [bound.run], [grad.data_ptr()])])
 
     def step(self) -> None:
         self.worker.wait(self.submit())

@@ -10,20 +10,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .cpu_adam import native_available
+from .system.extension import native, native_available
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Of which the native kernels compute means, and what they call them.
-NATIVE_DTYPES: dict[torch.dtype, str] = {}
-if native_available():
-    from . import _native
-
-    NATIVE_DTYPES = {
-        torch.float32: "float32",
-        torch.float64: "float64",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "float16",
-    }
+NATIVE_DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
 class Ident(NamedTuple):
@@ -102,9 +98,9 @@ def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) ->
 
 def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
     """Write the mean of one chunk per rank, as :func:`mean_in_rank_order` does, to ``out``, or add it to ``out``."""
-    if out.is_cpu and out.dtype in NATIVE_DTYPES:
+    if out.is_cpu and out.dtype in NATIVE_DTYPES and native_available():
         addresses = [part.data_ptr() for part in parts]
-        _native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
+        native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
     elif add:
         mean = torch.empty_like(out)
         mean_in_rank_order(iter(parts), len(parts), mean)

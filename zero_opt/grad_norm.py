@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .collectives import Group
-from .cpu_adam import grad_squares, native_available
+from .cpu_adam import grad_squares
 from .errors import ConfigError, ConfigTypeError
 from .flat_param import is_dense
+from .system.extension import native_available
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements widened to fp64 at a time: they stay in the cache.

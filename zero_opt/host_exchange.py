@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .cpu_adam import native_available
 from .cpu_adam.checks import GRAD_DTYPES
 from .errors import OptimizerClosed, PeerLost, PeerSilent, StepDesync
 from .exchange import (
@@ -41,15 +40,10 @@ from .exchange import (
     chunks_of,
 )
 from .shared_memory import PAGE, Arena, above_stdio, page_aligned
+from .system.extension import native, native_available
 
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
-_NONCE_AT, _NONCE_BYTES = 0, 16
-if native_available():
-    from . import _native
-
-    _NONCE_AT = _native.PEER_WORDS_NBYTES
-else:
-    _native = None  # type: ignore[assignment]
+_NONCE_BYTES = 16
 
 _log = logging.getLogger("zero_opt")
 # Differs between hosts, and between two starts of one.
@@ -126,7 +120,7 @@ class HostExchange(PooledExchange):
         self._rank = group.rank
         arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
         slot_bytes = (own.bytes.numel() - PAGE) // 2
-        self._ranks = _native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
+        self._ranks = native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
         """See :class:`Exchange`."""
@@ -229,7 +223,7 @@ def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums
     """What the native exchange takes; the caller keeps the tensors alive."""
     listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
     places = [(part.start, part.numel, part.squares.data_ptr()) for part in sums]
-    return _native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)
+    return native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)
 
 
 def build_host_exchange(
@@ -269,16 +263,16 @@ def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
 
 
 def _new_arena(nbytes: int) -> Arena:
-    if _native is None:
+    if not native_available():
         raise OSError("the native extension is not built")
     arena = Arena.create("zero_opt exchange", nbytes)
     nonce = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8)
-    arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES] = nonce
+    arena.bytes[native.PEER_WORDS_NBYTES : native.PEER_WORDS_NBYTES + _NONCE_BYTES] = nonce
     return arena
 
 
 def _nonce(arena: Arena) -> bytes:
-    return bytes(arena.bytes[_NONCE_AT : _NONCE_AT + _NONCE_BYTES].tolist())
+    return bytes(arena.bytes[native.PEER_WORDS_NBYTES : native.PEER_WORDS_NBYTES + _NONCE_BYTES].tolist())
 
 
 def host_id() -> str:
@@ -321,7 +315,7 @@ def _map_all(group: ControlGroup, offers: Sequence[dict[str, Any]], nbytes: int,
 def _map_peers(rank: int, offers: Sequence[dict[str, Any]], nbytes: int) -> Iterable[_Peer]:
     for other, offer in enumerate(offers):
         if other != rank:
-            pid, token = offer["pid"], (_NONCE_AT, bytes.fromhex(offer["nonce"]))
+            pid, token = offer["pid"], (native.PEER_WORDS_NBYTES, bytes.fromhex(offer["nonce"]))
             yield _Peer(other, pid, Arena.of_peer(pid, offer["fd"], nbytes, token))
 
 

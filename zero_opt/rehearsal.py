@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from .alone_exchange import AloneExchange
 from .buckets import GradBucket
-from .cpu_adam import native_available
 from .errors import UnsupportedParam
 from .exchange import (
     NATIVE_DTYPES,
@@ -33,6 +32,7 @@ from .partition import Geometry
 from .policies import AlreadyReduced
 from .reduction import Policy
 from .system.devices import is_host
+from .system.extension import native_available
 
 # Messages that nobody sends hold zeros, and so this name.
 _IDENT = Ident(0, 0, 0)

@@ -24,14 +24,13 @@ from .errors import WorkerDied, WorkerFailed
 from .policies import WorkerOffload
 from .serial_thread import SerialThread
 from .shared_memory import GrowingArena, above_stdio, memory_errors, require_memory
+from .system.extension import native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from . import _native
-
 _T = TypeVar("_T")
-Batches = Sequence[tuple["_native.AdamHypers", Sequence["_native.AdamRun"], Sequence[int]]]
+Batches = Sequence[tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]]
 
 _log = logging.getLogger("zero_opt")
 _MAIN = Path(__file__).with_name("worker_main.py")
@@ -53,16 +52,12 @@ _SIGNAL = "signal "
 
 def control_nbytes(threads: int, runs: int = _MAX_RUNS) -> int:
     """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
-    from . import _native
-
-    return _native.control_nbytes(_LANES_PER_THREAD * threads, runs)
+    return native.control_nbytes(_LANES_PER_THREAD * threads, runs)
 
 
 def flushes_denormals() -> bool:
     """Whether the calling thread takes subnormal numbers as zero (``torch.set_flush_denormal``)."""
-    from . import _native
-
-    return _native.flushes_denormals()
+    return native.flushes_denormals()
 
 
 class _Child:
@@ -232,11 +227,9 @@ class WorkerProcess:
         self._at_death: tuple[int, ...] = ()
 
     def _connect(self) -> None:
-        from . import _native
-
         arena = self.arena
         lanes = _LANES_PER_THREAD * self._threads
-        self._control = _native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
+        self._control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
     def require_own(self) -> None:
         """Raise WorkerFailed in a process that was forked from the one that made this."""
@@ -293,11 +286,9 @@ class WorkerProcess:
             child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
-        from . import _native
-
         held, control = self._held, self._control
         fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
-        arguments = [str(_native.__file__), *map(str, [*fds, self._threads, *self._cores])]
+        arguments = [str(native.__file__), *map(str, [*fds, self._threads, *self._cores])]
         return held.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:

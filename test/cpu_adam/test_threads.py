@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import zero_opt
 from zero_opt import _native
 from zero_opt.cpu_adam import threads
 from zero_opt.cpu_adam.threads import (
@@ -121,8 +120,7 @@ def test_what_is_no_count_is_quoted(wrong: object) -> None:
 
 
 def test_without_the_extension_affinity_is_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(zero_opt, "_native")
-    monkeypatch.setitem(sys.modules, "zero_opt._native", None)
+    monkeypatch.setattr(threads, "native_available", lambda: False)
     assert (allowed_threads(3), allowed_threads(100)) == (3, 8)
 
 

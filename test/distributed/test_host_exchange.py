@@ -145,7 +145,7 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     elif how == "no pidfd" and rank == 0:
         patch.setattr(os, "pidfd_open", refuse)
     elif how == "no extension" and rank == 1:
-        patch.setattr(host_exchange, "_native", None)
+        patch.setattr(host_exchange, "native_available", lambda: False)
     elif how == "two hosts":
         patch.setattr(host_exchange, "host_id", lambda: f"host {rank}")
     elif how == "not Linux":

@@ -63,8 +63,8 @@ def test_other_names_are_not(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "module", "depth", "count"),
     [
-        ("from zero_opt import _native", "cpu_adam", 0, 0),
-        ("from zero_opt import _native", "optimizer", 0, 1),
+        ("from .. import _native", "system.extension", 1, 0),
+        ("from zero_opt import _native", "cpu_adam", 0, 1),
         ("from . import _native", "optimizer", 0, 1),
         ("from .. import _native", "placement", 1, 1),
         ("import zero_opt._native", "optimizer", 0, 1),

@@ -7,7 +7,8 @@ decides what an address may be taken of.
 
 from __future__ import annotations
 
-from .checks import native_available, native_isas, require_native
+from ..system.extension import native_available, require_native
+from .checks import native_isas
 from .optimizers import CPUAdam, CPUAdamW
 from .update import AdamHypers, AdamUpdate, GradSquares, adam_update_, copy_, grad_squares, sums_of
 

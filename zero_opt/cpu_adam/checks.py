@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import NativeUnavailable
 from ..flat_param import is_dense, overlaps
+from ..system.extension import native
 
 FLOAT32 = (torch.float32,)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,19 +25,6 @@ DTYPE_NAMES = {
     torch.float16: "float16",
     torch.uint8: "uint8",
 }
-
-
-def require_native() -> None:
-    """Raises NativeUnavailable if the extension was not built or cannot be loaded here."""
-    try:
-        from .. import _native
-
-        _native.isa()
-    except (ImportError, RuntimeError) as error:
-        raise NativeUnavailable(
-            f"the native extension zero_opt._native is not usable here ({error}); it is compiled when zero_opt is "
-            "installed from source with a C++17 compiler, or use torch.optim.Adam/AdamW(fused=True)"
-        ) from error
 
 
 class NativeIsas(NamedTuple):
@@ -59,19 +46,7 @@ def native_isas() -> NativeIsas:
     Raises:
         NativeUnavailable: the native extension is not built.
     """
-    require_native()
-    from .. import _native
-
-    return NativeIsas(_native.isa(), _native.processor_isa(), _native.compiled_isas())
-
-
-def native_available() -> bool:
-    """Whether the native extension can be used here."""
-    try:
-        require_native()
-    except NativeUnavailable:
-        return False
-    return True
+    return NativeIsas(native.isa(), native.processor_isa(), native.compiled_isas())
 
 
 def check_tensor(

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigTypeError
 from ..policies import AdamState
-from .checks import GRAD_DTYPES, check_apart, check_tensor, require_native
+from ..system.extension import require_native
+from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .slots import Slot, step_slots
 from .state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .threads import checked_threads, say_threads
@@ -254,7 +255,7 @@ class _NativeStep(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        hypers = [hypers_of(group).native(grad_scale) for group in self.param_groups]
+        hypers = [hypers_of(group).for_kernel(grad_scale) for group in self.param_groups]
         self._bind(list(self._stale()))
         self._run(hypers)
         return loss

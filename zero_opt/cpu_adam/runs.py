@@ -6,15 +6,12 @@ In "param" order means: element i of every array is the same element. Blocks of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..system.extension import native
 from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
-
-if TYPE_CHECKING:
-    from .. import _native
 
 BLOCK_NUMEL = 64
 SPLIT_PARAM = (torch.bfloat16,)
@@ -85,8 +82,6 @@ class BoundRun:
         to: Mapping[str, Tensor] | None = None,
     ) -> None:
         """``to`` is state to be written in place of that in ``arrays``, in stretches of memory likewise."""
-        from .. import _native
-
         self.order = storage_order(arrays["param"])
         self.grad_dtype = grad_dtype
         self._staged: list[tuple[Tensor, Tensor]] = []
@@ -100,7 +95,7 @@ class BoundRun:
             self._written.append(kept_step)
         self.direct = not self._staged
         out = arrays.get("out")
-        self.run: _native.AdamRun = _native.AdamRun(
+        self.run: native.AdamRun = native.AdamRun(
             arrays["param"].numel(),
             addresses,
             grad_dtype=DTYPE_NAMES[grad_dtype],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..system.extension import native
 from .checks import check_tensor
 from .runs import BoundRun, check_arrays, finish
 from .state import ROLES, arrays_of
@@ -78,15 +79,13 @@ def step_slots(batches: Iterable[tuple[Any, Sequence[Slot]]], *, threads: int, f
     Returns:
         How many gradient elements, after scaling, were infinite or NaN.
     """
-    from .. import _native
-
     calls, stepped = [], list[Slot]()
     for hypers, slots in batches:
         if slots:
             addresses = [slot.grad.data_ptr() for slot in slots if slot.grad is not None]
             calls.append((hypers, [slot.run for slot in slots], addresses))
             stepped += slots
-    nonfinite = _native.adam_step(calls, threads=threads, flush_denormals=flush_denormals)
+    nonfinite = native.adam_step(calls, threads=threads, flush_denormals=flush_denormals)
     finish(slot.bound for slot in stepped)
     for slot in stepped:
         slot.grad = None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..policies import AdamState
+from ..system.extension import native
 from .checks import DTYPE_NAMES, check_tensor
 from .runs import BASES, blocks_of, check_arrays
 
@@ -32,9 +33,7 @@ def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
 
 def prefer_huge_pages(fresh: Tensor) -> None:
     """Ask for huge pages under a tensor that has not been written yet: a step is over sooner."""
-    from .. import _native
-
-    _native.prefer_huge_pages(fresh.data_ptr(), fresh.untyped_storage().nbytes())
+    native.prefer_huge_pages(fresh.data_ptr(), fresh.untyped_storage().nbytes())
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,20 +140,16 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
 
 
 def _moment_run(state: Mapping[str, Any], plain: list[Tensor], step: float) -> Any:
-    from .. import _native
-
     roles = {"plain_exp_avg": plain[0], "plain_exp_avg_sq": plain[1]}
     roles |= {key: state[key] for moment in MOMENTS for key in (moment, f"{moment}_base") if key in state}
     addresses = {role: tensor.data_ptr() for role, tensor in roles.items()}
     dtype = DTYPE_NAMES[state["exp_avg"].dtype]
-    return _native.MomentRun(state["exp_avg"].numel(), dtype, addresses, step=step)
+    return native.MomentRun(state["exp_avg"].numel(), dtype, addresses, step=step)
 
 
 def _unpacked(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    from .. import _native
-
     plain = [_like(param, torch.float32) for _ in MOMENTS]
-    _native.unpack_moments(_moment_run(state, plain, 1.0))
+    native.unpack_moments(_moment_run(state, plain, 1.0))
     return plain
 
 
@@ -163,8 +158,6 @@ def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict
 
     A moment that the form can hold is kept as it is; others are rounded.
     """
-    from .. import _native
-
     state = dict(plain)
     state["step"] = torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu")
     if "max_exp_avg_sq" in plain:
@@ -176,7 +169,7 @@ def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict
         state.update({moment: _like(param, MOMENT_DTYPE[form.moments]) for moment in MOMENTS})
         if form.moments == "block8":
             _add_bases(state, param)
-        _native.pack_moments(_moment_run(state, fp32, max(float(plain["step"]), 1.0)))
+        native.pack_moments(_moment_run(state, fp32, max(float(plain["step"]), 1.0)))
     master = state.pop("master", None)
     if param.dtype in HALVES:
         _add_master(state, param, param.detach().float() if master is None else master.float(), form)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..system.extension import native, native_available
+
 _log = logging.getLogger("zero_opt")
 _MOST_THREADS = 1 << 20
 # The most ranks that have ever told each other that they share the cores of this process, this one included.
@@ -25,11 +27,9 @@ _met = 1
 
 def allowed_threads(requested: int) -> int:
     """Return ``requested``, but at most what the affinity and, with the extension, the cgroup's quota grant."""
-    try:
-        from .. import _native
-    except ImportError:
+    if not native_available():
         return max(min(requested, len(os.sched_getaffinity(0))), 1)
-    return _native.usable_threads(requested)
+    return native.usable_threads(requested)
 
 
 def fair_threads(allowed: int, sharers: int) -> int:

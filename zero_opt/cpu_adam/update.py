@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..system.extension import native
 from .checks import (
     DTYPE_NAMES,
     GRAD_DTYPES,
     check_apart,
     check_tensor,
     has_order,
-    require_native,
     storage_order,
 )
 from .runs import BoundRun, check_arrays, finish
 from .threads import checked_threads
-
-if TYPE_CHECKING:
-    from .. import _native
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +55,9 @@ class AdamHypers:
             weight_decay=self.weight_decay * root if self.decoupled else self.weight_decay,
         )
 
-    def native(self, grad_scale: float = 1.0) -> _native.AdamHypers:
+    def for_kernel(self, grad_scale: float = 1.0) -> native.AdamHypers:
         """As the kernel takes them."""
-        from .. import _native
-
-        return _native.AdamHypers(
+        return native.AdamHypers(
             lr=self.lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -156,7 +151,7 @@ def adam_update_(
         grad_scale: what gradients are multiplied by first: one over the loss scale, times the clip coefficient.
         threads: the most that step, as for :class:`CPUAdam`. Never more than the CPUs of this process.
         flush_denormals: take subnormal numbers as zero, on the threads that work and while they do.
-        isa: an instruction set out of ``_native.isas()`` instead of the one chosen for this processor.
+        isa: an instruction set out of ``native_isas().compiled`` instead of the one chosen for this processor.
 
     Returns:
         How many gradient elements, after scaling, were infinite or NaN.
@@ -170,19 +165,16 @@ def adam_update_(
         _check_update(update)
     check_apart([(f"param of {update.name}", update.param) for update in updates])
     count = checked_threads(threads)
-    require_native()
-    from .. import _native
-
     bound = [BoundRun(update.arrays(), update.grad.dtype, step=update.step) for update in updates]
     grads = [run.readable(update.grad) for run, update in zip(bound, updates)]
-    batches: dict[int, tuple[_native.AdamHypers, list[_native.AdamRun], list[int]]] = {}
+    batches: dict[int, tuple[native.AdamHypers, list[native.AdamRun], list[int]]] = {}
     for update, run, grad in zip(updates, bound, grads):
         if id(update.hypers) not in batches:
-            batches[id(update.hypers)] = (update.hypers.native(grad_scale), [], [])
+            batches[id(update.hypers)] = (update.hypers.for_kernel(grad_scale), [], [])
         _, runs, addresses = batches[id(update.hypers)]
         runs.append(run.run)
         addresses.append(grad.data_ptr())
-    nonfinite = _native.adam_step(list(batches.values()), threads=count, flush_denormals=flush_denormals, isa=isa)
+    nonfinite = native.adam_step(list(batches.values()), threads=count, flush_denormals=flush_denormals, isa=isa)
     finish(bound)
     return nonfinite
 
@@ -222,10 +214,7 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int 
             raise ValueError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
         runs.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))
     count = checked_threads(threads)
-    require_native()
-    from .. import _native
-
-    _native.copy_runs(runs, threads=count)
+    native.copy_runs(runs, threads=count)
     torch.autograd.graph.increment_version([target for target in targets if not target.is_inference()])
 
 
@@ -272,11 +261,8 @@ def grad_squares(
         if sums is not None:
             shape = torch.Size([sums_of(grads[number].numel())])
             check_tensor(f"the sums of gradient {number}", sums, shape, (torch.float64,))
-    require_native()
-    from .. import _native
-
     readable = [grad if has_order(grad, storage_order(grad)) else grad.clone() for grad in grads]
     arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in readable]
     count = checked_threads(threads)
     squares = [0 if sums is None else sums.data_ptr() for sums in known]
-    return GradSquares(*_native.grad_sum(arrays, squares, threads=count, isa=isa))
+    return GradSquares(*native.grad_sum(arrays, squares, threads=count, isa=isa))

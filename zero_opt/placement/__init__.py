@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..collectives import Group
-from ..cpu_adam import require_native
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from ..system.devices import HOST, is_host
+from ..system.extension import require_native
 from .base import Home, ParamState, Placement, ReadThrough, tensors_of
 from .column_shard import is_matrix
 from .column_state import extra_places, without_extra

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu_adam import copy_, native_available
+from ..cpu_adam import copy_
 from ..flat_param import FlatParam, own_writes
 from ..layout import ParamSlice
+from ..system.extension import native_available
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu_adam import require_native
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
+from ..system.extension import require_native
 from .master_shard import HALVES
 from .native_steps import ADAM_CLASSES
 

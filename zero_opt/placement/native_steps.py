@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cpu_adam import CPUAdam, CPUAdamW, native_available
+from ..cpu_adam import CPUAdam, CPUAdamW
 from ..cpu_adam.checks import GRAD_DTYPES, check_apart, check_tensor
 from ..cpu_adam.slots import Slot, step_slots
 from ..cpu_adam.state import new_state
 from ..cpu_adam.threads import checked_threads
 from ..cpu_adam.update import hypers_of as adam_hypers
+from ..system.extension import native_available
 from .units import PLAIN, Unit
 
 _log = logging.getLogger("zero_opt")
@@ -80,7 +81,7 @@ class NativeSteps:
                 slots.append(self._slot(unit, position, grad, group, states))
         with unit.native_writes():
             step_slots(
-                [(hypers.over(gradients).native(grad_scale), slots) for gradients, slots in batches.items()],
+                [(hypers.over(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),
                 flush_denormals=self._flush,
             )

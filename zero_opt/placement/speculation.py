@@ -233,7 +233,7 @@ class SpeculativePlacement(WorkerPlacement):
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
             home = shard.bucket.lodging
             batch = (
-                step.hypers.native(step.unscale),
+                step.hypers.for_kernel(step.unscale),
                 [bound.run for bound, _ in runs],
                 [home[where].data_ptr() for _, where in runs],
             )

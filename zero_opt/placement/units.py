@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..buckets import GradBucket
-from ..cpu_adam import native_available
 from ..cpu_adam.state import live_state, plain_state, prefer_huge_pages, remainder_of
 from ..flat_param import FlatParam, own_writes
 from ..layout import ParamSlice
 from ..policies import AdamState
+from ..system.extension import native_available
 from .base import ParamState, Stretch
 from .master_shard import HALVES, MasterShard
 

@@ -15,11 +15,7 @@ import threading
 import time
 
 from ..errors import OutOfResources
-
-try:
-    from .. import _native
-except ImportError:  # not built: nothing can be done about a thread that does not end
-    _native = None  # type: ignore[assignment]
+from .extension import native, native_available
 
 # Which limits bound the number of threads.
 THREAD_LIMIT = (
@@ -73,5 +69,5 @@ class BackgroundThreads:
 
     def hold(self) -> None:
         """Keep threads that are still alive from aborting the process; call this last. See [Note: threads at exit]."""
-        if _native is not None:
-            _native.hold_threads([thread.ident for thread in self.alive() if thread.ident is not None])
+        if native_available():
+            native.hold_threads([thread.ident for thread in self.alive() if thread.ident is not None])
