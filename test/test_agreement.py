@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.agreement import Agreement, StepReport, edits_digest, value_digest
-from zero_opt.collectives import Group
+from zero_opt.comm.agreement import Agreement, StepReport, edits_digest, value_digest
+from zero_opt.comm.groups import Group
 from zero_opt.errors import ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

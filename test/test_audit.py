@@ -16,7 +16,7 @@ import pytest
 from test import leftovers
 from test.audit import AUDIT, PACKAGE, UnpickledByUs
 from test.leftovers import children, files, shared_memory
-from zero_opt.shared_memory import Arena
+from zero_opt.system.shared_memory import Arena
 
 
 def test_the_package_unpickling_anything_is_noticed_and_ends_it() -> None:

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from test.distributed.harness import run_threads
 from zero_opt import Overlapped, ShardedOptimizer
-from zero_opt.buckets import BucketState, Fill, GradBucket
-from zero_opt.exchange import Gathering, Ident, StagingPool, mean_in_rank_order
-from zero_opt.flat_param import FlatParam
+from zero_opt.comm.exchange import Gathering, Ident, StagingPool, mean_in_rank_order
 from zero_opt.layout import BucketLayout, plan_flat, plan_whole_params
+from zero_opt.sharding.buckets import BucketState, Fill, GradBucket
+from zero_opt.sharding.flat_param import FlatParam
 
 IDENT = Ident(3, 1, 4)
 WORLD_SIZE = 2

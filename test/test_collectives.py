@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
 from test.distributed.harness import run_processes, run_threads
-from zero_opt.collectives import Group, broadcast_params, connect, tensor_bytes
 from zero_opt.comm.connecting import made_by_all
+from zero_opt.comm.groups import Group, connect, tensor_bytes
+from zero_opt.comm.rendezvous import resolve_group
 from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
-from zero_opt.meeting import resolve_group
+from zero_opt.sharding.broadcast import broadcast_params
 
 
 @pytest.fixture(autouse=True)

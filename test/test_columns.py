@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test.distributed.harness import assert_bitwise
-from zero_opt.buckets import GradBucket
-from zero_opt.flat_param import FlatParam
 from zero_opt.layout import Span, plan_flat
-from zero_opt.placement.column_shard import ColumnShard
-from zero_opt.placement.columns import Columns
+from zero_opt.placement.selective.column_shard import ColumnShard
+from zero_opt.placement.selective.columns import Columns
+from zero_opt.sharding.buckets import GradBucket
+from zero_opt.sharding.flat_param import FlatParam
 
 KEYS = ("exp_avg", "exp_avg_sq")
 

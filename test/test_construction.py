@@ -13,17 +13,10 @@ from torch.nn import Parameter
 
 import zero_opt
 from zero_opt import AdamState, CPUAdamW, register_elementwise
-from zero_opt.construction import (
-    adopt_errors,
-    check_wrapped_class,
-    checked_groups,
-    contents,
-    is_elementwise,
-    needs_closure,
-    normalized,
-    template_of,
-)
 from zero_opt.errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from zero_opt.optimizer.contents import adopt_errors, checked_groups, contents, template_of
+from zero_opt.sharding.param_groups import normalized
+from zero_opt.sharding.wrapped_class import check_wrapped_class, is_elementwise, needs_closure
 
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt.consumed_grad import ConsumedGrad
 from zero_opt.errors import GradientConsumed
+from zero_opt.reduction.consumed_grad import ConsumedGrad
 
 FIXES = ("opt.clip_grad_norm_", "AtStep()", "AlreadyReduced()")
 

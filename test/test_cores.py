@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zero_opt import ConfigError, WorkerOffload
-from zero_opt.collectives import AloneGroup
-from zero_opt.placement import cores
-from zero_opt.placement.cores import Confined, CoreSplit, agreed_split, split_cores
+from zero_opt.comm.groups import AloneGroup
+from zero_opt.placement.worker import cores
+from zero_opt.placement.worker.cores import Confined, CoreSplit, agreed_split, split_cores
 
 EIGHT = tuple(range(8))
 

@@ -13,9 +13,11 @@ from torch.nn import Parameter
 import zero_opt
 from test.native.test_redo_log import group_of
 from test.native.workers import Arena, all_same, arena_for, copied, worker_on
-from zero_opt import _native, agreement, hooks
-from zero_opt.flat_param import FlatParam, own_writes, share_counters
+from zero_opt import _native
+from zero_opt.comm import agreement
 from zero_opt.layout import ALIGN
+from zero_opt.reduction import autograd_hooks
+from zero_opt.sharding.flat_param import FlatParam, own_writes, share_counters
 
 # torch counts steps in fp32, which has no 2^24 + 1.
 LAST_STEP = 2.0**24
@@ -160,10 +162,10 @@ def test_autograds_numbers_of_backwards_may_wrap(outer: int, monkeypatch: pytest
     """An int32: a reentrant checkpoint may have the lowest of all while what is around it has the highest."""
     now = {"task": outer, "inner": False}
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: now["task"])
-    monkeypatch.setattr(hooks, "_inside_function", lambda: now["inner"])
+    monkeypatch.setattr(autograd_hooks, "_inside_function", lambda: now["inner"])
     engine = SimpleNamespace(queue_callback=lambda _: None)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
-    passes = hooks.BackwardPasses()
+    passes = autograd_hooks.BackwardPasses()
 
     def begins(number: int, *, inner: bool = False) -> bool:
         now.update(task=(number + 2**31) % 2**32 - 2**31, inner=inner)

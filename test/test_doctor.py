@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from zero_opt import doctor
-from zero_opt.cpu_adam.checks import NativeIsas
-from zero_opt.doctor import BAD, OFF, OK, Finding, examine, report
 from zero_opt.errors import NativeUnavailable
+from zero_opt.kernels.checks import NativeIsas
+from zero_opt.tools import doctor
+from zero_opt.tools.doctor import BAD, OFF, OK, Finding, examine, report
 
 
 def findings(path: str | None = None) -> dict[str, Finding]:

@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from zero_opt import (
-    ConfigConflict,
-    ConfigError,
-    ConfigTypeError,
-    UnsupportedOptimizer,
-    UnsupportedParam,
-    estimate,
-    sizing,
-)
-from zero_opt.estimate import KINDS, Estimate
-from zero_opt.partition import Geometry
-from zero_opt.placement.cpu import HostUnits, InHost
-from zero_opt.placement.units import Mastered, Unit
-from zero_opt.rehearsal import Rehearsal, Sketch, sketch_of
+from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from zero_opt.placement.in_process.host_offload import HostUnits, InHost
+from zero_opt.placement.in_process.units import Mastered, Unit
+from zero_opt.sharding.partition import Geometry
+from zero_opt.tools import estimate, memory_rows
+from zero_opt.tools.dry_run import Rehearsal, Sketch, sketch_of
+from zero_opt.tools.estimate import KINDS, Estimate
 
 
 def linears(**options: Any) -> nn.Sequential:
@@ -116,7 +109,7 @@ def test_ranks_of_several_hosts_share_no_memory_and_fewer_share_cores() -> None:
 @pytest.mark.parametrize("selective", [None, zero_opt.Selective()])
 def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(sizing, "allowed_threads", lambda usable: usable)
+    monkeypatch.setattr(memory_rows, "allowed_threads", lambda usable: usable)
     given: dict[str, Any] = {"device": "cuda", "offload": zero_opt.WorkerOffload(selective=selective)}
     areas = [
         next(row.nbytes for row in estimate(linears(), 64, **given).on_hosts_of(n).rows if row.name == "control area")

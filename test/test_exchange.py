@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.exchange import Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+from zero_opt.comm.exchange import Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
 
 CPU = torch.device("cpu")
 

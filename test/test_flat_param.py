@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_opt.errors import UnsupportedParam
-from zero_opt.flat_param import FlatParam, contiguous_strides, is_dense, overlaps, own_writes, share_counters
+from zero_opt.kernels.strides import contiguous_strides, is_dense, overlaps
 from zero_opt.layout import ParamSpec, Span
+from zero_opt.sharding.flat_param import FlatParam, own_writes, share_counters
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.errors import ConfigError, ConfigTypeError
-from zero_opt.grad_norm import all_finite, check_max_norm, clip_factor, measure, square_sum
+from zero_opt.reduction.grad_norm import all_finite, check_max_norm, clip_factor, measure, square_sum
 
 UNIT_64 = 2.0**-53
 UNIT_32 = 2.0**-24

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from zero_opt.hooks import ArrivalHooks, BackwardPasses
+from zero_opt.reduction.autograd_hooks import ArrivalHooks, BackwardPasses
 
 
 class Listener:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_opt import GradientConflict
-from zero_opt.reduction.other_reducers import ddp_conflict
+from zero_opt.reduction.ddp_conflict import ddp_conflict
 
 SECONDS = 60  # nothing hangs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_opt.placement.pace import Pace
+from zero_opt.placement.worker.pace import Pace
 
 
 def _after(pace: Pace, waited: float, took: float) -> bool:

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_opt import pairwise_exchange
-from zero_opt.exchange import Run
+from zero_opt.comm import pairwise_exchange
+from zero_opt.comm.exchange import Run
+from zero_opt.comm.pairwise_exchange import plan_messages
 from zero_opt.layout import Span
-from zero_opt.pairwise_exchange import plan_messages
 
 MOST = pairwise_exchange._MOST_MESSAGES
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from zero_opt.errors import OutOfMemory
-from zero_opt.shared_memory import PAGE
 from zero_opt.system import pinned_memory as module
 from zero_opt.system.devices import HOST
 from zero_opt.system.pinned_memory import HostMemory, host_memory, pinned_memory
+from zero_opt.system.shared_memory import PAGE
 
 # No tensor is made on it: the runtime below is all that anybody asks of it.
 DEVICE = torch.device("cuda:0")

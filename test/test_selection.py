@@ -9,8 +9,8 @@ import torch
 
 from test.distributed.harness import assert_bitwise
 from zero_opt import Selective
-from zero_opt.collectives import AloneGroup
-from zero_opt.placement.selection import Schedule, Selector, largest, selected_count
+from zero_opt.comm.groups import AloneGroup
+from zero_opt.placement.selective.schedule import Schedule, Selector, largest, selected_count
 
 
 def walk(schedule: Schedule, steps: int, share: float = math.nan) -> str:

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from zero_opt.serial_thread import SerialThread
+from zero_opt.system.background_thread import SerialThread
 
 PATIENCE = 60  # seconds until a test that hangs fails
 
@@ -124,7 +124,7 @@ def test_a_call_in_native_code_is_interrupted_before_the_interpreter_is_taken_do
 
 def test_calls_that_are_under_way_may_finish() -> None:
     script = (
-        "import threading; from zero_opt.serial_thread import SerialThread; started = threading.Event()\n"
+        "import threading; from zero_opt.system.background_thread import SerialThread; started = threading.Event()\n"
         "t = SerialThread('last'); t.submit(started.wait); t.submit(print, 'done'); started.set()"
     )
     ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE, capture_output=True, text=True)

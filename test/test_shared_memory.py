@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_opt import OutOfMemory
-from zero_opt.shared_memory import PAGE, Arena, GrowingArena, memory_left, page_aligned, require_memory
+from zero_opt.system.shared_memory import PAGE, Arena, GrowingArena, memory_left, page_aligned, require_memory
 
 
 def test_pages() -> None:

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from zero_opt import CPUAdam, CPUAdamW, ShardedOptimizer
 from zero_opt.errors import StateDictError
-from zero_opt.flat_param import FlatParam
 from zero_opt.layout import ParamSlice, Span
-from zero_opt.state_dict import Refused, copied, cut, fitted, match, pack_groups, torch_dtype
+from zero_opt.sharding.flat_param import FlatParam
+from zero_opt.state.state_dict import Refused, copied, cut, fitted, match, pack_groups, torch_dtype
 
 STRICT = Refused(strict=True)
 CLASSES = [

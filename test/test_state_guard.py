@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_opt.errors import PeerLost, StepDesync, StepFailed
-from zero_opt.state_guard import StateGuard, Verdict
+from zero_opt.state.guard import StateGuard, Verdict
 
 
 def test_only_the_state_after_as_many_changes_is_given() -> None:

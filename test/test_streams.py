@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.streams import NoStreams, Producers
 from zero_opt.system.devices import build_streams
+from zero_opt.system.streams import NoStreams, Producers
 
 
 class NamedStreams(NoStreams):

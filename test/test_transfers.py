@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from zero_opt.comm.transfers import Transfer, Window, start
 from zero_opt.errors import PeerLost
-from zero_opt.transfers import Transfer, Window, start
 
 
 class _Message(Transfer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero_opt
-from zero_opt.trial import Trial, is_known, state_after_a_step
+from zero_opt.state.trial import Trial, is_known, state_after_a_step
 
 
 class _Refusing(torch.optim.SGD):

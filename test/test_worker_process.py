@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from test.distributed.harness import assert_bitwise
-from zero_opt import OutOfMemory, WorkerDied, WorkerFailed, WorkerOffload, shared_memory, worker_process
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_
-from zero_opt.cpu_adam.runs import BoundRun
-from zero_opt.worker_process import WorkerProcess
+from zero_opt import OutOfMemory, WorkerDied, WorkerFailed, WorkerOffload
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
+from zero_opt.kernels.runs import BoundRun
+from zero_opt.placement.worker import process as worker_process
+from zero_opt.placement.worker.process import WorkerProcess
+from zero_opt.system import shared_memory
 
 PATIENCE_S = 60  # nothing hangs
 HYPERS = AdamHypers(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)

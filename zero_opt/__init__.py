@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from .collectives import broadcast_params
-from .construction import register_elementwise
-from .cpu_adam import CPUAdam, CPUAdamW
-from .dcp import load_sharded_state_dict, sharded_state_dict
-from .ddp_hook import ddp_hook
 from .errors import (
     ConfigConflict,
     ConfigError,
@@ -39,8 +34,10 @@ from .errors import (
     WorkerFailed,
     ZeroOptError,
 )
-from .estimate import Estimate, estimate
-from .optimizer import ShardedOptimizer
+from .kernels import CPUAdam, CPUAdamW
+from .optimizer.checkpoint import load_sharded_state_dict, sharded_state_dict
+from .optimizer.ddp_hook import ddp_hook
+from .optimizer.sharded_optimizer import ShardedOptimizer
 from .policies import (
     AdamState,
     AlreadyReduced,
@@ -54,6 +51,9 @@ from .policies import (
     Selective,
     WorkerOffload,
 )
+from .sharding.broadcast import broadcast_params
+from .sharding.wrapped_class import register_elementwise
+from .tools.estimate import Estimate, estimate
 
 __version__ = "0.1.0"
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from . import cpu_adam, doctor
+from . import kernels
 from .errors import ConfigConflict, ZeroOptError
-from .estimate import estimate
 from .placement import Policy as Offload
 from .policies import (
     AlreadyReduced,
@@ -25,6 +24,8 @@ from .policies import (
     Overlapped,
     WorkerOffload,
 )
+from .tools import doctor
+from .tools.estimate import estimate
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS = ("none", "cpu", "worker", "nvme")
@@ -56,7 +57,7 @@ def _master(name: str) -> torch.dtype | str:
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
-    found = getattr(cpu_adam if name in _NATIVE else torch.optim, name, None)
+    found = getattr(kernels if name in _NATIVE else torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise argparse.ArgumentTypeError(f"{name!r} is not a class of torch.optim, nor one of {', '.join(_NATIVE)}")
     return found

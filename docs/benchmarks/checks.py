@@ -27,8 +27,8 @@ import torch.distributed as dist
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
-from zero_opt.exchange import Ident
-from zero_opt.grad_norm import measure
+from zero_opt.comm.exchange import Ident
+from zero_opt.reduction.grad_norm import measure
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
 Times = dict[str, list[float]]

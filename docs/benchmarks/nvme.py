@@ -26,7 +26,7 @@ import torch
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
-from zero_opt.placement.nvme_file import StateFile, filesystem_of
+from zero_opt.placement.nvme.state_file import StateFile, filesystem_of
 
 SCRIPT = "docs/benchmarks/nvme.py"
 STATE_BYTES = 8  # per element: two fp32 moments; a parameter in fp32 on the CPU is its own master

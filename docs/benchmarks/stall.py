@@ -35,9 +35,9 @@ from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor
 
 import zero_opt
-from zero_opt.background_gather import BackgroundGather
+from zero_opt.placement.worker.process import WorkerProcess
 from zero_opt.policies import CPUOffload, Selective, WorkerOffload
-from zero_opt.worker_process import WorkerProcess
+from zero_opt.sharding.background_gather import BackgroundGather
 
 SCRIPT = "docs/benchmarks/stall.py"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -30,8 +30,8 @@ from torch import Tensor
 
 import zero_opt
 from zero_opt import _native
+from zero_opt.placement.worker.process import WorkerProcess
 from zero_opt.policies import WorkerOffload
-from zero_opt.worker_process import WorkerProcess
 
 SCRIPT = "docs/benchmarks/worker.py"
 HYPERS = _native.AdamHypers(

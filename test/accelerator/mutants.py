@@ -100,48 +100,48 @@ OWN = "comm, a stream of its own"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "staging waits for no producer but the last",
-        "streams.py",
+        "system/streams.py",
         (("            for _, event in events[:-1]:\n                stream.wait_event(event)\n", ""),),
         "gradients of two streams",
         2,
     ),
     Mutant(
         "staging does not record the stream that reads gradients",
-        "streams.py",
+        "system/streams.py",
         ((RECORD_READS, ""),),
         "gradients of two streams",
         2,
     ),
     Mutant(
         "the side stream does not wait for staging",
-        "buckets.py",
+        "sharding/buckets.py",
         (("            fill.ready = [self.streams.produced()[1]]\n", ""),),
         HOST,
     ),
     Mutant(
         "staging ends before the copies do",
-        "buckets.py",
+        "sharding/buckets.py",
         ((STAGED + READY, READY + STAGED),),
         HOST,
     ),
-    Mutant("the side stream waits for no event", "streams.py", ((SIDE_WAITS, ""),), OVERLAPPED, 2),
+    Mutant("the side stream waits for no event", "system/streams.py", ((SIDE_WAITS, ""),), OVERLAPPED, 2),
     Mutant(
         "the side stream does not record what it reads",
-        "streams.py",
+        "system/streams.py",
         ((SIDE_RECORDS, ""),),
         OVERLAPPED,
         2,
     ),
     Mutant(
         "the step does not wait for the side stream",
-        "streams.py",
+        "system/streams.py",
         (("            reader.wait_stream(self._side)\n", "            pass\n"),),
         OVERLAPPED,
         2,
     ),
     Mutant(
         "a forward does not wait for its parameters",
-        "streams.py",
+        "system/streams.py",
         (("        torch.accelerator.current_stream(self._device).wait_event(event)\n", "        pass\n"),),
         "gathered late, Overlapped",
         2,
@@ -149,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a late gather does not wait for the step",
-        "background_gather.py",
+        "sharding/background_gather.py",
         (("bucket.streams.side([stepped], ", "bucket.streams.side([], "),),
         "gathered late, Overlapped",
         2,
@@ -157,7 +157,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a late gather is over before it begins",
-        "background_gather.py",
+        "sharding/background_gather.py",
         (
             (
                 "            self._results.bring(bucket.layout.index)\n"
@@ -189,32 +189,32 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the processor does not wait for gradients",
-        "placement/cpu.py",
+        "placement/in_process/host_offload.py",
         (("        for event in (self._arrived, self._left):\n", "        for event in (self._left,):\n"),),
         HOST,
     ),
     Mutant(
         "copies to the host do not wait for the reduction",
-        "placement/cpu.py",
+        "placement/in_process/host_offload.py",
         (("        with streams.side([self._lane.start], []):\n            try:\n                self._found", FETCH),),
         HOST,
     ),
     Mutant(
         "the next forward does not wait for results",
-        "placement/cpu.py",
+        "placement/in_process/host_offload.py",
         (("        streams.wait(self._left)\n", ""),),
         HOST,
     ),
     Mutant(
         "the worker does not wait for gradients",
-        "placement/worker.py",
+        "placement/worker/placement.py",
         (("            event.synchronize()\n", "            pass\n"),),
         "worker, Overlapped, bfloat16",
         hidden=True,
     ),
     Mutant(
         "state is served before the step is over",
-        "state_guard.py",
+        "state/guard.py",
         (("streams.side([event, *(", "streams.side([*("),),
         "one rank asks, device",
         2,

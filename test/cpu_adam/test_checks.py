@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_opt import AdamState, CPUAdam, CPUAdamW
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, grad_squares
-from zero_opt.cpu_adam.checks import check_apart
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, grad_squares
+from zero_opt.kernels.checks import check_apart
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0, decoupled=True)
 COMPACT = [AdamState("bfloat16"), AdamState("block8"), AdamState("bfloat16", "split")]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt.cpu_adam import CPUAdam, CPUAdamW
+from zero_opt.kernels import CPUAdam, CPUAdamW
 
 PAIRS = [(CPUAdam, torch.optim.Adam), (CPUAdamW, torch.optim.AdamW)]
 SIZES = [64, 4096, 64 * 501]  # multiples of 64: torch's kernel has another path for a ragged tail

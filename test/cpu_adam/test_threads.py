@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from zero_opt import _native
-from zero_opt.cpu_adam import threads
-from zero_opt.cpu_adam.threads import (
+from zero_opt.kernels import threads
+from zero_opt.kernels.threads import (
     allowed_threads,
     checked_threads,
     fair_threads,

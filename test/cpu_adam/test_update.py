@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, copy_, grad_squares, sums_of
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, copy_, grad_squares, sums_of
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")

@@ -1,10 +1,10 @@
 """Trainer, worker and the arena between them, as a machine of which every state can be visited.
 
 An action stands for a piece of native/redo_log.hpp, native/worker.cpp, native/control.cpp or
-zero_opt/worker_process.py, and is named after it. Memory is what matters of the arena: the words, and for each block of
-state the number of steps applied to it, or that it is half written. Every action leaves the memory as a process would
-that died right after it. Polls that find nothing are no actions; since none waits without a bound, what a process polls
-for it finds.
+zero_opt/placement/worker/process.py, and is named after it. Memory is what matters of the arena: the words, and for
+each block of state the number of steps applied to it, or that it is half written. Every action leaves the memory as a
+process would that died right after it. Polls that find nothing are no actions; since none waits without a bound, what a
+process polls for it finds.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Model:
         if state.trainer.phase in ("closed", "dead") and not worker.stopped:
             yield "watch: the trainer is gone", state._replace(**{name: worker._replace(stage="gone")})
 
-    # -- zero_opt/worker_process.py -----------------------------------------------------------------------------------
+    # -- zero_opt/placement/worker/process.py -------------------------------------------------------------------------
 
     def _trainer(self, state: State) -> Iterator[Step]:
         if state.trainer.ending:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
-from zero_opt.param_gather import ParamGather
+from zero_opt.sharding.gather import ParamGather
 
 
 class Model(nn.Module):

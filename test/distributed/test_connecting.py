@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import zero_opt
 from test.distributed.harness import run_processes
-from zero_opt.collectives import Group, connect
 from zero_opt.comm import connecting
 from zero_opt.comm.connecting import made_by_all
-from zero_opt.serial_thread import SerialThread
+from zero_opt.comm.groups import Group, connect
+from zero_opt.system.background_thread import SerialThread
 
 SECONDS = 600  # nothing hangs
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.stepped import make_stepped, service_of, take_step
-from zero_opt import collectives, pairwise_exchange
+from zero_opt.comm import groups, pairwise_exchange
 from zero_opt.state import messages
 
 SECONDS = 300  # nothing hangs
@@ -72,15 +72,15 @@ def test_exchanges_go_on_past_any_number(exchange: str) -> None:
 
 def _tags(rank: int, world_size: int) -> tuple[list[int], list[torch.Tensor]]:
     tags: list[int] = []
-    send = collectives.Group.send_to
+    send = groups.Group.send_to
 
     def recorded(self: Any, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        if not isinstance(self, collectives.SideGroup):
+        if not isinstance(self, groups.SideGroup):
             tags.append(tag)
         return send(self, tensor, dst, tag)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives.Group, "send_to", recorded)
+        patch.setattr(groups.Group, "send_to", recorded)
         params = _train(rank, world_size, "backend", "tags", pairwise_exchange._TAG_MODULUS - 3)
     return sorted(set(tags)), params
 
@@ -94,9 +94,9 @@ def test_tags_of_messages_come_back_and_none_is_that_which_nobody_sends() -> Non
         assert last == 2 * pairwise_exchange._TAG_MODULUS - 1
         # Of other messages over the same connections, which no reduction has.
         assert (elements, failures) == (pairwise_exchange._ELEMENTS, pairwise_exchange._FAILURES)
-        assert failures < collectives._MOVED < collectives._NEVER_SENT < 2**31
+        assert failures < groups._MOVED < groups._NEVER_SENT < 2**31
         # An interrupt receives it, in order that this takes too long.
-        assert collectives._NEVER_SENT not in tags
+        assert groups._NEVER_SENT not in tags
 
 
 def _given_up(rank: int, world_size: int) -> Any:

@@ -14,8 +14,8 @@ from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB, case, expected, train
 from test.distributed.test_masters import HALVES, OVERLAPPED, backward, make_params
 from test.distributed.test_masters import train as train_halves
-from zero_opt.placement.cpu import HostUnits, InHost
-from zero_opt.placement.units import InPlace, Mastered
+from zero_opt.placement.in_process.host_offload import HostUnits, InHost
+from zero_opt.placement.in_process.units import InPlace, Mastered
 
 SECONDS = 30  # nothing hangs
 OFFLOAD = zero_opt.CPUOffload()

@@ -20,7 +20,8 @@ from torch import nn
 import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.stepped import make_stepped, take_step
-from zero_opt import process_end, waiting
+from zero_opt.comm import peer_watch
+from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
 WAYS = {
@@ -37,7 +38,7 @@ world_sizes = pytest.mark.parametrize("world_size", [2, 3])
 def _stepped(rank: int, place: str, steps: int = 2, **options: Any) -> tuple[Any, Any]:
     exchange, near = PLACES[place]
     if not near:
-        waiting.host_if_known = lambda: f"host {rank}"
+        peer_watch.host_if_known = lambda: f"host {rank}"
     return make_stepped(steps, reduction=zero_opt.Overlapped(0.002, exchange=exchange), **options)
 
 
@@ -45,12 +46,12 @@ def _leave(optimizer: Any, how: str) -> None:
     if how == "closes":
         optimizer.close()
     elif how == "ends":
-        process_end.serve_to_the_end()
+        process_exit.serve_to_the_end()
     else:
         try:
             raise SystemError("training went wrong")
         except SystemError:
-            process_end.serve_to_the_end()
+            process_exit.serve_to_the_end()
 
 
 def _lost_in(call: Callable[[], object]) -> tuple[str, str]:
@@ -151,7 +152,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
     """Rank 1 takes part in the agreement on the step, and not in the exchange of its gradients."""
     exchange, near = PLACES[place]
     if not near:
-        waiting.host_if_known = lambda: f"host {rank}"
+        peer_watch.host_if_known = lambda: f"host {rank}"
     params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002, exchange=exchange))
     if rank == 1:
 
@@ -214,7 +215,7 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
         _lost_in(lambda: take_step(params, optimizer))
         os._exit(0)
     if world_size > 2:
-        while waiting._stat(int(pids[2]))[0] not in waiting._ENDED:
+        while peer_watch._stat(int(pids[2]))[0] not in peer_watch._ENDED:
             time.sleep(0.05)
     return _lost_in(lambda: take_step(params, optimizer)), int(pids[1])
 
@@ -263,7 +264,7 @@ def test_rank_0_is_named_where_the_store_is_lost_with_it(world_size: int, tmp_pa
 
 def _exits_without(rank: int, world_size: int, closes: bool) -> bool:
     """Rank 1 is stopped, so its connections live; rank 0 has given it up."""
-    process_end._QUIET_S = 10.0 * SECONDS
+    process_exit._QUIET_S = 10.0 * SECONDS
     params, optimizer = _stepped(rank, "shared memory", checks=zero_opt.Checks(hang_timeout=0.5))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -271,7 +272,7 @@ def _exits_without(rank: int, world_size: int, closes: bool) -> bool:
     assert _lost_in(lambda: take_step(params, optimizer))[0] == "PeerSilent"
     if closes:
         optimizer.close()
-    ending = threading.Thread(target=process_end.serve_to_the_end, daemon=True)
+    ending = threading.Thread(target=process_exit.serve_to_the_end, daemon=True)
     ending.start()
     ending.join(SECONDS / 5)
     return not ending.is_alive()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.distributed.harness import run_processes
-from zero_opt.estimate import Estimate
+from zero_opt.tools.estimate import Estimate
 
 Shapes = Sequence[tuple[int, ...]]
 ODD: Shapes = ((300, 41), (65,), (), (0, 3), (3, 5, 7, 2), (1000,), (64,), (20_000,), (1,))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
 from test.distributed.scenario import values
-from zero_opt import worker_process
+from zero_opt.placement.worker import process
 
 SECONDS = 300  # nothing hangs
 BUCKET_MB = 0.001
@@ -276,7 +276,7 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
     (folder / "main.py").write_text("raise SystemExit(1)")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(worker_process, "_MAIN", folder / "main.py")
+            patch.setattr(process, "_MAIN", folder / "main.py")
             os.kill(optimizer._sharded.placement._worker._held.child.pid, signal.SIGKILL)
             with pytest.raises(zero_opt.WorkerDied):
                 _train(model, optimizer, 2)

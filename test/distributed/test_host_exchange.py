@@ -23,10 +23,10 @@ from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
-from zero_opt import host_exchange, pairwise_exchange, shared_memory
-from zero_opt.comm import backend_exchanges
-from zero_opt.host_exchange import HostExchange
-from zero_opt.pairwise_exchange import PairwiseExchange
+from zero_opt.comm import backend_exchanges, pairwise_exchange, shared_memory_exchange
+from zero_opt.comm.pairwise_exchange import PairwiseExchange
+from zero_opt.comm.shared_memory_exchange import HostExchange
+from zero_opt.system import shared_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 
@@ -78,7 +78,7 @@ def test_same_bits_as_the_gloo_exchange(world_size: int, dtype: torch.dtype) -> 
         assert_bitwise(ours, shared[0][1])
 
 
-NEW_ARENA, MAP_PEERS = host_exchange._new_arena, host_exchange._map_peers
+NEW_ARENA, MAP_PEERS = shared_memory_exchange._new_arena, shared_memory_exchange._map_peers
 # Files that a descriptor may name where its number is looked up in another process.
 FOREIGN: dict[str, Callable[[int], int]] = {
     "an empty file": lambda _: os.memfd_create("foreign"),
@@ -145,19 +145,21 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     elif how == "no pidfd" and rank == 0:
         patch.setattr(os, "pidfd_open", refuse)
     elif how == "no extension" and rank == 1:
-        patch.setattr(host_exchange, "native_available", lambda: False)
+        patch.setattr(shared_memory_exchange, "native_available", lambda: False)
     elif how == "two hosts":
-        patch.setattr(host_exchange, "host_id", lambda: f"host {rank}")
+        patch.setattr(shared_memory_exchange, "host_id", lambda: f"host {rank}")
     elif how == "not Linux":
         patch.setattr(sys, "platform", "darwin")
         patch.delattr(os, "memfd_create")
-        patch.setattr(host_exchange, "_BOOT_ID", "/proc/no such file")
+        patch.setattr(shared_memory_exchange, "_BOOT_ID", "/proc/no such file")
     elif how == "no descriptors" and rank == 1:
-        patch.setattr(backend_exchanges, "build_host_exchange", without_descriptors(host_exchange.build_host_exchange))
+        patch.setattr(
+            backend_exchanges, "build_host_exchange", without_descriptors(shared_memory_exchange.build_host_exchange)
+        )
     elif how == "no descriptors to map by" and rank == 1:
-        patch.setattr(host_exchange, "_map_peers", without_descriptors(lambda *given: list(MAP_PEERS(*given))))
+        patch.setattr(shared_memory_exchange, "_map_peers", without_descriptors(lambda *given: list(MAP_PEERS(*given))))
     elif how in FOREIGN and rank == 1:
-        patch.setattr(host_exchange, "_new_arena", offering(FOREIGN[how]))
+        patch.setattr(shared_memory_exchange, "_new_arena", offering(FOREIGN[how]))
     for _ in range(2):
         opt, params = make(torch.float32, "auto")
         fell_back = isinstance(exchange_of(opt), PairwiseExchange)

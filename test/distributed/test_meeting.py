@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
-from zero_opt import meeting
+from zero_opt.comm import rendezvous
 
 MOST_SECONDS = 5
 
@@ -50,7 +50,7 @@ def _wrong_in_turn(rank: int, world_size: int) -> tuple[list[tuple[str, str]], T
         found.append(_refused("gloo" if rank == wrong else None))
         _train(None, rank)
     if rank == 0:
-        time.sleep(meeting._LOOK_AFTER_S + 0.2)
+        time.sleep(rendezvous._LOOK_AFTER_S + 0.2)
     found.append(_refused("gloo" if rank == 1 else None))
     _refused("nccl")
     return found, _afterwards(rank, world_size)
@@ -94,7 +94,7 @@ def test_ranks_in_different_groups_are_told_which() -> None:
 def _one_is_late(rank: int, world_size: int) -> Tensor:
     """Longer than the first looks are apart."""
     if rank:
-        time.sleep(meeting._LOOK_AFTER_S + 4 * meeting._LOOK_APART_S)
+        time.sleep(rendezvous._LOOK_AFTER_S + 4 * rendezvous._LOOK_APART_S)
     return _train(None, rank)
 
 

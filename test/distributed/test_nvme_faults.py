@@ -22,8 +22,9 @@ from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
 from test.distributed.test_nvme_offload import DTYPES, SECONDS, in_file, make, placement_of
 from test.distributed.test_worker_offload import SHAPES, backward, make_params
-from zero_opt.placement import nvme_file, nvme_step
-from zero_opt.placement.nvme_pass import Disk
+from zero_opt.placement.nvme import state_file
+from zero_opt.placement.nvme import step as nvme_step
+from zero_opt.placement.nvme.window_pass import Disk
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
 
@@ -384,7 +385,7 @@ def test_closing_gives_the_room_back(tmp_path: Path) -> None:
 
 
 def test_memory_that_looks_like_a_disk_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    kind = nvme_file.filesystem_of
+    kind = state_file.filesystem_of
     fd = os.open("/dev/shm", os.O_RDONLY)
     try:
         in_memory = kind(fd)
@@ -392,7 +393,7 @@ def test_memory_that_looks_like_a_disk_is_named(caplog: pytest.LogCaptureFixture
         os.close(fd)
     optimizer = make(make_params(), "/dev/shm")
     optimizer.close()
-    assert ("which is memory" in caplog.text) == (in_memory in nvme_file._IN_MEMORY)
+    assert ("which is memory" in caplog.text) == (in_memory in state_file._IN_MEMORY)
 
 
 def _forked(rank: int, world_size: int, path: Path) -> None:

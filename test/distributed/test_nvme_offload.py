@@ -16,7 +16,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB, Case, case, expected, train, values
 from test.distributed.test_worker_offload import LRS, NATIVE, SHAPES, backward, make_params, simulate
-from zero_opt.placement import nvme_extent
+from zero_opt.placement.nvme import extents
 
 SECONDS = 60  # nothing hangs
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -124,13 +124,13 @@ def test_masters_of_fp32_parameters_are_in_the_file_where_those_are_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator, but that copies stay on the host."""
-    made = nvme_extent.FileShard.__init__
+    made = extents.FileShard.__init__
 
     def apart(self: Any, bucket: Any) -> None:
         made(self, bucket)
         self.direct = False
 
-    monkeypatch.setattr(nvme_extent.FileShard, "__init__", apart)
+    monkeypatch.setattr(extents.FileShard, "__init__", apart)
     assert_bitwise(list(train_ranks(0, 1, tmp_path, 4, torch.float32)), list(simulate(1, 4, 0)))
     assert_bitwise(_edited(tmp_path, torch.float32), _edited(None, torch.float32))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
-from zero_opt.cpu_adam import state
+from zero_opt.kernels import adam_state
 
 SECONDS = 30  # nothing hangs
 SHAPES = ((130, 7), (65,), (1000,))
@@ -158,7 +158,7 @@ def test_bits_that_the_kernel_has_not_are_refused_when_asked_for_later_too(
 def test_ctrl_c_while_state_is_made_leaves_no_part_of_one(due: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params, plain = _params(0), _params(0)
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, fused=True, offload=zero_opt.CPUOffload())
-    made, like = iter(range(100)), state._like
+    made, like = iter(range(100)), adam_state._like
 
     def interrupted(*given: Any) -> Tensor:
         if next(made) == due:
@@ -167,7 +167,7 @@ def test_ctrl_c_while_state_is_made_leaves_no_part_of_one(due: int, monkeypatch:
 
     torch.autograd.backward(params, _grads(0, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(state, "_like", interrupted)
+        patch.setattr(adam_state, "_like", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     optimizer.zero_grad()

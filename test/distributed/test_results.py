@@ -21,10 +21,10 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
 from test.distributed.test_worker_offload import stillborn_workers
-from zero_opt.background_gather import BackgroundGather
-from zero_opt.placement import results
-from zero_opt.placement.results import LateResults, ParamWriter, Used, build_results
-from zero_opt.serial_thread import SerialThread
+from zero_opt.placement.worker import results
+from zero_opt.placement.worker.results import LateResults, ParamWriter, Used, build_results
+from zero_opt.sharding.background_gather import BackgroundGather
+from zero_opt.system.background_thread import SerialThread
 
 SECONDS = 60  # nothing hangs
 NOW, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)

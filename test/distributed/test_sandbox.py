@@ -17,7 +17,7 @@ import zero_opt
 from test.distributed.actors import rank_actor
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB
-from zero_opt.shared_memory import Arena
+from zero_opt.system.shared_memory import Arena
 
 # Numbers of system calls, by machine.
 _CALLS = {"x86_64": {"memfd": 319, "pidfd": 434}, "aarch64": {"memfd": 279, "pidfd": 434}}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import values
-from zero_opt.grad_norm import square_sum
+from zero_opt.reduction.grad_norm import square_sum
 
 SHAPES = ((90, 130), (65,), (4096,), (1,), (9000,))
 OVERLAPPED = zero_opt.Overlapped(bucket_mb=0.03)

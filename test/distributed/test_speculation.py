@@ -29,8 +29,8 @@ from test.distributed.test_worker_offload import (
     train_ranks,
     worker_of,
 )
-from zero_opt.grad_norm import square_sum
-from zero_opt.placement.results import ParamWriter
+from zero_opt.placement.worker.results import ParamWriter
+from zero_opt.reduction.grad_norm import square_sum
 
 SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)

@@ -17,7 +17,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
 from test.distributed.scenario import BUCKET_MB, SHAPES, Case, backward_of, case, expected
 from test.distributed.stepped import make_stepped, take_step
-from zero_opt import consolidate
+from zero_opt.state import consolidate
 
 SECONDS = 40  # nothing hangs
 STEPS = 5

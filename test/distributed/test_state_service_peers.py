@@ -21,7 +21,7 @@ from torch import nn
 import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.stepped import make_stepped, service_of, take_step
-from zero_opt import process_end, state_service
+from zero_opt.state import process_exit, service
 
 SECONDS = 40  # nothing hangs
 
@@ -37,7 +37,7 @@ def _others_gone(rank: int, world_size: int, how: str) -> Any:
             gc.collect()
             assert gone() is None
         else:
-            process_end.serve_to_the_end()
+            process_exit.serve_to_the_end()
         return None
     time.sleep(0.3)
     found = optimizer.state_dict()
@@ -158,7 +158,7 @@ def _ends(rank: int, world_size: int) -> Any:
     with pytest.raises(zero_opt.StateNotConsolidated, match="closed"):
         optimizer.state_dict()
     thread.join(10)
-    return thread.is_alive() or bool(process_end.running)
+    return thread.is_alive() or bool(process_exit.running)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -220,7 +220,7 @@ def _one_stays_behind(rank: int, world_size: int) -> Any:
     _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=2.0))
     said = ""
     if rank == 0:
-        state_service.WARN_AFTER_S = 0.3  # type: ignore[attr-defined]
+        service.WARN_AFTER_S = 0.3  # type: ignore[attr-defined]
         logged: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -70,7 +70,7 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
     _backward(params)
     optimizer.step()
     reading, may_go_on, order = threading.Event(), threading.Event(), list[str]()
-    run = zero_opt.consolidate.Consolidation.run
+    run = zero_opt.state.consolidate.Consolidation.run
 
     def held(self: Any, to: int) -> Any:
         reading.set()
@@ -79,7 +79,7 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
         order.append("read")
         return found
 
-    monkeypatch.setattr(zero_opt.consolidate.Consolidation, "run", held)
+    monkeypatch.setattr(zero_opt.state.consolidate.Consolidation, "run", held)
     found: list[Any] = []
     saving = threading.Thread(target=lambda: found.append(optimizer.state_dict()["state"]))
     saving.start()

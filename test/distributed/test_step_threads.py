@@ -14,7 +14,7 @@ from torch import nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
 from zero_opt import _native
-from zero_opt.cpu_adam import threads
+from zero_opt.kernels import threads
 
 SECONDS = 300  # nothing hangs
 NUMEL = 200_003

@@ -16,7 +16,7 @@ import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes, run_threads
 from test.distributed.scenario import BUCKET_MB
 from test.torch_variants import INFOS, SCHEDULES, Make, Variant, plain, scheduled, variants
-from zero_opt.grad_norm import clip_factor
+from zero_opt.reduction.grad_norm import clip_factor
 
 STEPS = 4
 SHARDED = [name for name in INFOS if name != "LBFGS"]

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import zero_opt
 from test.distributed.harness import Failure, run_processes
 from test.distributed.scenario import BUCKET_MB
-from zero_opt import host_exchange, state_service, waiting
+from zero_opt.comm import peer_watch, shared_memory_exchange
+from zero_opt.state import service
 
 MOST_SECONDS = 5
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -78,14 +79,14 @@ def test_a_stopped_rank_is_named_after_hang_timeout() -> None:
 
 def _stopped_in_an_exchange(rank: int, world_size: int) -> Any:
     param, opt = _optimizer(hang_timeout=0.5)
-    pid, gather = _peer_pid(rank, opt), host_exchange.HostExchange.gather_runs
+    pid, gather = _peer_pid(rank, opt), shared_memory_exchange.HostExchange.gather_runs
 
     def stop(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
         return gather(*args)
 
     if rank == 1:
-        host_exchange.HostExchange.gather_runs = stop  # type: ignore[method-assign]
+        shared_memory_exchange.HostExchange.gather_runs = stop  # type: ignore[method-assign]
     param.grad = torch.ones(300)
     begin = time.monotonic()
     with _wake_later(pid, 20), pytest.raises(zero_opt.PeerSilent) as caught:
@@ -100,7 +101,7 @@ def test_a_rank_that_stops_in_an_exchange_in_memory_is_named_after_hang_timeout(
 
 
 def _stopped_before_it_is_asked(rank: int, world_size: int, in_a_thread: bool) -> Any:
-    state_service._MARGIN_S = 1.0
+    service._MARGIN_S = 1.0
     _, opt = _optimizer(**({"timeout": 2.0} if in_a_thread else {"hang_timeout": 0.5}))
     pid = _peer_pid(rank, opt)
     if rank == 1:
@@ -216,7 +217,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
 
 
 def _slow(rank: int, world_size: int) -> list[str]:
-    waiting.WARN_AFTER_S = 1.2
+    peer_watch.WARN_AFTER_S = 1.2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -371,12 +372,12 @@ def _no_descriptors() -> Iterator[None]:
 
 
 def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
-    here = waiting.Home.of_this_process()
+    here = peer_watch.Home.of_this_process()
     assert here.is_near(here) and here.state() == "R"
     assert here._replace(started=here.started + 1).state() == "X", "another process has the pid"
-    assert waiting.Home(here.host, 2**22 + 1, 5).state() == "X"
+    assert peer_watch.Home(here.host, 2**22 + 1, 5).state() == "X"
     with _no_descriptors():
         assert here.state() == "?"
-        host_exchange._boot_id.cache_clear()
-        nameless = waiting.Home.of_this_process()
+        shared_memory_exchange._boot_id.cache_clear()
+        nameless = peer_watch.Home.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)

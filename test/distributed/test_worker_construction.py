@@ -11,7 +11,7 @@ import torch
 import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.test_worker_offload import LATER, NOW, SECONDS, make, make_params
-from zero_opt import shared_memory
+from zero_opt.system import shared_memory
 
 
 def _construct_apart(rank: int, world_size: int, offloads: Any, error: Any) -> str:

@@ -31,8 +31,9 @@ from test.distributed.test_worker_offload import (
     train_ranks,
     worker_of,
 )
-from zero_opt import shared_memory, worker_process
-from zero_opt.placement import native_rules
+from zero_opt.placement import adam_rules
+from zero_opt.placement.worker import process
+from zero_opt.system import shared_memory
 
 Optimizer = zero_opt.ShardedOptimizer
 EACH = pytest.mark.parametrize("offload", [NOW, LATER])
@@ -64,7 +65,7 @@ def _die_for_good(rank: int, world_size: int, folder: Path, delay: int) -> Any:
     backward(params, 3, rank)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(worker_process, "_MAIN", broken)
+            patch.setattr(process, "_MAIN", broken)
             os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
         if delay:
             optimizer.step()
@@ -107,7 +108,7 @@ def _fail_and_step_on(rank: int, world_size: int, folder: Path) -> Any:
     broken.write_text("raise SystemExit(1)")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(worker_process, "_MAIN", broken)
+            patch.setattr(process, "_MAIN", broken)
             os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
         message = "rank 1: step 3 failed there with WorkerDied"
         with pytest.raises(zero_opt.WorkerDied) if rank == 1 else pytest.raises(zero_opt.StepFailed, match=message):
@@ -463,7 +464,7 @@ def test_params_that_are_refused() -> None:
 
 
 def test_the_formula_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    native_rules._say_fused.cache_clear()
+    adam_rules._say_fused.cache_clear()
     found = []
     for _ in range(2):
         params = make_params()

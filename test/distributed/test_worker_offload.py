@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.distributed.harness import assert_bitwise, run_processes
 from test.distributed.scenario import BUCKET_MB, Case, case, expected, train, values
-from zero_opt import worker_process
+from zero_opt.placement.worker import process
 
 SECONDS = 60  # nothing hangs
 SHAPES = ((130, 7), (65,), (1000,), ())
@@ -31,7 +31,7 @@ def stillborn_workers(folder: Path) -> Iterator[None]:
     program = folder / "stillborn.py"
     program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "_MAIN", program)
+        patch.setattr(process, "_MAIN", program)
         yield
 
 

@@ -16,8 +16,10 @@ import zero_opt
 from test.distributed.harness import run_processes
 from test.distributed.stepped import make_stepped, take_step
 from test.hosts.namespaces import fall_silent, join_host, require_namespaces
-from zero_opt import host_exchange, own_groups, process_end
+from zero_opt.comm import shared_memory_exchange
 from zero_opt.comm.keepalive import ending_with_hosts
+from zero_opt.optimizer import process_groups
+from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
 SILENT_S, PROBE_S = 3.0, 1.0
@@ -28,7 +30,7 @@ def _init(rank: int, world_size: int, folder: Path) -> int:
     """Join a host; its number. Rank 1 has one for itself."""
     host = int(rank == 1)
     join_host(rank, host, folder)
-    host_exchange.host_id = lambda: f"host {host}"
+    shared_memory_exchange.host_id = lambda: f"host {host}"
     store = dist.FileStore(str(folder / "store"), world_size)
     timeout = timedelta(seconds=2 * SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -37,8 +39,8 @@ def _init(rank: int, world_size: int, folder: Path) -> int:
 
 def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short: bool) -> Any:
     if short:
-        own_groups.ending_with_hosts = partial(ending_with_hosts, SILENT_S, PROBE_S)  # type: ignore[attr-defined]
-    process_end._QUIET_S = 10.0 * SECONDS
+        process_groups.ending_with_hosts = partial(ending_with_hosts, SILENT_S, PROBE_S)  # type: ignore[attr-defined]
+    process_exit._QUIET_S = 10.0 * SECONDS
     host = _init(rank, world_size, folder)
     params, optimizer = make_stepped(2)
     if rank == 1:
@@ -54,7 +56,7 @@ def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short
     with pytest.raises(zero_opt.PeerLost) as caught:
         take_step(params, optimizer)
     waited = time.monotonic() - begun
-    process_end.serve_to_the_end()
+    process_exit.serve_to_the_end()
     return type(caught.value).__name__, str(caught.value), waited
 
 

@@ -17,8 +17,8 @@ FILE_LINES = 500  # a file stays under this
 FUNCTION_LINES = 50  # a function, with its docstring, stays under this
 PARAMETERS = 8  # a function has at most this many, plus self or cls and **kwargs
 
-# The module and the package that name collectives.
-COLLECTIVES_MODULES = ("collectives", "comm")
+# The room that names collectives.
+COLLECTIVES_ROOM = "comm"
 # The only module that imports the compiled extension.
 NATIVE_MODULE = "system.extension"
 
@@ -45,29 +45,30 @@ _WORKER = "WorkerProcess.wait() looks every 0.1 s, replaces workers that do not 
 _STREAMS = "one stream waits for another; the caller does not"
 # What bounds a call without a timeout, by module and method.
 BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
-    ("background_gather", "result"): _EXCHANGE,
     ("comm.backend_exchanges", "wait"): _TRANSFER,
-    ("collectives", "wait"): _TRANSFER,
-    ("consolidate", "wait"): _TRANSFER,
-    ("exchange", "wait"): _TRANSFER,
-    ("loading", "wait"): _WORKER,
-    ("pairwise_exchange", "wait"): _TRANSFER,
-    ("param_gather", "wait"): _EXCHANGE,
-    ("placement.nvme", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
-    ("placement.selective", "wait"): _WORKER,
-    ("placement.worker", "wait"): _WORKER,
+    ("comm.exchange", "wait"): _TRANSFER,
+    ("comm.groups", "wait"): _TRANSFER,
+    ("comm.pairwise_exchange", "wait"): _TRANSFER,
+    ("comm.peer_watch", "wait"): "the collective is over",
+    ("comm.relay_exchange", "wait"): _EXCHANGE,
+    ("comm.transfers", "wait"): _TRANSFER,
+    ("optimizer.engine", "join"): _STREAMS,
+    ("optimizer.engine", "result"): _EXCHANGE,
+    ("optimizer.loading", "wait"): _WORKER,
+    ("placement.nvme.placement", "wait"): "NVMePlacement.wait() gives each transfer hang_timeout",
+    ("placement.selective.placement", "wait"): _WORKER,
+    ("placement.worker.placement", "wait"): _WORKER,
     ("reduction.already_reduced", "wait"): _TRANSFER,
     ("reduction.at_step", "join"): _STREAMS,
-    ("wiring", "join"): _STREAMS,
-    ("wiring", "result"): _EXCHANGE,
     ("reduction.overlapped", "join"): _STREAMS,
     ("reduction.overlapped", "result"): _EXCHANGE,
     ("reduction.sparse", "wait"): _TRANSFER,
-    ("relay_exchange", "wait"): _EXCHANGE,
-    ("sharded_state", "wait"): _TRANSFER,
-    ("transfers", "wait"): _TRANSFER,
-    ("waiting", "wait"): "the collective is over",
-    ("serial_thread", "get"): "a daemon thread without work; nobody waits for it",
+    ("sharding.background_gather", "result"): _EXCHANGE,
+    ("sharding.broadcast", "wait"): _TRANSFER,
+    ("sharding.gather", "wait"): _EXCHANGE,
+    ("state.consolidate", "wait"): _TRANSFER,
+    ("state.row_sharded", "wait"): _TRANSFER,
+    ("system.background_thread", "get"): "a daemon thread without work; nobody waits for it",
 }
 
 # In native code: what waits for another process, with no bound.
@@ -143,12 +144,12 @@ def collective_findings(tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(DISTRIBUTED):
             for alias in node.names:
                 if COLLECTIVE.fullmatch(alias.name) or GROUP_METHOD.fullmatch(alias.name):
-                    yield node.lineno, f"{alias.name}: only {' and '.join(COLLECTIVES_MODULES)} name a collective"
+                    yield node.lineno, f"{alias.name}: only {COLLECTIVES_ROOM} names a collective"
         elif isinstance(node, ast.Attribute):
             base = dotted(node.value)
             of_torch = base in aliases or any(base.startswith(f"{alias}.") for alias in aliases)
             if (of_torch and COLLECTIVE.fullmatch(node.attr)) or GROUP_METHOD.fullmatch(node.attr):
-                yield node.lineno, f"{base}.{node.attr}: only {' and '.join(COLLECTIVES_MODULES)} name a collective"
+                yield node.lineno, f"{base}.{node.attr}: only {COLLECTIVES_ROOM} names a collective"
 
 
 def imported_from_root(tree: ast.Module, depth: int) -> Iterator[tuple[int, str]]:
@@ -248,7 +249,7 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
     yield from wait_findings(tree, ".".join(parts))
     yield from thread_findings(tree, ".".join(parts))
     yield from default_findings(tree)
-    if parts[0] not in COLLECTIVES_MODULES:
+    if parts[0] != COLLECTIVES_ROOM:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):
         submodules = {entry.stem for entry in package.iterdir() if not entry.name.startswith("_")}

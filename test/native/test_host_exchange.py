@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.cpu_adam import grad_squares
-from zero_opt.exchange import mean_in_rank_order
+from zero_opt.comm.exchange import mean_in_rank_order
+from zero_opt.kernels import grad_squares
 
 _native: Any = pytest.importorskip("zero_opt._native")
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alone_exchange import AloneExchange
-from ..collectives import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from ..errors import StepDesync
-from ..exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
-from ..host_exchange import build_host_exchange
-from ..pairwise_exchange import PairwiseExchange
-from ..relay_exchange import RelayExchange
 from ..system.devices import HOST, is_host
-from ..transfers import Transfer, start
+from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
+from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
+from .pairwise_exchange import PairwiseExchange
+from .relay_exchange import RelayExchange
+from .shared_memory_exchange import build_host_exchange
+from .single_rank_exchange import AloneExchange
+from .transfers import Transfer, start
 
 # The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
 _MEAN: Any = dist.ReduceOp.AVG

@@ -2,8 +2,8 @@
 
 [Note: a rank that cannot connect]
 A rank may lack descriptors, threads or memory. It reports what it can tell beforehand before the others begin; see
-:func:`meeting.common_name`. It writes a later failure to the store of the user's process group. Ranks that wait there
-for its address look for that failure, and at the end all ranks meet there. A rank that is killed meanwhile writes
+:func:`rendezvous.common_name`. It writes a later failure to the store of the user's process group. Ranks that wait
+there for its address look for that failure, and at the end all ranks meet there. A rank that is killed meanwhile writes
 nothing, so both waits are bounded. gloo by itself waits for a missing rank for the whole timeout of the group, 30
 minutes by default, and ends the process where it gets no thread.
 """
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import meeting
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
+from . import rendezvous
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -104,19 +104,19 @@ class Connecting:
         patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, exchange: meeting.Exchanging, groups: int) -> None:
+    def __init__(self, parent: dist.ProcessGroup, exchange: rendezvous.Exchanging, groups: int) -> None:
         """Come together with the other ranks. Collective.
 
         Raises:
             OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for
-                :func:`meeting.common_name`.
+                :func:`rendezvous.common_name`.
         """
         obstacle = None
         try:
             require_room(parent.size(), groups)
         except OutOfResources as error:
             obstacle = error
-        self.name = f"zero_opt/{meeting.common_name(parent, exchange, obstacle)}"
+        self.name = f"zero_opt/{rendezvous.common_name(parent, exchange, obstacle)}"
         self._board = _c10d.PrefixStore(f"{self.name}/made", _c10d._get_default_store())
         self.number = next(_numbers)
         self._rank, self._world_size = dist.get_rank(parent), parent.size()

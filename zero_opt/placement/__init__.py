@@ -8,29 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import Group
+from ..comm.groups import Group
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
+from ..sharding.wrapped_class import steps_params_apart
 from ..system.devices import HOST, is_host
 from ..system.extension import require_native
-from .base import Home, ParamState, Placement, ReadThrough, tensors_of
-from .column_shard import is_matrix
-from .column_state import extra_places, without_extra
-from .cores import agree_on_threads
-from .cpu import CPUPlacement, HostUnits
-from .device import BucketwisePlacement, DevicePlacement, bare_step, hypers_of, steps_params_apart
-from .master_shard import HALVES
-from .native_rules import check_groups as _check_native_groups
-from .native_rules import check_params as _check_native_params
-from .native_rules import check_state as _check_native_state
-from .native_steps import ADAM_CLASSES, NATIVE_CLASSES, NativeSteps, may_be_fused, says_fused, serves
-from .nvme import NVMePlacement
-from .results import Results, build_results
-from .selective import SelectivePlacement
-from .speculation import SpeculativePlacement, check_reduces_early
-from .units import DeviceUnits
-from .worker import WorkerPlacement
+from .adam_rules import ADAM_CLASSES, NATIVE_CLASSES
+from .adam_rules import check_groups as _check_native_groups
+from .adam_rules import check_params as _check_native_params
+from .adam_rules import check_state as _check_native_state
+from .in_process.host_offload import CPUPlacement, HostUnits
+from .in_process.native_steps import NativeSteps, may_be_fused, says_fused, serves
+from .in_process.placement import BucketwisePlacement, DevicePlacement
+from .in_process.units import DeviceUnits
+from .interface import Home, ParamState, Placement, ReadThrough, tensors_of
+from .masters import HALVES
+from .nvme.placement import NVMePlacement
+from .selective.column_shard import is_matrix
+from .selective.column_state import extra_places, without_extra
+from .selective.placement import SelectivePlacement
+from .worker.cores import agree_on_threads
+from .worker.placement import WorkerPlacement
+from .worker.results import Results, build_results
+from .worker.speculation import SpeculativePlacement, check_reduces_early
 
 Policy = CPUOffload | WorkerOffload | NVMeOffload | None
 
@@ -41,7 +43,6 @@ __all__ = [
     "Policy",
     "ReadThrough",
     "Results",
-    "bare_step",
     "build_placement",
     "build_results",
     "check_params",
@@ -51,9 +52,7 @@ __all__ = [
     "extra_places",
     "grad_buffers_of",
     "home_of",
-    "hypers_of",
     "is_by_columns",
-    "steps_params_apart",
     "taken_states",
     "tensors_of",
 ]

@@ -6,8 +6,8 @@ from ..errors import ConfigTypeError, quoted
 from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
-from .base import GradReduction, GradShard, Parts, Progress
-from .ddp_hook import DDPHookReduction
+from .ddp_buckets import DDPHookReduction
+from .interface import GradReduction, GradShard, Parts, Progress
 from .overlapped import OverlappedReduction
 
 Policy = Overlapped | AtStep | AlreadyReduced | DDPHook

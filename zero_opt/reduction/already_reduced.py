@@ -9,14 +9,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..agreement import StepAgreement
-from ..buckets import GradBucket
-from ..collectives import tensor_bytes
+from ..comm.agreement import StepAgreement
+from ..comm.groups import tensor_bytes
+from ..comm.transfers import Window
 from ..errors import GradientConflict, ZeroOptError
-from ..flat_param import FlatParam
 from ..layout import ParamSlice
-from ..transfers import Window
-from .base import GradShard, Parts
+from ..sharding.buckets import GradBucket
+from ..sharding.flat_param import FlatParam
+from .interface import GradShard, Parts
 from .sparse import sparse_refusal
 
 # Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from ..buckets import GradBucket
+from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
-from ..exchange import Ident
-from .base import GradShard, Parts, shard_list
-from .other_reducers import ddp_conflict
+from ..sharding.buckets import GradBucket
+from .ddp_conflict import ddp_conflict
+from .interface import GradShard, Parts, shard_list
 from .sparse import SparseGrads, sparse_refusal
 
 

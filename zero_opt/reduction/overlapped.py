@@ -22,9 +22,8 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from ..agreement import StepAgreement
-from ..buckets import BucketState, Fill, GradBucket
-from ..consumed_grad import ConsumedGrad
+from ..comm.agreement import StepAgreement
+from ..comm.exchange import Ident
 from ..errors import (
     ConfigConflict,
     GradientConflict,
@@ -33,11 +32,12 @@ from ..errors import (
     UnsupportedParam,
     ZeroOptError,
 )
-from ..exchange import Ident
-from ..grad_norm import all_finite
-from ..hooks import ArrivalHooks, BackwardPasses
+from ..sharding.buckets import BucketState, Fill, GradBucket
 from ..system.devices import HOST, is_host
-from .base import GradShard, Parts, shard_list
+from .autograd_hooks import ArrivalHooks, BackwardPasses
+from .consumed_grad import ConsumedGrad
+from .grad_norm import all_finite
+from .interface import GradShard, Parts, shard_list
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from ..agreement import StepAgreement
-from ..buckets import GradBucket
+from ..comm.agreement import StepAgreement
 from ..errors import StepDesync
-from .base import Parts
+from ..sharding.buckets import GradBucket
+from .interface import Parts
 
 Launch = Callable[[], Future[bool]]
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..buckets import GradBucket
-from ..cpu_adam import sums_of
-from ..exchange import SliceSums
-from ..worker_process import flushes_denormals
+from ..comm.exchange import SliceSums
+from ..kernels import sums_of
+from ..sharding.buckets import GradBucket
+from ..system.extension import native
 
 
 class ShardSquares:
@@ -32,7 +32,7 @@ class ShardSquares:
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
         """See :class:`ShardReader`."""
-        if not self._takes or flushes_denormals():
+        if not self._takes or native.flushes_denormals():
             return ()
         index = bucket.layout.index
         if index not in self._places:
@@ -62,7 +62,7 @@ class ShardSquares:
         """See :class:`ShardReader`."""
         # Of gradients that are unscaled first no sums could be used.
         self._asked = self._asked or not self._scaled
-        if bucket.layout.index not in self._known or flushes_denormals():
+        if bucket.layout.index not in self._known or native.flushes_denormals():
             return [None] * len(bucket.slices)
         return [place.squares for place in self._places[bucket.layout.index]]
 

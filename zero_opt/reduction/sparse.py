@@ -7,10 +7,10 @@ import json
 import torch
 from torch import Tensor
 
-from ..collectives import Group
+from ..comm.groups import Group
 from ..errors import UnsupportedParam
-from ..partition import Partition
-from .base import GradShard, Parts
+from ..sharding.partition import Partition
+from .interface import GradShard, Parts
 
 
 def _sparse_grads(partition: Partition) -> dict[int, Tensor]:

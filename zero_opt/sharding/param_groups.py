@@ -1,8 +1,8 @@
-"""The param groups as users hold them, compared with the parameters that were planned."""
+"""Param groups as users write and hold them, and as they were planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ParamsReplaced
-from ..flat_param import is_dtensor
+from ..errors import ConfigError, ConfigTypeError, ParamsReplaced
+from .flat_param import is_dtensor
 
 _WAY_OUT = (
     "construct the optimizer after prepare(), fully_shard() and whatever else replaces parameters, and add parameters "
@@ -148,3 +148,124 @@ def _fits(param: object, before: Tensor) -> bool:
 def _named(param: Tensor) -> str:
     kind = "DTensor" if is_dtensor(param) else "tensor"
     return f"{kind} of shape {tuple(param.shape)}"
+
+
+def run_once(params: Iterable[Any]) -> Iterable[Any]:
+    """What :func:`normalized` makes of ``params``; what it raises instead, iterating over the result raises."""
+
+    try:
+        return normalized(params)
+    except Exception as error:  # whatever a generator of the user's raises
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
+
+
+def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
+    """The parameters in what :func:`normalized` returns, in their order; none where it could not."""
+    found: list[Tensor] = []
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping):
+            params = entry["params"]
+            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+        else:
+            found.append(entry[1] if isinstance(entry, tuple) else entry)
+    return found
+
+
+def normalized(params: Iterable[Any]) -> list[Any]:
+    """``params`` with every iterator run once, so that it can be read several times.
+
+    Raises:
+        ConfigError, ConfigTypeError: it is not what an optimizer takes; names the group and the position in it.
+    """
+    entries = _listed(params, "params", "tensors or dicts")
+    if not entries:
+        raise ConfigError("optimizer got an empty parameter list")
+    if isinstance(entries[0], Mapping):
+        return [normalized_group(entry, number) for number, entry in enumerate(entries)]
+    _check_tensors(entries, 0)
+    return entries
+
+
+def normalized_group(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """One param group, as :func:`normalized` makes it."""
+    if not isinstance(group, Mapping):
+        raise ConfigTypeError(f"param group {number} must be a dict, got {torch.typename(group)}")
+    if "params" not in group:
+        raise ConfigError(f"param group {number} has no 'params'; it has {sorted(map(str, group))}")
+    if isinstance(group["params"], Tensor):
+        return dict(group)
+    params = _listed(group["params"], f"params of group {number}", "tensors")
+    _check_tensors(params, number)
+    return {**group, "params": params}
+
+
+def _listed(params: Iterable[Any], name: str, of: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
+        raise ConfigTypeError(
+            f"{name} are a {torch.typename(params)}, which has no order, so that ranks, and saved state, would take "
+            "one parameter for another; use a list"
+        )
+    if isinstance(params, Tensor):  # torch's words
+        raise ConfigTypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            + torch.typename(params)
+        )
+    wrong = f"{name} must be an iterable of {of}, got {torch.typename(params)}{_instead_of(params)}"
+    try:
+        iterator = iter(params)
+    except TypeError as error:
+        raise ConfigTypeError(wrong) from error
+    entries = list(iterator)
+    if isinstance(params, (torch.nn.Module, Mapping)) and any(isinstance(e, (torch.nn.Module, str)) for e in entries):
+        raise ConfigTypeError(wrong)
+    return entries
+
+
+def _instead_of(params: object) -> str:
+    """Return what a message advises to pass instead of an argument without parameters; "" if that is unclear."""
+    if isinstance(params, torch.nn.Module):
+        return "; pass its parameters()"
+    if isinstance(params, Mapping):
+        return ", which would give its keys; pass model.parameters() or model.named_parameters()"
+    if isinstance(params, torch.optim.Optimizer) or (
+        isinstance(params, type) and issubclass(params, torch.optim.Optimizer)
+    ):
+        return "; parameters come first: ShardedOptimizer(params, optimizer_class, lr=...)"
+    return "; write model.parameters(), with parentheses" if callable(params) else ""
+
+
+def _check_tensors(params: Sequence[Any], number: int) -> None:
+    for position, entry in enumerate(params):
+        param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(param, Tensor):
+            raise ConfigTypeError(
+                f"group {number}, position {position} must be a tensor or a (name, tensor) pair, got "
+                f"{torch.typename(param)}{_instead_of(param)}"
+            )
+
+
+def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
+    """How messages name the parameter with a global index."""
+    start = 0
+    for number, group in enumerate(param_groups):
+        count = len(group["params"])
+        if index < start + count:
+            names = group.get("param_names")
+            name = f" ({names[index - start]})" if names else ""
+            return f"parameter {index}{name} (group {number}, position {index - start})"
+        start += count
+    return f"parameter {index}"
+
+
+# What belongs to the user's groups alone: the inner optimizer has its own params, and no names for them.
+_OUTER_KEYS = ("params", "param_names")
+
+
+def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a param group."""
+    return {key: value for key, value in group.items() if key not in _OUTER_KEYS}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..streams import AcceleratorStreams, NoStreams, Streams
+from .streams import AcceleratorStreams, NoStreams, Streams
 
 HOST = torch.device("cpu")
 # Backends that carry tensors in host memory, or that block the calling thread with those of an accelerator.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared_memory import memory_errors, page_aligned, require_memory
 from .devices import HOST, pins, runtime_of
+from .shared_memory import memory_errors, page_aligned, require_memory
 
 _log = logging.getLogger("zero_opt")
 # The driver locks pages one call at a time, and nothing else of the process's memory changes meanwhile.

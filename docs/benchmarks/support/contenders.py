@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import zero_opt
-from zero_opt.cpu_adam import AdamHypers, AdamUpdate, adam_update_, grad_squares
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, grad_squares
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HYPERS = AdamHypers(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)

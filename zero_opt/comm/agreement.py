@@ -1,0 +1,325 @@
+"""Do the ranks agree: on what they hold (when constructed), and on which step they are in (at every step)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
+from .groups import Group, bytes_tensor, tensor_bytes
+
+_HEADER = struct.Struct("<qqqBdQqQ")
+# Parameters that an error names.
+_NAMED = 3
+# Of the header's flags.
+_FAILED, _ABSENT, _CLIPS = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank brings to a step.
+
+    Attributes:
+        step, epoch: optimizer steps done; ``zero_grad`` calls since the last one.
+        rounds: gradient exchanges per bucket in this window.
+        used: bit per parameter, whether it has a gradient here. trainable: bit per parameter, requires_grad.
+        restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
+        absent: this rank has run out of inputs, and goes along with whatever the others do.
+        clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
+        hypers: a digest of the hyperparameters.
+        edits: a digest of which parameters the user has written to here since the last agreement, and how often.
+        abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
+            exchange of such a round on another rank would be answered by a later one here.
+    """
+
+    step: int
+    epoch: int
+    rounds: int
+    used: int
+    trainable: int
+    restarted: int = 0
+    absent: bool = False
+    clip_to: float | None = None
+    hypers: int = 0
+    abandoned: int = 0
+    edits: int = 0
+
+    @property
+    def call(self) -> str:
+        """What the user called."""
+        return "step()" if self.clip_to is None else "clip_grad_norm_()"
+
+    def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
+        """As bytes, with masks of a given size, and whether something went wrong on this rank."""
+        flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
+        header = _HEADER.pack(
+            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned, self.edits
+        )
+        masks = (self.used, self.trainable, self.restarted)
+        return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
+
+    @classmethod
+    def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
+        """What :meth:`pack` was given."""
+        step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
+        starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
+        used, trainable, restarted = [
+            int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
+        ] or (0, 0, 0)
+        absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
+        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned, edits)
+        return report, bool(flags & _FAILED)
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all.
+
+    Attributes:
+        used_by, restarted: per rank, the parameters it reports as used and as restarted.
+        epoch, clip_to: of the ranks that have inputs. absent: those that have none.
+        same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
+            have written to the same parameters equally often.
+        abandoned, rounds_by: per rank, as it reports.
+    """
+
+    rounds: int
+    used: int
+    trainable: int
+    used_by: Sequence[int]
+    restarted: Sequence[int] = ()
+    epoch: int = 0
+    clip_to: float | None = None
+    absent: Sequence[int] = ()
+    same_hypers: bool = True
+    same_edits: bool = True
+    abandoned: Sequence[int] = ()
+    rounds_by: Sequence[int] = ()
+
+
+class Agreement:
+    """Compares small facts over the control group. Every method is collective."""
+
+    def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
+        self.group, self._describe = group, describe
+
+    def reserve(self, param_count: int) -> None:
+        """Have the reports of a step about so many parameters travel in one message each."""
+        self.group.inline_bytes = max(self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count))
+
+    def on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
+        """Agree on the state of the step about to be taken.
+
+        Raises:
+            StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
+            PeerSilent: a rank does not come. PeerLost: one has ended.
+            ZeroOptError: ``error``, of whichever rank passed one, on every rank.
+        """
+        mask_bytes = _mask_bytes(param_count)
+        self.group.in_step(mine.step)
+        payload = mine.pack(mask_bytes, failed=error is not None)
+        unpacked = [
+            StepReport.unpack(raw, mask_bytes)
+            for raw in self.group.all_gather_bytes(payload, "step() or clip_grad_norm_()", mine.call)
+        ]
+        if any(failed for _, failed in unpacked):
+            self.raise_first_error(error)
+        reports = [report for report, _ in unpacked]
+        present = [rank for rank, report in enumerate(reports) if not report.absent]
+        self._require_same_step(reports, present)
+        self._require_same_mask(reports)
+        first = reports[present[0] if present else 0]
+        used_by = [report.used for report in reports]
+        return StepAgreement(
+            rounds=max(report.rounds for report in reports),
+            used=reduce(or_, used_by),
+            trainable=mine.trainable,
+            used_by=used_by,
+            restarted=[report.restarted for report in reports],
+            epoch=first.epoch,
+            clip_to=first.clip_to,
+            absent=[rank for rank, report in enumerate(reports) if report.absent],
+            same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
+            same_edits=all(report.edits == first.edits for report in reports),
+            abandoned=[report.abandoned for report in reports],
+            rounds_by=[report.rounds for report in reports],
+        )
+
+    def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:
+        first = reports[present[0]] if present else reports[0]
+        for rank, report in enumerate(reports):
+            if report.step != first.step:
+                raise StepDesync(f"rank {rank} is in step {report.step} while rank 0 is in step {first.step}")
+            if rank in present and (report.clip_to is None) != (first.clip_to is None):
+                raise RankMismatch(f"rank {present[0]} called {first.call} where rank {rank} called {report.call}")
+            if rank in present and report.clip_to != first.clip_to:
+                raise RankMismatch(
+                    f"clip_grad_norm_() was given max_norm={first.clip_to!r} on rank {present[0]} and "
+                    f"{report.clip_to!r} on rank {rank}"
+                )
+            if rank in present and report.epoch != first.epoch:
+                raise StepDesync(
+                    f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "
+                    f"{present[0]} {first.epoch} times; after an exception every rank must call it, or none; with "
+                    "GradScaler use reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
+                    epoch=max(r.epoch for r in reports),
+                )
+
+    def _require_same_mask(self, reports: Sequence[StepReport]) -> None:
+        for rank, report in enumerate(reports):
+            differing = report.trainable ^ reports[0].trainable
+            if differing:
+                index = (differing & -differing).bit_length() - 1
+                here, there = bool(reports[0].trainable >> index & 1), bool(report.trainable >> index & 1)
+                raise RankMismatch(
+                    f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
+                )
+
+    def on_edits(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
+        """Require equal values of parameters that the ranks have not written to equally often. Collective.
+
+        Their values may be equal: where one rank loads a checkpoint and it, or DDP, sends that to the others through
+        ``.data``, only the first rank's version counters rise.
+
+        Args:
+            mine: by parameter, how often it was written to here. params: all parameters of the optimizer.
+
+        Returns:
+            The parameters that the ranks have not written to equally often.
+
+        Raises:
+            RankMismatch: on every rank, naming parameters that differ, and the ranks that wrote to them.
+        """
+        listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
+        counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
+        uneven = [index for index, by_rank in counts.items() if len(set(by_rank)) > 1]
+        with self.together():
+            digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
+        found = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
+        apart = [index for index, *others in zip(uneven, *found, strict=True) if len(set(others)) > 1]
+        if not apart:
+            return set(uneven)
+        by_rank = counts[apart[0]]
+        least, most = min(by_rank), max(by_rank)
+        where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
+        where += " alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}"
+        names = ", ".join(map(self._describe, apart[:_NAMED]))
+        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
+        raise RankMismatch(
+            f"values of {names}{more} differ between ranks: since the last step they were written to on {where}; call "
+            "zero_opt.broadcast_params(model) on every rank and repeat the step; call load_state_dict(), and whatever "
+            "else writes to parameters, on every rank"
+        )
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        flags = self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
+        return any(bool(other) for other in flags)
+
+    def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's list; all ranks give one of the same length."""
+        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+        self.group.broadcast(tensor, 0)
+        return [int(n) for n in tensor.tolist()]
+
+    def raise_first_error(self, error: Exception | None, call: str = "", own: Exception | None = None) -> None:
+        """Raise, on every rank, the error of the first rank that has one; return if none has. Collective.
+
+        The rank's own error object is raised on the rank it comes from.
+
+        Args:
+            call: what the user called, if this is the first message between ranks in that call.
+            own: this rank raises it in place of whatever error is first.
+        """
+        text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
+        for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
+            if not other:
+                continue
+            if own is not None:
+                raise own
+            if rank == self.group.rank and error is not None:
+                raise error
+            raise error_of_rank(rank, *json.loads(other))
+
+    @contextmanager
+    def together(self, call: str = "") -> Iterator[None]:
+        """What fails within it on one rank is raised on all, at its end; see :meth:`raise_first_error`. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+        self.raise_first_error(error, call)
+
+    def on_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
+        """Compare what the ranks hold, as (name of the thing, its JSON value), in order.
+
+        A fixed-size digest is compared; the entries travel only when digests differ.
+
+        Raises:
+            RankMismatch: on every rank, naming the first entry that differs and both values.
+        """
+        listed = [[name, value] for name, value in entries]
+        encoded = json.dumps(listed).encode()
+        digest = hashlib.sha256(encoded).digest()
+        digests = self.group.all_gather(bytes_tensor(digest))
+        if all(torch.equal(digests[0], other) for other in digests):
+            return
+        gathered = [json.loads(payload) for payload in self.group.all_gather_bytes(encoded)]
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
+                raise RankMismatch(_first_difference(gathered[0], other, rank))
+
+
+def _mask_bytes(param_count: int) -> int:
+    """Bytes of one bit per parameter."""
+    return (param_count + 7) // 8
+
+
+def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
+    for (name, value), (other_name, other_value) in zip(first, other, strict=False):
+        if name != other_name:
+            return f"rank 0 has {name} where rank {rank} has {other_name}"
+        if value != other_value:
+            hint = "; call zero_opt.broadcast_params(model) first" if name.endswith("values") else ""
+            return f"{name}: {value!r} on rank 0, {other_value!r} on rank {rank}{hint}"
+    longer, where = (first, 0) if len(first) > len(other) else (other, rank)
+    return f"{longer[min(len(first), len(other))][0]} exists on rank {where} alone"
+
+
+def edits_digest(edits: Mapping[int, int]) -> int:
+    """Return a digest, of 64 bits, of how often each parameter was written to; 0 if none was."""
+    if not edits:
+        return 0
+    return int.from_bytes(hashlib.sha256(json.dumps([*edits.items()]).encode()).digest()[:8], "little")
+
+
+def value_digest(param: Tensor) -> str:
+    """A short digest of a parameter's bits that depends on their positions. Reads the parameter about twice.
+
+    The bytes are summed as integers by rows and by columns of a matrix, and both sums are hashed.
+    """
+    with torch.no_grad():
+        flat = param.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % 4:  # a view of a larger tensor, where words cannot be seen
+            raw = raw.clone()
+        whole = raw.numel() // 4 * 4
+        words = raw[:whole].view(torch.int32)
+        width = 4096
+        rows = words[: words.numel() // width * width].view(-1, width)
+        parts = [rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :], raw[whole:]]
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(tensor_bytes(part.cpu().contiguous()))
+    return digest.hexdigest()[:16]

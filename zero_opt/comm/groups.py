@@ -1,0 +1,463 @@
+"""Process groups of our own, and their collectives, chosen per backend and torch version.
+
+Methods of the process group object are called rather than the functions of ``torch.distributed``: they work from any
+thread, and their names have not been deprecated between torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
+from ..policies import waited_for
+from ..system.devices import HOST, device_backends, own_device
+from . import rendezvous
+from .connecting import Connecting
+from .departures import Departures
+from .device_backends import abort_device_backend, add_device_backend
+from .peer_watch import Stops, WaitingThread, Watch, done_within, home_payload, homes_from
+from .transfers import Gathered, Message, Transfer, peer_lost, start
+
+# Its private parts carry no types.
+_c10d: Any = dist.distributed_c10d
+
+# Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
+_inherited: list[dist.ProcessGroup] = []
+
+# Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
+_ENVELOPE = "<32sq{}s"
+INLINE_BYTES = 216
+# Whom a collective waits for.
+ALL = "another rank"
+# The backend of a group of one.
+ALONE = "alone"
+# Backends of torch's tests, whose ranks are threads, and of its dry runs, whose other ranks do not exist.
+THREADED, FAKE = "threaded", "fake"
+_WITHOUT_PROCESSES = (THREADED, FAKE)
+# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
+# not fit its receiver.
+_NEVER_SENT = (1 << 31) - 1
+# The tag of Group.move(); no exchange of buckets over the same connections has it.
+_MOVED = _NEVER_SENT - 1
+
+
+def _backend_for(parent: dist.ProcessGroup) -> str:
+    """Return the backend of an own group for tensors in host memory."""
+    config = str(dist.get_backend_config(parent))
+    return next((name for name in _WITHOUT_PROCESSES if name in config), "gloo")
+
+
+def _timeout_of(parent: dist.ProcessGroup) -> float:
+    """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
+    for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
+            options: Any = parent._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+    return default_pg_timeout.total_seconds()
+
+
+def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
+    """Start overwriting ``tensor`` with that of group rank ``src``."""
+    return _gathered(f"rank {src}", _broadcasting(pg, tensor, src), tensor)
+
+
+def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = src, 0
+    return start(f"rank {src}", pg.broadcast, [tensor], options)
+
+
+def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
+    """A collective under way of tensors like this one."""
+    return Gathered(who, work) if like.is_cpu else Transfer(who, work)
+
+
+def _new_group(
+    parent: dist.ProcessGroup,
+    purpose: str,
+    timeout: timedelta,
+    devices: Mapping[str, str],
+    connecting: Connecting | None,
+) -> Any:
+    """A group of the parent's ranks, in its order, made by them alone.
+
+    Args:
+        purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
+
+    ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
+    moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
+    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
+    """
+    ranks = dist.get_process_group_ranks(parent)
+    if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
+        return parent
+    if connecting is None:  # all ranks are in every group
+        return _c10d.new_group(ranks, timeout=timeout, backend=THREADED)
+    rank, size = dist.get_rank(parent), len(ranks)
+    name = f"{connecting.name}/{purpose}"
+    pg = _c10d.ProcessGroup(_c10d.PrefixStore(name, _c10d._get_default_store()), rank, size)
+    kinds = _c10d.ProcessGroup.BackendType
+    gloo = _c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
+    gloo._set_default_timeout(timeout)
+    gloo._set_sequence_number_for_group()
+    pg._set_default_backend(kinds.GLOO)
+    pg._register_backend(HOST, kinds.GLOO, gloo)
+    pg._set_group_name(name)
+    for device_type, backend in devices.items():
+        add_device_backend(pg, device_type, backend, timeout, ranks)
+    pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
+    return pg
+
+
+class _NameExchange:
+    """Names of so many bytes from every rank of a user's group, over whatever it has. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup, name: bytes) -> None:
+        config = str(dist.get_backend_config(group))
+        device = HOST if HOST.type in config else own_device(group.bound_device_id, config)
+        mine = bytes_tensor(name).to(device)
+        self._all = [torch.empty_like(mine) for _ in range(group.size())]
+        self._work = start(ALL, group.allgather, [self._all], [mine])
+
+    def done_within(self, seconds: float) -> bool:
+        """See :class:`Names`."""
+        with peer_lost(ALL):
+            if self._all[0].is_cpu:
+                return done_within(self._work, seconds)
+            if not self._work.is_completed():  # a wait would be the stream's
+                time.sleep(seconds)
+                return False
+            self._work.wait()
+            return True
+
+    def names(self) -> list[bytes]:
+        """See :class:`Names`."""
+        return [tensor_bytes(name.cpu()) for name in self._all]
+
+
+def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
+    """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it."""
+    return rendezvous.agreed_group(process_group, _NameExchange)
+
+
+def bytes_tensor(payload: bytes) -> Tensor:
+    """A CPU tensor with these bytes."""
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The raw bytes of a contiguous CPU tensor, without numpy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Group:
+    """A process group of our own, so that no traffic of the user's can cross ours.
+
+    Attributes:
+        parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
+        device_backends: backends that carry accelerator tensors, by device type.
+        inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
+    """
+
+    device_backends: Mapping[str, str] = MappingProxyType({})
+    _watch: Watch | None = None
+
+    def __init__(
+        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
+    ) -> None:
+        self.inline_bytes = INLINE_BYTES
+        self.backend = _backend_for(parent)
+        self.rank, self.world_size = dist.get_rank(parent), parent.size()
+        self.timeout_s = waited_for(_timeout_of(parent) if timeout is None else timeout)
+        self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
+        self.parent: dist.ProcessGroup | None = parent
+        self._mesh: DeviceMesh | None = None
+        self._departures: Departures | None = None
+        self._waits = WaitingThread(self.interrupt)
+        self._pg: dist.ProcessGroup | None = _new_group(
+            parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
+        )
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        """The group as torch has it.
+
+        Raises:
+            OptimizerClosed: it is closed.
+        """
+        if self._pg is None:
+            raise OptimizerClosed("this optimizer is closed, and its connections with it")
+        return self._pg
+
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
+        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective.
+
+        Args:
+            others: groups of the same ranks, which also explain their errors by the departures.
+            departures: the ranks that have left.
+        """
+        if self.has_send_recv:
+            homes = homes_from(self.all_gather_bytes(home_payload()))
+            store = _c10d.PrefixStore(f"{self.pg.group_name}/watch", _c10d._get_default_store())
+            timeouts, departures = (self.timeout_s, hang_timeout_s), departures or Departures()
+            self._watch = Watch(store, self.rank, homes, timeouts, departures)
+            for group in (self, *others):
+                group._departures = departures
+
+    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
+        """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
+        return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
+
+    def lookout(self, waiting: str = "") -> Callable[[], None]:
+        """See :class:`shared_memory_exchange.ControlGroup`; ``waiting`` says what waits, if not a step."""
+        return (lambda: None) if self._watch is None else Stops(self._watch, waiting).look
+
+    def in_step(self, step: int) -> None:
+        """Note, for messages, that this rank has completed so many steps."""
+        if self._watch is not None:
+            self._watch.step = step
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """See :class:`transfers.MessageGroup`."""
+        self._waits.run(call, self.lookout("this rank waits for its message"))
+
+    @property
+    def has_send_recv(self) -> bool:
+        """Whether two ranks can exchange a message without the others; those of torch's tests and dry runs cannot."""
+        return self.backend not in _WITHOUT_PROCESSES
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        if self._mesh is None:
+            assert self.parent is not None, "a rank alone has no mesh"
+            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
+        return self._mesh
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
+
+        Raises:
+            ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
+        """
+        self._require_own()
+        outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._finish(start(ALL, self.pg.allgather, [outputs], [tensor]), ALL, tensor)
+        return outputs
+
+    def _finish(self, work: dist.Work, who: str, like: Tensor) -> None:
+        """Wait for a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
+        if self._watch is None or not like.is_cpu:
+            _gathered(who, work, like).wait()
+        else:
+            with peer_lost(f"{who}, for which step {self._watch.step} waits,"):
+                self._watch.wait(work)
+
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
+        """Every rank's payload, which may differ in length, in rank order.
+
+        The first message has one size whatever it is about: a backend may abort the process where sizes differ.
+
+        Args:
+            call: what the user called; ranks compare it.
+            called: the one that this rank called, where ``call`` names several.
+
+        Raises:
+            RankMismatch: on every rank, when ranks are in different calls.
+        """
+        if self._watch is not None:
+            self._watch.call = called or call or self._watch.call
+        envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
+        first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
+        envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
+        for rank, (other, *_) in enumerate(envelopes):
+            if other != envelopes[0][0]:
+                here, there = (name.rstrip(b"\0").decode(errors="replace") for name in (envelopes[0][0], other))
+                raise RankMismatch(f"rank 0 called {here} where rank {rank} called {there}; every rank must call both")
+        longest = max(length for _, length, _ in envelopes)
+        if longest <= self.inline_bytes:
+            return [inline[:length] for _, length, inline in envelopes]
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        padded[: len(payload)] = bytes_tensor(payload) if payload else 0
+        return [tensor_bytes(t[:length]) for t, (_, length, _) in zip(self.all_gather(padded), envelopes, strict=True)]
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
+        self._require_own()
+        self._finish(_broadcasting(self.pg, tensor, src), f"rank {src}", tensor)
+
+    def _require_own(self) -> None:
+        if os.getpid() != self._pid:
+            raise ProcessGroupError(
+                "this process was forked from the one that made this ShardedOptimizer, whose connections and threads "
+                "it does not have; construct optimizers after forking"
+            )
+
+    def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
+        """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
+
+        ``tensor`` is contiguous: the source on ``src``, the destination on ``dst``, ``None`` elsewhere.
+        """
+        if self.has_send_recv:
+            if tensor is None or numel == 0 or src == dst:
+                return None
+            if self.rank == src:
+                return self.send_to(tensor, dst, _MOVED)
+            return self.receive_from(tensor, src, _MOVED) if self.rank == dst else None
+        self.broadcast(torch.empty(numel, dtype=dtype, device="cpu") if tensor is None else tensor.view(-1), src)
+        return None
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Message:
+        """Start sending a contiguous tensor to one rank."""
+        return Message(f"rank {dst}", start(f"rank {dst}", self.pg.send, [tensor], dst, tag), self)
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Message:
+        """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
+        return Message(f"rank {src}", start(f"rank {src}", self.pg.recv, [tensor], src, tag), self)
+
+    def interrupt(self) -> None:
+        """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
+
+        gloo cannot cancel a wait. But if one times out, it closes all connections of the group.
+        """
+        self.disconnect()
+        if os.getpid() == self._pid and self._aborted.acquire(blocking=False):
+            self._abort_devices()
+
+    def disconnect(self) -> None:
+        """Break this rank's connections, but leave alone what is under way on an accelerator."""
+        if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
+            return
+        self._take_leave()
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                with contextlib.suppress(PeerLost, RuntimeError):
+                    empty = torch.empty(1, dtype=torch.float32, device="cpu")
+                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, _NEVER_SENT)
+                    Transfer(f"rank {rank}", receiving).wait(0.001)
+
+    def _take_leave(self) -> None:
+        """Do what must come before connections are broken."""
+
+    def _abort_devices(self) -> None:
+        """End what carries accelerator tensors, on this rank alone."""
+        for device_type in self.device_backends:
+            with contextlib.suppress(RuntimeError):
+                abort_device_backend(self.pg, device_type)
+
+    def close(self) -> None:
+        """Destroy the group, once; harmless when the user has destroyed everything already, and in a forked child."""
+        if self._pg is None:
+            return
+        if os.getpid() != self._pid:
+            _inherited.append(self._pg)
+            return
+        self._waits.close()
+        if self._watch is not None:
+            self._watch.close()
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
+            if self.has_send_recv:
+                self._abort_devices()
+                self._pg._get_backend(HOST).shutdown()
+            elif self.backend == THREADED:
+                dist.destroy_process_group(self._pg)
+        self._pg = None  # the last reference, which gives back connections and threads
+
+
+class DeviceGroup(Group):
+    """A group that also carries accelerator tensors, by the backends that the user's group has for them."""
+
+    def __init__(
+        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
+    ) -> None:
+        self.device_backends = device_backends(str(dist.get_backend_config(parent)))
+        super().__init__(parent, timeout, purpose, connecting)
+
+
+class SideGroup(Group):
+    """For messages between two ranks beside all collectives.
+
+    Attributes:
+        farewell: called before this rank breaks its connections. control: the group that knows which ranks are stopped.
+    """
+
+    farewell: Callable[[], None] | None = None
+    control: Group | None = None
+
+    def lookout(self, waiting: str = "") -> Callable[[], None]:
+        """See :class:`Group`."""
+        return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
+
+    def _take_leave(self) -> None:
+        if self.farewell is not None:
+            self.farewell()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a fork of the process that made the group, which cannot use it."""
+        return os.getpid() != self._pid
+
+
+def connect(parent: dist.ProcessGroup, groups: int) -> Connecting | None:
+    """Begin to make so many groups; returns ``None`` if the ranks are not processes. Collective.
+
+    Raises:
+        OutOfResources: a rank lacks descriptors or threads for them. Others as for :func:`rendezvous.common_name`.
+    """
+    return None if _backend_for(parent) in _WITHOUT_PROCESSES else Connecting(parent, _NameExchange, groups)
+
+
+class AloneGroup(Group):
+    """The group of a rank that has no others; needs no torch.distributed."""
+
+    def __init__(self) -> None:
+        self.inline_bytes, self.backend, self.parent = 0, ALONE, None
+        self.rank, self.world_size = 0, 1
+        self.timeout_s = math.inf  # steps wait for no other rank, but for threads of this process that read the state
+        self._pid = os.getpid()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See :class:`Group`."""
+        self._require_own()
+        return [tensor.clone()]
+
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
+        """See :class:`Group`."""
+        self._require_own()
+        return [payload]
+
+    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
+        """See :class:`Group`; there is nobody to wait for."""
+
+    def disconnect(self) -> None:
+        """See :class:`Group`; there is nobody to leave."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """See :class:`Group`; there is nobody to send to."""
+
+    def close(self) -> None:
+        """See :class:`Group`; there is nothing to destroy."""
+
+
+def check_rank(rank: object, world_size: int, name: str) -> None:
+    """Raise ConfigTypeError or ConfigError unless ``rank`` is a rank of a group."""
+    message = f"{name} must be a rank of the group, 0 to {world_size - 1}, got {quoted(rank)}"
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ConfigTypeError(message)
+    if not 0 <= rank < world_size:
+        raise ConfigError(message)

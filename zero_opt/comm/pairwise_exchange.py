@@ -1,0 +1,300 @@
+"""Ranks exchange buckets by messages to each other: gloo, whose own reduce-scatter is an all-reduce in disguise.
+
+Each rank sends every peer just the part that the peer owns. What lies together in memory for long enough is sent from
+there, and received where it is wanted; shorter runs are put together in a buffer. A bucket's runs and shards are the
+same on every rank, so both ends of a message cut it alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..layout import Span
+from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, add_mean, chunks_of
+
+# Runs of fewer bytes share a message: copying them costs less than a message of their own.
+_LEAST_BYTES = 1 << 20
+# No shard is cut into more messages: a run that is sent by itself has at least 1/12 of it.
+_MOST_DIRECT = 12
+_MOST_MESSAGES = 2 * _MOST_DIRECT + 1
+_HEADER_NUMEL = 3 + _MOST_MESSAGES
+# Reductions with a peer that have tags of their own, two each: of the header and of the data. All tags have 30 bits.
+_TAG_MODULUS = 1 << 29
+# Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
+_SENT, _RECEIVED, _ZEROS = 3, 4, 5
+_GATHERED = (_SENT, _RECEIVED)
+# Tags of the gather's messages: of elements, and of the last step that failed.
+_ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
+
+
+class Post(Protocol):
+    """What is needed of a process group."""
+
+    rank: int
+    world_size: int
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        """Start sending a contiguous tensor; the result is waited for."""
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Any:
+        """Start receiving a contiguous tensor; messages of one tag come in the order in which they were sent."""
+
+
+def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Span]:
+    """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
+    least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
+    messages, begin = [], low
+    for run in runs[_first_at(runs, low) :]:
+        start, stop = max(run.start, low), min(run.start + run.numel, high)
+        if run.start >= high:
+            break
+        if stop - start >= least:
+            if begin < start:
+                messages.append(Span(begin, start))
+            messages.append(Span(start, stop))
+            begin = stop
+    if begin < high:
+        messages.append(Span(begin, high))
+    return messages
+
+
+def _first_at(runs: Sequence[Run], element: int) -> int:
+    """Index of the last run that starts at or before an element; 0 if none does."""
+    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
+
+
+def _parts(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, int, int]]:
+    """Every run's elements within a span, as (run, first, last + 1) in the bucket."""
+    for run in runs[_first_at(runs, span.start) :]:
+        if run.start >= span.stop:
+            return
+        low, high = max(run.start, span.start), min(run.start + run.numel, span.stop)
+        if low < high:
+            yield run, low, high
+
+
+def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
+    """The span where it lies in memory, if it lies there together."""
+    for run, low, high in _parts(runs, span):
+        if run.values is not None and (low, high) == span:
+            return run.values[low - run.start : high - run.start]
+    return None
+
+
+class _Stretches:
+    """A pooled buffer, for the spans of one exchange that do not lie together."""
+
+    def __init__(self, pool: StagingPool, slot: int, like: Tensor) -> None:
+        self._pool, self._slot, self._like = pool, slot, like
+
+    def reserve(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
+        """Have room for those of the spans that need it."""
+        numel = sum(span.numel for span in spans if _in_place(runs, span) is None)
+        self._buffer = self._pool.take(self._slot, numel, self._like.dtype, self._like.device)
+        self._used = 0
+
+    def room(self, numel: int) -> Tensor:
+        """The next elements of the buffer."""
+        self._used += numel
+        return self._buffer[self._used - numel : self._used]
+
+    def filled(self, runs: Sequence[Run], span: Span) -> Tensor:
+        """A span's elements, in place or put together here, with zeros where there are none."""
+        found = _in_place(runs, span)
+        if found is not None:
+            return found
+        room = self.room(span.numel)
+        for run, low, high in _parts(runs, span):
+            part = room[low - span.start : high - span.start]
+            if run.values is None:
+                part.zero_()
+            else:
+                part.copy_(run.values[low - run.start : high - run.start])
+        return room
+
+
+class _Inbox:
+    """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
+
+    def __init__(self, post: Post, peer: int) -> None:
+        self._post, self._peer, self._count = post, peer, 0
+        self._header: Tensor | None = None
+
+    def _peek(self) -> tuple[Ident, list[int]]:
+        """The next exchange's ident, and the sizes of its messages in bytes."""
+        if self._header is None:
+            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+            self._post.receive_from(header, self._peer, 2 * self._count).wait()
+            self._header = header
+        step, epoch, sequence, *sizes = self._header.tolist()
+        return Ident(step, epoch, sequence), [size for size in sizes if size]
+
+    def take(self, into: Sequence[Tensor]) -> list[Any]:
+        """Start receiving the next exchange's messages."""
+        tag, self._header = 2 * self._count + 1, None
+        self._count = (self._count + 1) % _TAG_MODULUS
+        return [self._post.receive_from(tensor, self._peer, tag) for tensor in into]
+
+    def drop(self) -> None:
+        """Receive the next exchange's messages and forget them."""
+        _, sizes = self._peek()
+        for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
+            work.wait()
+
+    def skip_before(self, ident: Ident) -> bool:
+        """Drop exchanges older than ``ident``; whether the next one is ``ident``."""
+        while True:
+            found, _ = self._peek()
+            if found >= ident:
+                return found == ident
+            self.drop()
+
+
+class PairwiseExchange(PooledExchange):
+    """See the module.
+
+    Every reduction is preceded by its ident, so a rank that left a backward early (an exception) is noticed instead of
+    having its next bucket added to this one.
+    """
+
+    gathers_ahead = 1
+
+    def __init__(self, reduce_post: Post, gather_post: Post, pool: StagingPool) -> None:
+        super().__init__(pool)
+        self._reduce, self._gather = reduce_post, gather_post
+        self._rank, self._world_size = reduce_post.rank, reduce_post.world_size
+        self._peers = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
+        self._inbox = {peer: _Inbox(reduce_post, peer) for peer in self._peers}
+        self._sent = dict.fromkeys(self._peers, 0)
+        self._unread: list[Any] = []
+        self._failed = -1  # the last step that failed on this rank
+
+    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        return self
+
+    def reduce_runs(
+        self,
+        ident: Ident,
+        runs: Sequence[Run],
+        bounds: Sequence[int],
+        out: Tensor,
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
+        """See :class:`DirectExchange`."""
+        sends = self._send(ident, runs, bounds, out)
+        matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}
+        if not all(matches.values()):
+            for peer, match in matches.items():
+                if match:
+                    self._inbox[peer].drop()
+            # A peer reads these only when it gets to a later exchange, for which it may need us to get there first.
+            self._unread += sends
+            return False
+        self._reduce_received(runs, Span(bounds[self._rank], bounds[self._rank + 1]), out)
+        for work in [*self._unread, *sends]:
+            work.wait()
+        self._unread.clear()
+        return True
+
+    def _reduce_received(self, runs: Sequence[Run], own: Span, out: Tensor) -> None:
+        """Receive every peer's contribution to this rank's shard, and add up."""
+        messages = plan_messages(runs, *own, out.element_size())
+        received = self._pool.take(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
+        shards: dict[int, Tensor] = {}
+        works = []
+        for turn, peer in enumerate(self._peers):
+            shard = shards[peer] = received[turn * own.numel : (turn + 1) * own.numel]
+            works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
+        for work in works:
+            work.wait()
+        for run, low, high in _parts(runs, own):
+            there = slice(low - own.start, high - own.start)
+            if run.values is None:
+                values = self._pool.take(_ZEROS, high - low, out.dtype, out.device).zero_()
+            else:
+                values = run.values[low - run.start : high - run.start]
+            parts = [values if rank == self._rank else shards[rank][there] for rank in range(self._world_size)]
+            add_mean(parts, out[there], add=run.add)
+
+    def _send(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], like: Tensor) -> list[Any]:
+        """Start sending every peer its part."""
+        plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], like.element_size()) for peer in self._peers}
+        stretches = _Stretches(self._pool, _SENT, like)
+        stretches.reserve(runs, [span for plan in plans.values() for span in plan])
+        works = []
+        for peer, plan in plans.items():
+            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+            header[: 3 + len(plan)] = torch.tensor(
+                [*ident, *(span.numel * like.element_size() for span in plan)], dtype=torch.int64, device="cpu"
+            )
+            count = self._sent[peer]
+            self._sent[peer] = (count + 1) % _TAG_MODULUS
+            works.append(self._reduce.send_to(header, peer, 2 * count))
+            works += [self._reduce.send_to(stretches.filled(runs, span), peer, 2 * count + 1) for span in plan]
+        return works
+
+    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
+        """See :class:`DirectExchange`."""
+        like = next(run.values for run in runs if run.values is not None)
+        plans = [
+            plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
+        ]
+        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], like)
+        stretches.reserve(runs, [span for plan in plans for span in plan])
+        works, later = [], []
+        for peer in reversed(self._peers):
+            for span in plans[peer]:
+                into = _in_place(runs, span)
+                if into is None:
+                    into = stretches.room(span.numel)
+                    later.append((span, into))
+                works.append(self._gather.receive_from(into, peer, _ELEMENTS))
+        for span in plans[self._rank]:
+            own = stretches.filled(runs, span)
+            works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            for span, values in later:
+                for run, low, high in _parts(runs, span):
+                    if run.values is not None:
+                        run.values[low - run.start : high - run.start].copy_(
+                            values[low - span.start : high - span.start]
+                        )
+
+        return finish
+
+    def fail(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        self._failed = step
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        """See :class:`Exchange`; sends one message to each peer, besides those of the gather."""
+        words = {
+            rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
+        }
+        works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
+        works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
+
+        def finish() -> list[int]:
+            for work in works:
+                work.wait()
+            return [rank for rank, word in words.items() if word.item() == step]
+
+        return finish
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        """See :class:`Exchange`."""
+        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
+        """See :class:`Exchange`; complete on return."""
+        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)()
+        return Gathering((), chunks_of(bucket, bounds))

@@ -1,0 +1,388 @@
+"""Waiting for the other ranks: in slices, so that Ctrl-C gets through, and with a name for who has not come.
+
+[Note: who has not come]
+A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
+the process group was made with how many such calls it has entered; those that have not put down as many are the ones
+that are missing. Nothing is written, nor read, while ranks come within that second. Of a rank in this host the kernel
+knows besides whether it is stopped or has ended.
+
+[Note: who has left]
+A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
+cannot go on leaves too, so no rank waits for another that waits for one that has left. A connection breaks at once,
+before the reason is known; the error names the rank that the news is about. A rank that was killed, or whose host does
+not answer, announces nothing: its neighbor tells the others; see [Note: the ring].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from ..errors import PeerLost, PeerSilent
+from ..system.background_thread import SerialThread
+from .departures import Departure, Departures, How
+from .shared_memory_exchange import host_if_known
+
+_log = logging.getLogger("zero_opt")
+
+# Python sees Ctrl-C this often.
+SLICE_S = 0.05
+# A rank that has waited so long says so in the store, at the latest after this part of its timeout.
+_MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
+# How often the processes of this host are looked at.
+_LOOK_S = 0.5
+# How long the store may take to answer: its server may be the rank that is missing.
+_STORE_S = 2.0
+# A connection is closed a little before its process has ended.
+_ENDING_S = 0.3
+# How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
+_NEWS_S = 20.0
+_STOPPED, _ENDED = "Tt", "ZXx"
+# What a backend says of a wait that was too long; and what to do about a rank that is stopped.
+_TIMED_OUT = "Timed out"
+_GO_ON = "let it go on (kill -CONT), or restart all ranks from the last checkpoint"
+
+
+def done_within(work: Any, seconds: float) -> bool:
+    """Wait for a collective of CPU tensors for so long at the most; whether it is over. Raises the backend's error."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()  # over since: raises where it has failed
+    return True
+
+
+class Home(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        host: names the host and the process namespace.
+        started: in clock ticks, to tell the process from a later one with its pid.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls) -> Home:
+        """Return the home of this process; its host is "" if that cannot be named."""
+        host, namespace = host_if_known(), ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1])
+
+    def is_near(self, other: Home) -> bool:
+        """Return whether both processes are known to be on one host, in one process namespace."""
+        return bool(self.host and self.started) and self.host == other.host
+
+    def state(self) -> str:
+        """Of a process of this host, the kernel's letter for its state; an ended one is ``X``, an unknown one ``?``."""
+        state, started = _stat(self.pid)
+        return state if state == "?" or started == self.started else "X"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and starting time of a process; ("X", 0) if there is none, ("?", 0) if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    except OSError:  # no descriptors are left, say
+        return "?", 0
+
+
+class Watch:
+    """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
+
+    Attributes:
+        step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float], departures: Departures
+    ) -> None:
+        """``timeouts``: of the process group, and for ranks that are stopped."""
+        self.step, self.call, self.departures = 0, "step()", departures
+        departures.explain, departures.lives = self.explain, self.lives
+        self._store, self._rank = store, rank
+        self._timeout_s, self._hang_timeout_s = timeouts
+        self._world_size = len(homes)
+        self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
+        self._entered = 0
+        self._thread = SerialThread("zero_opt watch")
+
+    def wait(self, work: Any) -> None:
+        """Return when a collective of all ranks is over.
+
+        Raises:
+            PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has left.
+            RuntimeError: the backend's, where it is about something else.
+        """
+        self._entered += 1
+        self.departures.calls = self._entered
+        patience = _Patience(self)
+        try:
+            while not done_within(work, SLICE_S):
+                patience.look()
+                departure = self.departures.first(self._entered)
+                if departure is not None:
+                    raise self.explain("", self._entered, _ENDING_S) or self._left(departure)
+        except RuntimeError as error:
+            if isinstance(error, PeerLost):
+                raise
+            raise self._lost(error, patience.waited) or error from error
+
+    def mark(self) -> None:
+        """Let the others know that this rank waits."""
+        self._ask(lambda: self._store.set(f"at/{self._rank}", str(self._entered)))
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come, as far as is known."""
+
+        def absent() -> list[int]:
+            keys = {rank: f"at/{rank}" for rank in range(self._world_size) if rank != self._rank}
+            return [
+                r
+                for r, key in keys.items()
+                if not self._store.check([key]) or int(self._store.get(key)) < self._entered
+            ]
+
+        return self._ask(absent) or []
+
+    def stopped(self) -> list[int]:
+        """The ranks of this host that are stopped."""
+        return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """How messages name ranks."""
+        return ", ".join(
+            f"rank {rank} (pid {self._near[rank].pid})" if rank in self._near else f"rank {rank}" for rank in ranks
+        )
+
+    @property
+    def mark_after_s(self) -> float:
+        """Seconds after which :meth:`mark` is due."""
+        return min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
+
+    @property
+    def last(self) -> str:
+        """The last step that a missing rank has come to: all have come to the one before this rank's."""
+        return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
+
+    def alone(self, missing: Sequence[int]) -> str:
+        """Return what this rank has called, and the missing ranks have not."""
+        others = " and ".join(f"rank {rank}" for rank in missing)
+        return f"rank {self._rank} called {self.call}, {others} did not"
+
+    def hung(self, ranks: Sequence[int], seconds: float, waiting: str = "") -> PeerSilent | None:
+        """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
+        if seconds < self._hang_timeout_s:
+            return None
+        self._give_up(ranks)
+        waiting = waiting or f"step {self.step} waits for it, and {self.last}"
+        return PeerSilent(f"{self.name(ranks)} has been stopped for {seconds:.0f} s while {waiting}; {_GO_ON}")
+
+    def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
+        """What the backend's error means, if more than it says can be told."""
+        text = first_line(error)
+        timed_out = _TIMED_OUT in text
+        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
+        if found is not None:
+            return found
+        if self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+        missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
+        if not missing:
+            return None
+        self._give_up(missing)
+        return PeerSilent(
+            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}: "
+            f"{self.alone(missing)}; look at what it does (py-spy dump), or give it longer with "
+            f"checks=Checks(timeout=...) ({text})"
+        )
+
+    def _give_up(self, ranks: Sequence[int]) -> None:
+        """Tell the other ranks that this one has given up waiting for these."""
+        for rank in list(ranks):
+            self.departures.find(Departure(rank, How.SILENT))
+
+    def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
+        """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
+
+        Args:
+            text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
+                ``None`` is as long as news may take.
+        """
+        begun = time.monotonic()
+        patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
+        while True:
+            waited, silent = time.monotonic() - begun, self._ended_nearby()
+            if silent is not None and self.departures.lost() is None:
+                self.departures.find(silent)
+            departure = self.departures.first(call)
+            # A rank that has failed may have done so because of another one, of which news may still arrive.
+            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
+                return self._left(departure, text)
+            more = self.departures.news and not self.departures.given_up
+            if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
+                return self._held() if call is None and _TIMED_OUT in text else None
+            time.sleep(0.01)
+
+    def _held(self) -> PeerSilent | None:
+        """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
+        stopped = self.stopped()
+        return PeerSilent(f"{self.name(stopped)} is stopped; {_GO_ON}") if stopped else None
+
+    def _ended_nearby(self) -> Departure | None:
+        """Return the departure of a rank of this host that has ended without an announcement."""
+        for rank, home in self._near.items():
+            if not self.departures.knows(rank) and home.state() in _ENDED:
+                return Departure(rank, How.LOST)
+        return None
+
+    def lives(self, rank: int) -> bool:
+        """Return whether a rank of this host still runs a little after its connection has broken."""
+        home, end = self._near.get(rank), time.monotonic() + _ENDING_S
+        while home is not None and home.state() not in _ENDED:
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _left(self, departure: Departure, text: str = "") -> PeerLost:
+        """Leave, and return the error about a rank that has left."""
+        self.departures.leave()
+        how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
+        waiting = f"{how} while step {self.step} waits for it, and {self.last}"
+        backend = f" ({text})" if text and departure.how is How.LOST else ""
+        return PeerLost(departure.text(self.name([departure.rank]), waiting) + backend)
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """What the store answers, ``None`` if it does not in time."""
+        try:
+            return self._thread.submit(call).result(_STORE_S)
+        except (futures.TimeoutError, RuntimeError):
+            return None
+
+    def close(self) -> None:
+        """Ask the store nothing more."""
+        self._thread.close()
+
+
+class _Patience:
+    """One wait."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._begun = time.monotonic()
+        self._stops = Stops(watch)
+        self._marked = self._warned = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._begun
+
+    def look(self) -> None:
+        """A slice is over.
+
+        Raises:
+            PeerSilent: a rank is stopped.
+        """
+        watch = self._watch
+        if not self._marked and self.waited > watch.mark_after_s:
+            self._marked = True
+            watch.mark()
+        if not self._warned and self.waited > WARN_AFTER_S:
+            self._warned = True
+            missing = watch.missing()
+            who, last = watch.name(missing) or "another rank", watch.last
+            last += f": {watch.alone(missing)}" if missing else ""
+            _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
+        self._stops.look()
+
+
+class Stops:
+    """How long ranks of this host have been stopped, while one waits."""
+
+    def __init__(self, watch: Watch, waiting: str = "") -> None:
+        self._watch, self._waiting, self._looked = watch, waiting, time.monotonic()
+        self._since: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Raise PeerSilent if a rank has been stopped too long; to be called again and again."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
+        if self._since:
+            error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
+            if error is not None:
+                raise error
+
+
+class WaitingThread:
+    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
+
+    Args:
+        interrupt: ends a wait that is under way.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
+
+    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
+        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
+        try:
+            if self._thread.ended:
+                raise RuntimeError
+            future = self._thread.submit(wait)
+        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
+            wait()
+            return
+        try:
+            while not futures.wait([future], _LOOK_S).done:
+                look()
+            future.result(0)
+        finally:
+            if not future.done():  # the ranks are not at one point any more
+                self._thread.close()
+                self._thread = SerialThread("zero_opt wait", self._interrupt)
+                self._interrupt()
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        self._thread.close()
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def homes_from(payloads: Sequence[bytes]) -> list[Home]:
+    """The ranks' homes, as :func:`home_payload` wrote them."""
+    return [Home(*json.loads(payload)) for payload in payloads]
+
+
+def home_payload() -> bytes:
+    """This process's home, for the others."""
+    return json.dumps(Home.of_this_process()).encode()
+
+
+# Seconds after which a wait for another rank is mentioned in the log.
+WARN_AFTER_S = 30.0

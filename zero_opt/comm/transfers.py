@@ -1,0 +1,133 @@
+"""Messages under way between ranks, and what a backend's errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PeerLost
+from .peer_watch import SLICE_S, done_within, first_line
+
+# Messages under way at a time.
+_WINDOW = 8
+# In what backends say when a peer is gone or silent.
+_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
+
+
+class MessageGroup(Protocol):
+    """What a message needs of its group.
+
+    Attributes:
+        timeout_s: how many seconds a message may take.
+    """
+
+    timeout_s: float
+
+    def explain(self, text: str) -> PeerLost | None:
+        """Return the error that names the rank that has left, given a backend's words; ``None`` if unknown."""
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """Run it, and return when it has; Ctrl-C ends the wait for it, and what it waits for."""
+
+
+class Transfer:
+    """Something under way between ranks.
+
+    Raises:
+        PeerLost: in place of the backend's error; names the rank that did not answer, where one can be told.
+    """
+
+    def __init__(self, who: str, work: dist.Work) -> None:
+        self._who, self._work = who, work
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it is done.
+
+        Args:
+            seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
+        """
+        with peer_lost(self._who):
+            if seconds is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=seconds))
+
+
+class Gathered(Transfer):
+    """A collective of tensors in host memory, whose wait is cut into slices, so that Ctrl-C gets through."""
+
+    def wait(self, seconds: float | None = None) -> None:  # noqa: ARG002  (collectives have the group's timeout)
+        """See :class:`Transfer`."""
+        with peer_lost(self._who):
+            while not done_within(self._work, SLICE_S):
+                pass
+
+
+class Message(Transfer):
+    """A message between two ranks over gloo: its wait cannot be cut into slices, since one that times out ends the
+    group, so the main thread leaves it to another.
+    """
+
+    def __init__(self, who: str, work: dist.Work, group: MessageGroup) -> None:
+        super().__init__(who, work)
+        self._group = group
+
+    def wait(self, seconds: float | None = None) -> None:
+        """See :class:`Transfer`."""
+        if threading.current_thread() is threading.main_thread():
+            self._group.aside(lambda: self.wait_here(seconds))
+        else:
+            self.wait_here(seconds)
+
+    def wait_here(self, seconds: float | None = None) -> None:
+        """As :meth:`wait`, whatever the thread."""
+        try:
+            # gloo's own limit for messages is how long the ranks had to connect.
+            super().wait(self._group.timeout_s if seconds is None else seconds)
+        except PeerLost as error:
+            raise self._group.explain(first_line(error)) or error from error
+
+
+class Window:
+    """Transfers under way, a few at a time, and the tensors that they read or write."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
+
+    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
+        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
+        if transfer is not None and tensor is not None:
+            self._under_way.append((transfer, tensor))
+            if len(self._under_way) > _WINDOW:
+                self._under_way.popleft()[0].wait()
+
+    def drain(self) -> None:
+        """Wait for all of them."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+
+@contextlib.contextmanager
+def peer_lost(who: str) -> Iterator[None]:
+    try:
+        yield
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        text = first_line(error)
+        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
+            raise
+        raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error
+
+
+def start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+    """Call the backend; ``who`` are the ranks that it may have to wait for."""
+    with peer_lost(who):
+        return call(*arguments)

@@ -1,0 +1,28 @@
+"""The one typed door to the native Adam kernel, and ``CPUAdam`` / ``CPUAdamW`` on top of it.
+
+``cpu_adam`` holds the classes, ``functions`` the functions, ``runs`` turns tensors into what the kernel takes,
+``slots`` keeps that from step to step, ``adam_state`` converts between live and plain state, ``threads`` counts
+threads, ``checks`` decides what an address may be taken of.
+"""
+
+from __future__ import annotations
+
+from ..system.extension import native_available, require_native
+from .checks import native_isas
+from .cpu_adam import CPUAdam, CPUAdamW
+from .functions import AdamHypers, AdamUpdate, GradSquares, adam_update_, copy_, grad_squares, sums_of
+
+__all__ = [
+    "AdamHypers",
+    "AdamUpdate",
+    "CPUAdam",
+    "CPUAdamW",
+    "GradSquares",
+    "adam_update_",
+    "copy_",
+    "grad_squares",
+    "native_available",
+    "native_isas",
+    "require_native",
+    "sums_of",
+]

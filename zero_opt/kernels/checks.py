@@ -1,0 +1,160 @@
+"""What a tensor must be before its address is taken.
+
+Tensors reach the kernel as bare addresses, so everything that could make an address mean something else (device,
+dtype, layout, overlap, a missing storage) is checked here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from ..system.extension import native
+from .strides import is_dense, overlaps
+
+FLOAT32 = (torch.float32,)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint8: "uint8",
+}
+
+
+class NativeIsas(NamedTuple):
+    """Names of instruction sets, as ``ZERO_OPT_ISA`` takes them.
+
+    Attributes:
+        chosen: the one whose kernels are used. processor: the fastest that the processor runs.
+        compiled: those that kernels are built for, slowest first.
+    """
+
+    chosen: str
+    processor: str
+    compiled: Sequence[str]
+
+
+def native_isas() -> NativeIsas:
+    """Return which kernels are used, and which could be.
+
+    Raises:
+        NativeUnavailable: the native extension is not built.
+    """
+    return NativeIsas(native.isa(), native.processor_isa(), native.compiled_isas())
+
+
+def check_tensor(
+    what: str, tensor: Any, shape: torch.Size | None = None, dtypes: tuple[torch.dtype, ...] = FLOAT32
+) -> None:
+    """Raises TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
+
+    Args:
+        what: the tensor's name in the message.
+        tensor: should be a strided CPU tensor whose elements do not overlap.
+        shape: the shape that it must have, if any.
+        dtypes: the dtypes that it may have.
+    """
+    if (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.dtype in dtypes
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and (shape is None or tensor.shape == shape)
+        and (tensor.data_ptr() or not tensor.numel())
+    ):
+        return  # the usual case, at a third of the price
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
+    if is_lazy(tensor):
+        raise TypeError(f"{what} is not initialized yet; run a forward pass first")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
+    if not tensor.is_cpu:
+        raise TypeError(f"{what} must be on the CPU, got device {tensor.device}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.numel() and not tensor.data_ptr():
+        raise TypeError(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
+    check_reach(what, tensor)
+    if tensor.numel() and overlaps(tensor.shape, tensor.stride()):
+        raise ValueError(
+            f"{what} has elements that may share memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
+            "pass a clone"
+        )
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def check_reach(what: str, tensor: Tensor) -> None:
+    """Raises ValueError if the storage was made smaller than the tensor over it."""
+    if tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes():
+        raise ValueError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
+
+
+def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
+    found = shared_pair([tensor for _, tensor in named])
+    if found is not None:
+        name, other_name = (named[at][0] for at in found)
+        raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
+
+
+def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The positions of two tensors that have an element in common, if any have."""
+    places = {at: (str(tensor.device), tensor.data_ptr()) for at, tensor in enumerate(tensors) if tensor.numel()}
+    in_memory = sorted(places, key=places.__getitem__)
+    for number, at in enumerate(in_memory):
+        device, start = places[at]
+        for later in range(number + 1, len(in_memory)):
+            other = in_memory[later]
+            if places[other] >= (device, start + _reach(tensors[at])):
+                break
+            if _share(tensors[at], tensors[other]):
+                return at, other
+    return None
+
+
+def _share(first: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that reach into each other's memory have an element in common; taken so in mixed sizes."""
+    dense = all(is_dense(tensor.shape, tensor.stride()) for tensor in (first, other))
+    if dense or first.itemsize != other.itemsize or (first.data_ptr() - other.data_ptr()) % first.itemsize:
+        return True
+    return bool(torch.isin(_addresses(first), _addresses(other)).any())
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """Where every element is."""
+    addresses = torch.tensor(tensor.data_ptr(), dtype=torch.int64, device="cpu")
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        addresses = (
+            addresses[..., None] + torch.arange(size, device="cpu", dtype=torch.int64) * stride * tensor.itemsize
+        )
+    return addresses
+
+
+def storage_order(tensor: Tensor) -> tuple[int, ...]:
+    """The strides in which a run covers this tensor: its own if they are dense, else those of a clone."""
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def has_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether the tensor's bytes are its elements in the order of these strides."""
+    if tensor.is_neg():
+        return False  # a lazy negation: the bytes are not the values
+    own = tensor.stride()
+    return own == strides or all(a == b for a, b, size in zip(own, strides, tensor.shape) if size > 1)

@@ -1,0 +1,347 @@
+"""``CPUAdam`` and ``CPUAdamW``: torch's own optimizer classes with the native kernel for a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from ..errors import ConfigTypeError
+from ..policies import AdamState
+from ..system.extension import require_native
+from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
+from .checks import GRAD_DTYPES, check_apart, check_tensor
+from .functions import adam_hypers
+from .slots import Slot, step_slots
+from .threads import checked_threads, say_threads
+
+ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+PLAIN = AdamState()
+
+
+class NativeOptions(TypedDict, total=False):
+    """Keyword arguments that CPUAdam and CPUAdamW take beside torch's hyperparameters.
+
+    ``state``: in what form moments and masters are kept. ``threads``: the most that step; None is the number of cores
+    that this process may use, divided by the ranks that share them, but at most what ``torch.set_num_threads`` was
+    given (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored). ``flush_denormals``: take subnormal numbers as zero
+    inside the step, which keeps rows that have long had no gradient from slowing it down. The others are torch's
+    switches between implementations.
+    """
+
+    state: AdamState
+    threads: int | None
+    flush_denormals: bool
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's implementation switches, with ``fused`` on: what state_dict() shows and other optimizers load."""
+    if options.get("fused") is False:
+        raise ValueError(f"{name} is a fused kernel; for fused=False use torch.optim")
+    if options.get("foreach"):
+        raise ValueError(f"{name} is a fused kernel; for foreach=True use torch.optim")
+    if options.get("differentiable"):
+        raise ValueError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
+    return {**options, "fused": True}
+
+
+def _plain(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """A hook: brings the states of a state dict that is being made into torch's form."""
+    assert isinstance(optimizer, _NativeStep)
+    ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
+    named = dict(zip(ids, optimizer._named()))
+
+    def plain(key: Any, state: dict[str, Any]) -> dict[str, Any]:
+        name, param = named.get(key, ("", None))
+        return state if param is None or not optimizer._is_compact(param) else plain_state(name, param, state)
+
+    packed["state"] = {key: plain(key, state) for key, state in packed["state"].items()}
+
+
+class _NativeStep(torch.optim.Adam):
+    """What CPUAdam and CPUAdamW share: torch's construction and state, our checks and our step.
+
+    Attributes:
+        nonfinite_grads: how many gradient elements of the last step were infinite or NaN.
+    """
+
+    # GradScaler unscales before step(), as the kernel does not.
+    _step_supports_amp_scaling = False
+
+    nonfinite_grads: int = 0
+
+    def _take(self, options: NativeOptions) -> dict[str, Any]:
+        """Keeps what is ours of the options, and returns what is torch's."""
+        require_native()
+        rest: dict[str, Any] = dict(options)
+        self._form: AdamState = rest.pop("state", PLAIN)
+        if not isinstance(self._form, AdamState):
+            raise ConfigTypeError(f"state must be a zero_opt.AdamState, got {self._form!r}")
+        self._threads: int | None = rest.pop("threads", None)
+        checked_threads(self._threads)
+        self._flush = rest.pop("flush_denormals", False)
+        if not isinstance(self._flush, bool):
+            raise ConfigTypeError(f"flush_denormals must be True or False, got {self._flush!r}")
+        self._slots: dict[int, Slot] = {}
+        return _fused_options(type(self).__name__, rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._slots = {}
+        # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+
+    # -- params -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; also raises TypeError or ValueError for a param that the kernel cannot update."""
+        super().add_param_group(param_group)
+        try:
+            self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
+            for position, param in enumerate(self.param_groups[-1]["params"]):
+                if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
+                    self._check_param(self._name(len(self.param_groups) - 1, position), param)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_param(self, name: str, param: Tensor) -> None:
+        try:
+            check_tensor(name, param, None, param_dtypes(self._form))
+        except TypeError as error:
+            if param.dtype in HALVES and self._form.master is None:
+                raise TypeError(
+                    f"{error}; state=zero_opt.AdamState(master='float32') or 'split' keeps an fp32 master for it"
+                ) from None
+            raise
+
+    def _name(self, index: int, position: int) -> str:
+        """What error messages call a param."""
+        names = self.param_groups[index].get("param_names")
+        called = f" ({names[position]!r})" if names else ""
+        return f"{type(self).__name__} param {position} of group {index}{called}"
+
+    # -- state dicts --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, whatever the form of the state: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
+
+        It loads into any other form and into torch.optim; loaded into the same form it goes on to the bit.
+        """
+        with self.register_state_dict_post_hook(_plain, prepend=True):  # the user's hooks see torch's form
+            packed: dict[str, Any] = super().state_dict()
+        return packed
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for index, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                yield self._name(index, position), param
+
+    def _is_compact(self, param: Tensor) -> bool:
+        return self._form.moments != "float32" or param.dtype in HALVES
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's; takes what any torch Adam or any form of this one has saved.
+
+        A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
+        master, and a warning says so.
+        """
+        found: list[tuple[Parameter, Mapping[str, Any]]] = []
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: found.extend(self._checked(loaded))),  # the last
+            self.register_load_state_dict_post_hook(lambda _: self._revive(found), prepend=True),
+        ):
+            super().load_state_dict(dict(state_dict))
+        without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in found)
+        if without_master:
+            warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
+
+    def _checked(self, loaded: Mapping[str, Any]) -> Iterator[tuple[Parameter, Mapping[str, Any]]]:
+        """The state that is saved for each param, once it is known to fit; nothing has been written yet."""
+        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for key, (name, param) in zip(saved_ids, self._named()):
+            saved = loaded["state"].get(key)
+            if saved:
+                check_plain(name, saved, param, self._form)
+                yield param, saved
+
+    @torch.no_grad()
+    def _revive(self, found: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
+        for param, saved in found:
+            if self._is_compact(param):
+                self.state[param] = live_state(saved, param, self._form)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
+        """Makes the slots of these params, and state that is missing, after checking all of them."""
+        moved = False
+        if stale and not self._slots:
+            say_threads(type(self).__name__, checked_threads(self._threads))
+        for index, position, param, grad in stale:
+            name, slot = self._name(index, position), self._slots.get(id(param))
+            moved |= slot is None or slot.pointers[-1] != param.data_ptr()
+            self._check_param(name, param)
+            check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
+        if moved:
+            check_apart([(name, param) for name, param in self._named() if param.is_cpu and not is_lazy(param)])
+        fresh: list[Parameter] = []
+        try:
+            for index, position, param, grad in stale:
+                amsgrad = self.param_groups[index]["amsgrad"]
+                if not self.state.get(param):
+                    fresh.append(param)
+                    self.state[param].update(new_state(param, self._form, amsgrad=amsgrad))
+                slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
+                self._slots[id(param)] = slot
+                slot.grad = slot.bound.readable(grad)
+        except BaseException:
+            for param in fresh:
+                del self.state[param]
+            raise
+
+    def _stale(self) -> Iterator[tuple[int, int, Parameter, Tensor]]:
+        """The params with a gradient for which no slot holds any more."""
+        slots, states = self._slots, self.state
+        for index, group in enumerate(self.param_groups):
+            amsgrad = group["amsgrad"]
+            for position, param in enumerate(group["params"]):
+                grad = param.grad
+                if grad is None:
+                    continue
+                slot = slots.get(id(param))
+                if (
+                    slot is not None
+                    and type(grad) is Tensor
+                    and grad.is_cpu
+                    and grad.layout is torch.strided
+                    and grad.is_contiguous()
+                    and param.is_contiguous()
+                    and not grad.is_neg()
+                    and slot.holds(states[param], param, grad, amsgrad)
+                ):
+                    slot.grad = grad
+                else:
+                    yield index, position, param, grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """Steps every param that has a gradient, in place.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, which is handed back.
+            grad_scale: what gradients are multiplied by first, in the same pass over memory.
+
+        Raises:
+            TypeError, ValueError: a param, gradient or state that the kernel cannot work on, by name; no param and no
+                state has been changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
+        self._bind(list(self._stale()))
+        self._run(hypers)
+        return loss
+
+    def _run(self, hypers: Sequence[Any]) -> None:
+        batches = [
+            (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
+            for group, values in zip(self.param_groups, hypers, strict=True)
+        ]
+        self.nonfinite_grads = step_slots(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+
+
+class CPUAdam(_NativeStep):
+    """``torch.optim.Adam(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
+
+    Kingma and Ba 2015, algorithm 1, with L2 weight decay; ``amsgrad`` is Reddi et al. 2018, algorithm 2. State and
+    ``state_dict()`` are torch's: ``step`` (fp32, 0-dim), ``exp_avg``, ``exp_avg_sq`` and, with amsgrad,
+    ``max_exp_avg_sq`` (fp32, the param's shape and strides). Params of any strides are updated in place.
+
+    Args:
+        params: tensors, (name, tensor) pairs or group dicts; dense, on the CPU, fp32, or bf16 or fp16 with a master.
+        lr: learning rate; a 1-element tensor may be used too.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 factor, added to the gradient.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        **options: ``state=AdamState(...)``, ``threads``, ``flush_denormals`` (see :class:`NativeOptions`), and torch's
+            other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
+
+    Raises:
+        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        NativeUnavailable: the extension was not built.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False
+
+
+class CPUAdamW(_NativeStep, torch.optim.AdamW):
+    """``torch.optim.AdamW(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
+
+    As CPUAdam, with the decoupled weight decay of Loshchilov and Hutter 2019, algorithm 2: every step first scales
+    the params by 1 - lr * weight_decay.
+
+    Args:
+        params: tensors, (name, tensor) pairs or group dicts; dense, on the CPU, fp32, or bf16 or fp16 with a master.
+        lr: learning rate; a 1-element tensor may be used too.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay per unit of lr.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        **options: ``state=AdamState(...)``, ``threads``, ``flush_denormals`` (see :class:`NativeOptions`), and torch's
+            other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
+
+    Raises:
+        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        NativeUnavailable: the extension was not built.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False

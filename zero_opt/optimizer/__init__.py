@@ -1,0 +1,1 @@
+"""``ShardedOptimizer`` and its engine."""

@@ -1,0 +1,105 @@
+"""State for ``torch.distributed.checkpoint``: every rank saves its rows, and any number of ranks load them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigTypeError, StateDictError
+from ..placement import is_by_columns
+from ..state.state_dict import StateDict, pack_groups
+from .loading import entry_of, places
+from .sharded_optimizer import ShardedOptimizer
+
+# Of a sharded state dict: for which parameters there is state, and which; a JSON text.
+_WITH_STATE = "with_state"
+
+
+def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
+    """The optimizer's state for ``torch.distributed.checkpoint.save``, or to ``load`` into. Collective.
+
+    Every rank gets the format of :meth:`ShardedOptimizer.state_dict`, with tensors of a parameter's shape as
+    ``DTensor`` of that shape, cut by rows (``Shard(0)``) over the ranks, in host memory: 1/world_size of the state per
+    rank. At world size 1 they are plain tensors. State of parameters that are DTensors is cut as they are. Nothing
+    aliases live state. State dict hooks are called as for ``state_dict``.
+
+    Trainable parameters that have no state yet are given a place each, so that there is something to load into, and
+    with ``Selective`` matrices one for gradients that wait, though none do; the
+    entry ``"with_state"`` says which state is real. Nothing is stepped for that: a class from elsewhere than
+    ``torch.optim`` is asked on a stand-in of two elements if it is registered as elementwise, else its places are left
+    out, and :func:`load_sharded_state_dict` says so if a checkpoint needs them.
+
+    Raises:
+        StateDictError: on every rank, if state of one is not tensors, numbers or strings.
+        StepPending, StepFailed, OptimizerClosed: as for :meth:`ShardedOptimizer.consolidate_state_dict`.
+    """
+    _check(optimizer)
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+    state = optimizer._rows()
+    known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
+    groups = pack_groups(optimizer.param_groups)
+    for packed, group in zip(groups, optimizer.param_groups, strict=True):
+        for index, param in zip(packed["params"], group["params"], strict=True):
+            if param.requires_grad and (index not in state or is_by_columns(optimizer._recipe.offload, param)):
+                state[index] = {**places(optimizer._recipe, optimizer._group, packed, param), **state.get(index, {})}
+    state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = post_hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict
+
+
+def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``torch.distributed.checkpoint.load`` has put into a :func:`sharded_state_dict`. Collective.
+
+    It may have been saved at any world size. Full tensors, and DTensors cut otherwise, are taken as well. Everything is
+    checked before anything is written, as by :meth:`ShardedOptimizer.load_state_dict`, whose hooks are called.
+
+    Raises:
+        StateDictError: on every rank, naming what does not fit on one. RankMismatch: the ranks give different things.
+    """
+    _check(optimizer)
+    found: list[StateDict] = []
+    with optimizer._together("load_sharded_state_dict()"):
+        real = _real_state(state_dict)
+        found.append({**state_dict, "state": real})
+        found[0].pop(_WITH_STATE, None)
+    optimizer.load_state_dict(found[0])
+
+
+def _check(optimizer: object) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigTypeError(f"optimizer must be a ShardedOptimizer, got {type(optimizer).__name__}")
+
+
+def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
+    """The state that was saved, without places that nothing was loaded into."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise StateDictError("expected what zero_opt.sharded_state_dict(opt) returns, with 'state' and 'param_groups'")
+    state: Any = state_dict["state"]
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
+    if _WITH_STATE not in state_dict:
+        return {int(index): entry_of(state, int(index)) for index in state}
+    real: dict[int, Mapping[str, Any]] = {}
+    for index, keys in _known(state_dict[_WITH_STATE]):
+        found = entry_of(state, index)
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise StateDictError(
+                f"the checkpoint has state {missing[0]!r} of parameter {index}, but the state dict it was loaded into "
+                "has no place for it; make one with zero_opt.sharded_state_dict(opt) of an optimizer with the same "
+                "class, options and trainable parameters. Of a class that is not torch.optim's, load a full state dict "
+                "with opt.load_state_dict()"
+            )
+        real[index] = {key: found[key] for key in keys}
+    return real
+
+
+def _known(text: object) -> Sequence[tuple[int, list[str]]]:
+    try:
+        return [(int(index), list(keys)) for index, keys in json.loads(str(text))]
+    except (TypeError, ValueError) as error:
+        raise StateDictError(f"{_WITH_STATE!r} of the state dict is not what zero_opt has written: {text!r}") from error

@@ -1,0 +1,88 @@
+"""What a sharded optimizer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..placement import Policy as Offload
+from ..placement import check_params, home_of
+from ..placement import check_policy as check_offload
+from ..policies import Checks, MixedPrecision
+from ..reduction import Policy
+from ..reduction import check_policy as check_reduction
+from ..reduction.grad_norm import check_max_norm
+from ..sharding.background_gather import check_held
+from ..sharding.buckets import GradBucket
+from ..sharding.wrapped_class import check_type, check_wrapped_class
+from .contents import checked_groups
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a sharded optimizer is made of, as the user gave it.
+
+    Attributes:
+        defaults: the wrapped class's own arguments.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    reduction: Policy
+    offload: Offload
+    precision: MixedPrecision
+    max_grad_norm: float | None
+    checks: Checks
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether something else than the parameters themselves may be stepped."""
+        return self.offload is not None or self.precision.master_dtype is not None
+
+    def widens(self, bucket: GradBucket) -> bool:
+        """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
+        stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
+        return stepped.itemsize > bucket.shard_dtype.itemsize
+
+    def checked(self) -> Recipe:
+        """This one, once it is known to hold together by itself.
+
+        Raises:
+            ConfigError, ConfigTypeError, UnsupportedOptimizer: what is wrong.
+        """
+        check_reduction(self.reduction)
+        check_offload(self.offload)
+        check_type("precision", self.precision, MixedPrecision)
+        check_type("checks", self.checks, Checks)
+        check_wrapped_class(self.optimizer_class)
+        if self.max_grad_norm is None:
+            return self
+        return replace(self, max_grad_norm=check_max_norm(self.max_grad_norm, "max_grad_norm"))
+
+    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
+        checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
+        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
+        model = self.reduction.overlap_param_gather
+        if model is not None:
+            check_held(model, (param for group in param_groups for param in group["params"]), describe)
+
+    def entries(self) -> list[tuple[str, Any]]:
+        """What ranks compare of it."""
+        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+        policies = {
+            "reduction": self.reduction,
+            "offload": self.offload,
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+            "checks.nonfinite": self.checks.nonfinite,
+        }
+        model = self.reduction.overlap_param_gather
+        # In the order of these, parameters arrive.
+        names = () if model is None else (name for name, _ in model.named_parameters())
+        named = [(f"parameter {number} of overlap_param_gather", name) for number, name in enumerate(names)]
+        compared = [(key, repr(value)) for key, value in policies.items()]
+        return [("optimizer class", name), *compared, ("overlap_param_gather given", model is not None), *named]

@@ -1,0 +1,218 @@
+"""What is checked and compared when an optimizer, or a param group, is made."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import value_digest
+from ..errors import (
+    ConfigConflict,
+    ConfigError,
+    ConfigTypeError,
+    UnsupportedOptimizer,
+    UnsupportedParam,
+    ZeroOptError,
+)
+from ..kernels.checks import shared_pair
+from ..kernels.strides import is_dense
+from ..policies import AdamState
+from ..sharding.flat_param import check_memory, is_dtensor
+from ..sharding.param_groups import hypers_of
+from ..sharding.wrapped_class import needs_closure
+
+
+@contextmanager
+def adopt_errors() -> Iterator[None]:
+    """Raise torch's complaints about arguments as errors of ours that are also torch's type."""
+    try:
+        yield
+    except ZeroOptError:
+        raise
+    except TypeError as error:
+        raise ConfigTypeError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # out of memory and the like
+            raise
+        raise ConfigConflict(str(error)) from error
+
+
+def template_of(
+    cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The wrapped class over weightless stand-ins: checks arguments as it does, and knows all its defaults.
+
+    Raises:
+        UnsupportedOptimizer: it cannot be sharded. Whatever the wrapped class raises about its arguments.
+    """
+    if needs_closure(cls):
+        raise UnsupportedOptimizer(
+            f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
+            "over several ranks, nor with an offload or masters; use it at world size 1 without"
+        )
+    if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
+        raise UnsupportedOptimizer(
+            f"state={form!r} cannot be sharded over several ranks, nor offloaded; leave it AdamState()"
+        )
+    template = cls([_stand_in(entry) for entry in groups], **defaults)
+    check_options(template.param_groups)
+    return template
+
+
+def _stand_in(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        if entry.is_quantized:
+            raise UnsupportedParam(
+                f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
+                "it out of the parameters"
+            )
+        return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
+    if isinstance(entry, tuple) and len(entry) == 2:
+        return (entry[0], _stand_in(entry[1]))
+    if isinstance(entry, Mapping) and "params" in entry:
+        inner = entry["params"]
+        return {**entry, "params": _stand_in(inner) if isinstance(inner, Tensor) else [_stand_in(e) for e in inner]}
+    return entry
+
+
+def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
+    for group, option in itertools.product(groups, ("differentiable", "capturable")):
+        if group.get(option):
+            raise UnsupportedOptimizer(
+                f"{option}=True cannot be sharded over several ranks, nor offloaded; leave it False"
+            )
+
+
+def checked_groups(
+    groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str], reduce_dtype: torch.dtype | None = None
+) -> None:
+    """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded.
+
+    Args:
+        reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
+    """
+    for index, param in enumerate(param for group in groups for param in group["params"]):
+        if param.is_meta:
+            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialize the model first")
+        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise UnsupportedParam(
+                f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), which does not say what part of it "
+                "this rank has; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        if param.is_complex() and reduce_dtype is not None:
+            raise UnsupportedParam(
+                f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
+                "its gradient; leave reduce_dtype and accumulate_dtype None"
+            )
+        check_memory(param, describe(index))
+    _check_apart([param for group in groups for param in group["params"]], describe)
+
+
+def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+    # Of a DTensor only a part is here, which is of a tensor of its own.
+    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
+    found = shared_pair([params[index] for index in plain])
+    if found is None:
+        return
+    first, second = sorted(plain[at] for at in found)
+    if params[first] is params[second]:
+        raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
+    raise UnsupportedParam(
+        f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights are one "
+        "Parameter)"
+    )
+
+
+def _comparable(value: Any) -> Any:
+    """``value`` as plain Python as far as that can be compared between ranks, of anything else its type."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_comparable(item) for item in value)
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
+
+
+def hyper_contents(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """All hyperparameters, as (name, JSON value)."""
+    for number, group in enumerate(groups):
+        yield from _hypers_of_group(number, group)
+
+
+def _hypers_of_group(number: int, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
+    for key, value in sorted(hypers_of(group).items()):
+        yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
+
+
+class HyperDigest:
+    """A 64-bit digest of the hyperparameters; not of tensors outside host memory, for which it would have to wait."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+        self._digest = 0
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """The same on every rank, in every process, if the values are."""
+        values = [
+            (key, _comparable(value))
+            for group in groups
+            for key, value in hypers_of(group).items()
+            if not (isinstance(value, Tensor) and not value.is_cpu)
+        ]
+        if values != self._known:  # NaN is never known
+            text = repr(sorted(values, key=str)).encode()
+            self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return self._digest
+
+
+def loaded_contents(
+    states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]
+) -> Iterator[tuple[str, Any]]:
+    """What every rank must load alike, as (name, JSON value); of tensors cut over the ranks, not the values."""
+    yield from hyper_contents(groups)
+    for index, state in sorted(states.items()):
+        yield f"state of {describe(index)}", sorted(map(str, state))
+        for key, value in sorted(state.items()):
+            found = repr(_comparable(value))
+            if isinstance(value, Tensor):
+                told = getattr(value, "placements", None) or f"digest {value_digest(value)}"
+                found = f"{value.dtype} {tuple(value.shape)}, {told}"
+            yield f"state {key!r} of {describe(index)}", found
+
+
+def contents(
+    groups: Sequence[Mapping[str, Any]], first_group: int, describe: Callable[[int], str], *, values: bool
+) -> Iterator[tuple[str, Any]]:
+    """What every rank must hold alike, as (name, JSON value), from group ``first_group`` on.
+
+    Args:
+        values: include a digest of every parameter's values.
+    """
+    index = sum(len(group["params"]) for group in groups[:first_group])
+    for number, group in enumerate(groups[first_group:], first_group):
+        yield from _hypers_of_group(number, group)
+        yield f"number of parameters in group {number}", len(group["params"])
+        for param in group["params"]:
+            label = describe(index)
+            yield f"{label} shape", list(param.shape)
+            yield f"{label} strides", list(param.stride()) if is_dense(param.shape, param.stride()) else "not dense"
+            yield f"{label} dtype", str(param.dtype)
+            yield f"{label} device type", param.device.type
+            yield f"{label} requires_grad", param.requires_grad
+            if values:
+                yield from value_contents([(label, param)])
+            index += 1
+
+
+def value_contents(params: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Any]]:
+    """Return a digest of each labeled parameter's values."""
+    return ((f"{label} values", value_digest(param)) for label, param in params)

@@ -1,0 +1,46 @@
+"""A communication hook for ``DistributedDataParallel``: our reduce-scatter in place of its all-reduce.
+
+DDP compares the hook's annotations with the classes themselves, so here they are not deferred.
+"""
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from ..comm.ddp_average import averaged
+from ..comm.rendezvous import resolve_group
+from ..errors import ConfigConflict, ConfigTypeError
+from ..reduction import DDPHookReduction
+from .sharded_optimizer import ShardedOptimizer
+
+
+def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Hand the gradients of a bucket to an optimizer with ``reduction=DDPHook()``; DDP calls it on every rank.
+
+    ``ddp.register_comm_hook(opt, zero_opt.ddp_hook)``, before the first backward. Half the bytes of DDP's all-reduce
+    are sent, and as with :class:`Overlapped` ``p.grad`` cannot be read after a backward that DDP synchronizes: clip
+    with ``max_grad_norm`` or ``opt.clip_grad_norm_()``. To accumulate, ``ddp.no_sync()`` is what saves
+    traffic. DDP must be over the optimizer's ranks. With ``gradient_as_bucket_view=True`` each gradient is copied once
+    more. Once the optimizer is closed, this is DDP's own all-reduce.
+
+    Raises:
+        ConfigTypeError, ConfigConflict: not such an optimizer, or DDP trains parameters that it has not.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigTypeError(
+            f"register_comm_hook(opt, zero_opt.ddp_hook) needs a ShardedOptimizer, got {type(optimizer).__name__}"
+        )
+    reduction = optimizer._reduction
+    if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
+        return averaged(resolve_group(optimizer._process_group), bucket)
+    if reduction is None:
+        world = resolve_group(None)
+        if world is not None and world.size() > 1:
+            raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
+    elif isinstance(reduction, DDPHookReduction):
+        reduction.take_bucket(bucket.parameters(), bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())
+    else:
+        raise ConfigConflict("zero_opt.ddp_hook needs a ShardedOptimizer made with reduction=zero_opt.DDPHook()")
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

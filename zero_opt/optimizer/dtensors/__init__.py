@@ -1,0 +1,1 @@
+"""The same over the DTensors of FSDP2."""

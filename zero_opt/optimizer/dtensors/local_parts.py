@@ -1,0 +1,137 @@
+"""Parameters that are DTensors: this rank's part of them, of their gradients and of their state.
+
+``torch.distributed.tensor`` is imported where it is needed: it takes long, and who has a DTensor has it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedParam
+from ...sharding.flat_param import is_dtensor
+
+
+def check_dtensor(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the parameter, for a DTensor of which this rank has no part of its own."""
+    if not is_dtensor(param):
+        return
+    of: Any = param
+    if any(placement.is_partial() for placement in of.placements):
+        raise UnsupportedParam(
+            f"{label} is a DTensor placed {of.placements}, whose values are sums over ranks; redistribute it to Shard "
+            "or Replicate before constructing the optimizer"
+        )
+    if of.device_mesh.get_coordinate() is None:
+        raise UnsupportedParam(f"{label} is a DTensor on {of.device_mesh}, which this rank is not in")
+
+
+def local_of(value: Tensor) -> Tensor:
+    """This rank's part of a DTensor, over the same memory; any other tensor itself."""
+    if not is_dtensor(value):
+        return value
+    with torch.no_grad():
+        part: Tensor = value.to_local()  # type: ignore[attr-defined]
+        return part
+
+
+def local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of ``p.grad``, over the same memory.
+
+    A gradient that is cut otherwise than its parameter, which ``fully_shard`` makes none of, is replaced in ``p.grad``
+    by one that is not: only then is this collective, over the parameter's mesh.
+    """
+    grad: Any = param.grad
+    if grad is None or not is_dtensor(param):
+        return param.grad
+    of: Any = param
+    if grad.placements != of.placements:
+        grad = param.grad = grad.redistribute(of.device_mesh, of.placements)
+    return local_of(grad)
+
+
+def counts_here(param: Tensor) -> bool:
+    """Whether this rank is the one that counts its part: of ranks with the same elements, the first does."""
+    if not is_dtensor(param):
+        return True
+    of: Any = param
+    coordinate = of.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
+        at for at, placement in zip(coordinate, of.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def wrapped(local: Tensor, like: Tensor) -> Tensor:
+    """A DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
+
+    Unlike ``DTensor.from_local`` it leaves ``local`` where it is, on a device that may not be the mesh's.
+    """
+    from torch.distributed.tensor import DTensor
+
+    of: Any = like
+    meta = of._spec.tensor_meta._replace(dtype=local.dtype)
+    make: Any = DTensor
+    made: Tensor = make(local, replace(of._spec, tensor_meta=meta), requires_grad=False)
+    return made
+
+
+def cut_like(value: Tensor, param: Tensor) -> Tensor:
+    """State of any form as a step of ``param`` needs it: a DTensor cut like the parameter if it has its shape.
+
+    Tensors of another shape are replicated, scalars and state of plain parameters left alone. Collective, over the
+    value's mesh, if it is a DTensor that is cut otherwise.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    of, found = param, value
+    mesh, placements = getattr(of, "device_mesh", None), getattr(of, "placements", ())
+    if is_dtensor(value):
+        if (value.device_mesh, value.placements) == (mesh, placements):  # type: ignore[attr-defined]
+            return value
+        found = value.full_tensor()  # type: ignore[attr-defined]
+    if mesh is None or not found.dim():
+        return found
+    if found.shape != param.shape:
+        placements = [Replicate()] * mesh.ndim
+    with torch.no_grad():
+        return distribute_tensor(found.detach(), mesh, placements, src_data_rank=None)
+
+
+def whole(value: Any) -> Any:
+    """A state value in its full shape, in host memory, sharing none with anything. Collective over a DTensor's mesh."""
+    if not isinstance(value, Tensor):
+        return value
+    if not is_dtensor(value):
+        return value.detach().cpu().clone()
+    found, local = value, local_of(value)
+    device_type = value.device_mesh.device_type  # type: ignore[attr-defined]
+    if local.device.type != device_type:  # what is offloaded travels over the mesh's own backend
+        found = wrapped(local.to(device_type), value)
+    with torch.no_grad():
+        full: Tensor = found.full_tensor()  # type: ignore[attr-defined]
+    return full.cpu().clone() if full.is_cpu else full.cpu()
+
+
+def shown(state: Mapping[str, Any], param: Tensor, local: Tensor) -> dict[str, Any]:
+    """State of this rank's part of a parameter, ``local``, as state of the parameter, over the same memory."""
+    return {key: as_state(value, param, local) for key, value in state.items()}
+
+
+def as_state(value: Any, param: Tensor, local: Tensor) -> Any:
+    """One value of :func:`shown`: tensors in the part's shape become DTensors, but scalars."""
+    fits = isinstance(value, Tensor) and value.dim() and value.shape == local.shape
+    return wrapped(value, param) if fits and is_dtensor(param) else value
+
+
+def hidden(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The other way: state of a parameter, whole or cut in any way, as state of this rank's part of it.
+
+    Collective as :func:`cut_like` is.
+    """
+    return {
+        key: local_of(cut_like(value, param)) if isinstance(value, Tensor) else value for key, value in state.items()
+    }

@@ -1,0 +1,188 @@
+"""The user's DTensors and their state, as plain parameters: this rank's parts, which are all there is to step here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...placement import ParamState
+from ...sharding.flat_param import is_dtensor
+from .local_parts import as_state, hidden, local_grad, local_of, shown
+
+
+class _Twin:
+    """One parameter, and the plain one over the memory of this rank's part of it.
+
+    A write to a DTensor raises its own version counter and not that of the part, nor the other way round; who looks
+    at either must see both.
+
+    Attributes:
+        plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self.param, part = param, local_of(param)
+        self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
+        self._apart = is_dtensor(param)
+        self._edits, self._writes = (param._version, part._version), self.plain._version
+
+    def follow(self) -> None:
+        """Take over what the user and autograd have done to the parameter since."""
+        param, plain, part = self.param, self.plain, local_of(self.param)
+        if plain.requires_grad is not param.requires_grad:
+            plain.requires_grad_(param.requires_grad)
+        if _place(part) != _place(plain):
+            plain.data = part
+        if self._apart and (param._version, part._version) != self._edits:
+            torch.autograd.graph.increment_version([plain])
+        self._edits, self._writes = (param._version, part._version), plain._version
+        plain.grad = local_grad(param)
+
+    def written(self) -> None:
+        """Let autograd know of what has been written to the part."""
+        self.plain.grad = None
+        if self._apart and self.plain._version != self._writes:
+            torch.autograd.graph.increment_version([self.param])
+            self._edits, self._writes = (self.param._version, local_of(self.param)._version), self.plain._version
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+class LocalGroup(MutableMapping[str, Any]):
+    """A param group of the user's, but for its parameters, which are the plain ones."""
+
+    def __init__(self, group: MutableMapping[str, Any], params: list[nn.Parameter]) -> None:
+        self._group, self._params = group, params
+
+    def __getitem__(self, key: str) -> Any:
+        """The user's value."""
+        return self._params if key == "params" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Change the user's value."""
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        """Drop the user's value."""
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """All keys."""
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        """How many keys."""
+        return len(self._group)
+
+
+class LocalState(MutableMapping[Tensor, ParamState]):
+    """The user's ``state``, by plain parameter: tensors in a part's shape are DTensors there, over the same memory."""
+
+    def __init__(self, user: torch.optim.Optimizer, twins: dict[Tensor, _Twin]) -> None:
+        self._user, self._twins = user, twins
+        self._live: dict[Tensor, ParamState] = {}
+        # As shown: the live value and what stands for it.
+        self._pairs: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
+
+    def __getitem__(self, plain: Tensor) -> ParamState:
+        """The live state, or what the user has put in its place."""
+        found = self._user.state.get(self._twins[plain].param)
+        if not found:
+            raise KeyError(plain)
+        pairs = self._pairs.get(plain, {})
+        kept = {key: pairs[key][0] for key, value in found.items() if key in pairs and pairs[key][1] is value}
+        live = self._live.get(plain)
+        if live is not None and len(kept) == len(found) == len(live):
+            return live
+        edited = {key: value for key, value in found.items() if key not in kept}
+        taken = {**kept, **hidden(edited, self._twins[plain].param)}
+        live = self._live[plain] = {key: taken[key] for key in found}
+        self._pairs[plain] = {key: (live[key], found[key]) for key in found}
+        return live
+
+    def __setitem__(self, plain: Tensor, live: ParamState) -> None:
+        """Show other live state."""
+        self._live[plain] = live
+        state = shown(live, self._twins[plain].param, plain)
+        self._user.state[self._twins[plain].param] = state
+        self._pairs[plain] = {key: (live[key], state[key]) for key in live}
+
+    def __delitem__(self, plain: Tensor) -> None:
+        """Show none."""
+        self._live.pop(plain, None)
+        self._pairs.pop(plain, None)
+        del self._user.state[self._twins[plain].param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The parameters that have any."""
+        return iter([plain for plain, twin in self._twins.items() if twin.param in self._user.state])
+
+    def __len__(self) -> int:
+        """How many parameters have any."""
+        return sum(1 for _ in self)
+
+    def refresh(self) -> None:
+        """Show what live state has become, a step having added to it, or put others in the place of its values."""
+        for plain, live in self._live.items():
+            pairs = self._pairs[plain]
+            if len(pairs) == len(live) and all(key in pairs and pairs[key][0] is live[key] for key in live):
+                continue
+            param = self._twins[plain].param
+            self._pairs[plain] = {
+                key: pairs[key] if key in pairs and pairs[key][0] is value else (value, as_state(value, param, plain))
+                for key, value in live.items()
+            }
+            found = self._user.state[param]
+            found.clear()
+            found.update((key, pair[1]) for key, pair in self._pairs[plain].items())
+
+
+class LocalView:
+    """What stands for the user's optimizer where plain parameters are stepped.
+
+    Attributes:
+        state: by plain parameter.
+    """
+
+    def __init__(self, user: torch.optim.Optimizer) -> None:
+        self._user = user
+        self._twins: dict[Tensor, _Twin] = {}  # by the user's parameter
+        self._by_plain: dict[Tensor, _Twin] = {}
+        self._seen: list[MutableMapping[str, Any]] = []
+        self._groups: list[MutableMapping[str, Any]] = []
+        self.state = LocalState(user, self._by_plain)
+
+    @property
+    def param_groups(self) -> list[MutableMapping[str, Any]]:
+        """The user's groups with the plain parameters; a new list only when the user's list has other groups."""
+        groups = self._user.param_groups
+        if len(groups) != len(self._seen) or not all(map(is_, groups, self._seen)):
+            self._seen = list(groups)
+            self._groups = [LocalGroup(group, [self._plain(param) for param in group["params"]]) for group in groups]
+        return self._groups
+
+    def _plain(self, param: Tensor) -> nn.Parameter:
+        if param not in self._twins:
+            twin = self._twins[param] = _Twin(param)
+            self._by_plain[twin.plain] = twin
+        return self._twins[param].plain
+
+    def param_of(self, plain: Tensor) -> Tensor:
+        """The user's parameter."""
+        return self._by_plain[plain].param
+
+    def follow(self) -> None:
+        """Take over what the user and autograd have done to the parameters; see :func:`local_grad`."""
+        for twin in self._twins.values():
+            twin.follow()
+
+    def written(self) -> None:
+        """Parameters may have been written to, and their gradients are done with."""
+        for twin in self._twins.values():
+            twin.written()

@@ -1,0 +1,286 @@
+"""An optimizer over DTensors: its meshes, the global norm over them, and its state as a plain ``torch.optim`` dict.
+
+Every rank steps its own part of every parameter, so a step needs no other rank. What does are the norm, one number per
+rank, and a state dict in full shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from ...kernels import CPUAdam, CPUAdamW
+from ...policies import AlreadyReduced, DDPHook, WorkerOffload
+from ...reduction.grad_norm import Measured, clip_factor, look
+from ...reduction.nonfinite import NonFinite
+from ...sharding.flat_param import is_dtensor
+from ...sharding.param_groups import tensors_of
+from ...sharding.wrapped_class import is_elementwise
+from ...state.state_dict import copied
+from ...state.trial import is_known, state_after_a_step
+from ..config import Recipe
+from ..single_rank import AloneStep
+from .fsdp import Shards
+from .local_parts import check_dtensor, counts_here, cut_like, local_grad, local_of, shown, whole
+from .mesh_group import MeshGroup
+
+States = dict[int, dict[str, Any]]
+
+
+class MeshParams:
+    """See the module. Methods are collective over the parameters' meshes where they say so.
+
+    Attributes:
+        shards: what FSDP does with the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.shards = Shards()
+        self._params: list[Tensor] = []
+        self._groups: dict[Any, MeshGroup] = {}
+        self._kept: tuple[tuple[int, ...], States] | None = None
+
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Take in more parameters, DTensors or not."""
+        self.shards.add(params)
+        self._params += params
+        for mesh in (param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
+            if mesh not in self._groups:
+                self._groups[mesh] = MeshGroup(mesh)
+
+    def follow(self, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+        """Take in parameters that the user has replaced others with; see :func:`admit`."""
+        params = [param for group in param_groups for param in group["params"]]
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            self.shards, self._params = Shards(), []
+            self._groups.clear()
+            self.forget()
+            admit(self, params, recipe)
+
+    @property
+    def largest(self) -> MeshGroup:
+        """The group of the largest mesh, which the ranks of a host are likely to share."""
+        return max(self._groups.values(), key=lambda group: group.world_size)
+
+    def stepper(self, nonfinite: NonFinite, max_grad_norm: float | None) -> AloneStep:
+        """What steps the wrapped class, given the DTensors themselves."""
+        return _MeshStep(nonfinite, max_grad_norm, self)
+
+    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Measured:
+        """See :func:`zero_opt.reduction.grad_norm.measure`; the same bits on every rank. Collective.
+
+        Args:
+            params: all parameters, by global index. grads: this rank's parts of their gradients. Of parts that several
+                ranks have one counts; plain parameters' gradients are those of every rank.
+        """
+        plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
+        rows = [(0, *row) for row in look(plain, range(len(params)), None)]
+        for mesh, group in self._groups.items():
+            counted = [
+                grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
+                for param, grad in zip(params, grads, strict=True)
+            ]
+            rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
+        return Measured.of(rows)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def consolidate(self, to: object, states: Mapping[int, Mapping[str, Any]], live: Mapping[Tensor, Any]) -> None:
+        """Bring state to rank ``to``, in full shapes and host memory. Collective.
+
+        Args:
+            to: rank in the default process group.
+            states: by global index, tensors as DTensors. live: what the user sees as ``state``.
+
+        Raises:
+            ConfigError, ConfigTypeError: ``to`` is no rank of a mesh of the parameters.
+        """
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise ConfigTypeError(f"to must be a rank, got {to!r}")
+        ranks = sorted({rank for mesh in self._groups for rank in mesh.mesh.flatten().tolist()})
+        if to not in ranks:
+            raise ConfigError(f"to must be one of the ranks that the parameters are on, {ranks}, got {to!r}")
+        self.forget()
+        mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
+        for index, state in sorted(states.items()):
+            entry = {}
+            for key, value in state.items():  # one after the other: nobody but ``to`` holds more than one
+                found = whole(value)
+                if mine:
+                    entry[key] = found
+            full[index] = entry
+        if mine:
+            self._kept = (_version(live), full)
+
+    def full_state(self, states: Any, live: Mapping[Tensor, Any]) -> Any:
+        """What :meth:`consolidate` brought here, shared with nothing, if that is still the state; else ``states``."""
+        if self._kept is None or self._kept[0] != _version(live):
+            return states
+        return copied(self._kept[1])
+
+    def forget(self) -> None:
+        """The state is about to change."""
+        self._kept = None
+
+    def spread(self, state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A checked state dict with state as a step of DTensors needs it; see :func:`cut_like`."""
+        self.forget()
+        param_of = {
+            saved_id: param
+            for saved, group in zip(state_dict["param_groups"], param_groups, strict=True)
+            for saved_id, param in zip(saved["params"], group["params"], strict=True)
+        }
+        states = {
+            index: {
+                key: cut_like(value, param_of[index]) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            for index, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+
+class _MeshStep(AloneStep):
+    """Steps DTensors by the wrapped class, after what is asked of their gradients."""
+
+    def __init__(self, nonfinite: NonFinite, max_grad_norm: float | None, mesh: MeshParams) -> None:
+        super().__init__(nonfinite, max_grad_norm)
+        self._mesh = mesh
+
+    def step(self, inner: torch.optim.Optimizer, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """See :class:`AloneStep`."""
+        self._mesh.shards.require_sharded()
+        self._mesh.forget()
+        return super().step(inner, closure, options)
+
+    def _measured(self, params: Sequence[Tensor]) -> Measured:
+        return self._mesh.measure(params, [local_grad(param) for param in params])
+
+    def _norm(self, params: Sequence[Tensor]) -> Tensor:
+        return self._measured(params).norm
+
+    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
+        norm = self._norm(params)
+        factor = clip_factor(norm, max_norm)
+        for grad in map(local_grad, params):
+            if grad is not None:
+                grad.mul_(factor.to(grad.device))
+        return norm
+
+
+def state_like(recipe: Recipe, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
+    """What a DTensor's state will be like after its first step, full of its first values, in host memory. Collective.
+
+    Args:
+        stepped_dtype: of what is stepped for the parameter; where it is not the parameter's, there is a master too.
+    """
+    cls = recipe.optimizer_class
+    if not is_known(cls):
+        return {}
+    like = torch.zeros_like(param)
+    if not steps_apart(recipe):
+        made = state_after_a_step(cls, hypers, like)
+    else:
+        part = local_of(like).to(stepped_dtype)
+        master = {} if stepped_dtype is param.dtype else {"master": part}
+        made = shown({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
+    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
+
+
+def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
+    """Another one when state was edited in place, replaced, added or dropped."""
+    return tuple(
+        number
+        for state in live.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+        for number in (id(value), value._version)
+    )
+
+
+def mesh_of(entries: Iterable[Any], recipe: Recipe, process_group: object) -> MeshParams | None:
+    """What an optimizer over DTensors has besides; ``None`` if none of its parameters is one.
+
+    Args:
+        entries: as :func:`zero_opt.optimizer.contents.run_once` returns them.
+
+    Raises:
+        ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
+    """
+    params = tensors_of(entries)
+    mesh = MeshParams() if any(map(is_dtensor, params)) else None
+    if mesh is not None:
+        _check_policies(recipe, process_group)
+        if steps_apart(recipe):
+            _check_cuttable(recipe.optimizer_class)
+    admit(mesh, params, recipe)
+    return mesh
+
+
+def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> None:
+    """Take in parameters of an optimizer that was, or was not, made over DTensors.
+
+    Raises:
+        UnsupportedParam: one does not go with those that are there. ParamsUnsharded: one is a gathered copy.
+    """
+    Shards().add(params)
+    for position, param in enumerate(params):
+        if is_lazy(param):
+            raise UnsupportedParam(
+                f"parameter {position} of those given has no shape yet, as a lazy module has not run; run a forward "
+                "first, on every rank, then make the optimizer"
+            )
+        label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
+        if is_dtensor(param) and mesh is None:
+            raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
+        if mesh is not None and not is_dtensor(param) and not isinstance(recipe.reduction, AlreadyReduced):
+            raise UnsupportedParam(
+                f"{label} is a plain tensor among DTensors, so nobody reduces its gradient; give it an optimizer of "
+                "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
+            )
+        check_dtensor(param, label)
+    if mesh is not None:
+        mesh.add(params)
+
+
+def steps_apart(recipe: Recipe) -> bool:
+    """Whether something else than the DTensors themselves is stepped: this rank's parts of them, or their masters."""
+    native = recipe.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
+    return native or recipe.has_masters
+
+
+def _check_policies(recipe: Recipe, process_group: object) -> None:
+    """Raise ConfigConflict for what cannot be asked of an optimizer over DTensors."""
+    instead = None
+    if process_group is not None:
+        instead = "whose mesh says which ranks there are; leave process_group out"
+    elif isinstance(recipe.reduction, DDPHook):
+        instead = "whose gradients fully_shard reduces, not DDP; leave reduction out"
+    elif recipe.reduction.overlap_param_gather is not None:
+        instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
+    elif recipe.precision.reduce_dtype is not None or recipe.precision.accumulate_dtype is not None:
+        instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
+    elif isinstance(recipe.offload, WorkerOffload) and recipe.offload.speculate:
+        instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
+    elif getattr(recipe.offload, "selective", None) is not None:
+        # Each rank steps alone, so each would select by its own rows, and columns of one DTensor would part.
+        instead = "of whose columns each rank has a part, and selects none for all; leave selective out"
+    if instead is not None:
+        raise ConfigConflict(f"parameters are DTensors, {instead}")
+
+
+def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
+    """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
+    if not is_elementwise(cls):
+        raise UnsupportedOptimizer(
+            f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
+            "offload=None and no master_dtype it is given the DTensors themselves. If it is elementwise, see "
+            "zero_opt.register_elementwise()"
+        )

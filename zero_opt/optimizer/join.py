@@ -1,0 +1,135 @@
+"""Uneven inputs: what ranks do that have run out of them while the others train on (torch's ``Join``)."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ..comm.groups import AloneGroup, Group, agreed_group
+from ..sharding.param_groups import following, hypers_of
+from ..system.devices import HOST, carries
+
+
+class ShadowSteps(JoinHook):
+    """Takes part in every step of the ranks that still have inputs."""
+
+    def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
+        """Take ``shadow_step``, called per step of the others, and ``end``, called when all have run out of inputs."""
+        self._shadow_step, self._end = shadow_step, end
+
+    def main_hook(self) -> None:
+        """The others take a step."""
+        self._shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
+        """All have run out."""
+        self._end()
+
+
+def join_notice(joinable: Joinable) -> Callable[[], None]:
+    """What tells ``Join``, before each step, that this rank still has inputs; does not keep the joinable alive."""
+    reference = weakref.ref(joinable)
+
+    def notify() -> None:
+        alive = reference()
+        if alive is not None:
+            Join.notify_join_context(alive)
+
+    return notify
+
+
+def device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Return where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
+
+    DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
+    """
+    if group is None:
+        return device
+    return device if carries(str(dist.get_backend_config(group)), device) else HOST
+
+
+def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:
+    """Give ranks that have run out of inputs, whose schedulers stand still, the others' hyperparameters. Collective.
+
+    Numbers, strings, tensors of one element and tuples of those; anything else stays as it is.
+    """
+    source = next(rank for rank in range(group.world_size) if rank not in absentees)
+    listed = [_plain(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
+    received = json.loads(group.all_gather_bytes(json.dumps(listed).encode())[source])
+    if group.rank in absentees:
+        for entry, values in zip(param_groups, received, strict=True):
+            for key, value in values.items():
+                _set(entry, key, value)
+
+
+def _plain(hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that can be told as JSON."""
+    found = {}
+    for key, value in hypers.items():
+        items = [
+            item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
+            for item in (value if isinstance(value, (tuple, list)) else [value])
+        ]
+        if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
+            found[key] = items if isinstance(value, (tuple, list)) else items[0]
+    return found
+
+
+def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
+    """Take over one hyperparameter, a tensor in place."""
+    mine = entry.get(key)
+    if isinstance(mine, Tensor):
+        mine.fill_(value)
+    elif isinstance(mine, (tuple, list)):
+        entry[key] = type(mine)(
+            old.detach().clone().fill_(new) if isinstance(old, Tensor) else new
+            for old, new in zip(mine, value, strict=True)
+        )
+    else:
+        entry[key] = value
+
+
+class UnevenInputs(Joinable):
+    """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
+
+    _sharded: Any
+    _params: Callable[[], list[Tensor]]
+    _replan: Callable[[], None]
+
+    @property
+    def _group(self) -> Group:
+        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
+        """Return what ``torch.distributed.algorithms.Join`` has a rank do that has run out of inputs.
+
+        That rank takes part in the others' steps with gradients of zero, so the mean is still over all ranks, and with
+        the others' hyperparameters. DDP, if used, comes before the optimizer: ``Join([ddp, opt])``.
+        """
+        return ShadowSteps(self._shadow_step, self._forget_epoch)
+
+    @following
+    def _shadow_step(self) -> None:
+        if self._sharded is not None:
+            self._sharded.shadow_step()
+
+    def _forget_epoch(self) -> None:
+        if self._sharded is not None:
+            self._sharded.progress.forget_epoch()
+
+    @property
+    def join_device(self) -> torch.device:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return device_for(self._params()[0].device, self.join_process_group)
+
+    @property
+    def join_process_group(self) -> Any:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return self._group.parent or agreed_group(None)

@@ -1,0 +1,106 @@
+"""The process groups of one optimizer, and who serves its state over one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch.distributed as dist
+
+from ..comm.connecting import made_by_all
+from ..comm.departures import Departures, How
+from ..comm.exchange import Exchange
+from ..comm.groups import AloneGroup, DeviceGroup, Group, SideGroup, connect
+from ..comm.keepalive import ending_with_hosts
+from ..placement import Placement
+from ..policies import Checks
+from ..sharding.partition import Partition
+from ..state.consolidate import LocalState
+from ..state.guard import StateGuard
+from ..state.service import StateService
+from ..system.background_thread import SerialThread
+
+
+class OwnGroups:
+    """Process groups of one optimizer.
+
+    One set of connections carries reductions, gathers and control: messages between two ranks have a tag per use, and
+    only the user's thread runs collectives of host tensors. The service's group has connections of its own, since a
+    failure to send state must not end training. Ranks that are threads have neither tags nor a service, so they have a
+    group per use.
+
+    Attributes:
+        reduce, gather, control: the groups of training; one group if ranks are processes. The communicator of
+            ``reduce`` carries all accelerator tensors, since a rank enqueues them in one order.
+        neighbors: ranks of which some may share this host's cores and files with this one.
+        service: serves this rank's state over a group of its own, if the ranks are processes.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbors: Group | None = None) -> None:
+        several = None if parent is None or parent.size() == 1 else parent
+        self.service: StateService | None = None
+        self._side: SideGroup | None = None
+        self._exchanges: Mapping[str, Exchange] = {}
+        self._thread: SerialThread | None = None
+        self._departures = Departures()
+        self.control: Group
+        self.reduce: Group
+        self.gather: Group
+        if several is None:
+            self.control = self.reduce = self.gather = AloneGroup()
+        else:
+            self._make(several, checks.timeout)
+        self.control.watch(checks.hang_timeout, (self.reduce, self.gather), self._departures)
+        self._departures.leave, self._departures.end = self._leave, self._leave_in_order
+        self.neighbors = neighbors or self.control
+
+    def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
+        connecting = connect(parent, groups=2)
+        with made_by_all(connecting) as made:
+            self.reduce = self.gather = self.control = DeviceGroup(parent, timeout, "reduce", connecting)
+            made.append(self.reduce)
+            if connecting is None:  # the ranks are threads
+                self.gather = Group(parent, timeout, "gather", connecting)
+                self.control = Group(parent, timeout, "control", connecting)
+                made += [self.gather, self.control]
+                return
+            with ending_with_hosts():
+                self._side = SideGroup(parent, timeout, "state", connecting)
+            made.append(self._side)
+            self._side.control = self.control
+
+    def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
+        """When this rank leaves, also leave these exchanges. ``thread`` runs what is queued for other ranks."""
+        self._exchanges, self._thread = exchanges, thread
+
+    def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
+        """Begin to serve this rank's state. All ranks should."""
+        if self._side is not None and self.service is None:
+            # Nothing that leads to the optimizer, so that it can be collected while it is served.
+            capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
+            self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
+
+    def _leave(self) -> None:
+        """Leave training at once: no rank waits for this one, and this one waits for no other."""
+        for exchange in self._exchanges.values():
+            exchange.leave()
+        for group in (self.control, self.reduce, self.gather):
+            group.disconnect()
+
+    def _leave_in_order(self) -> None:
+        """Leave training as :meth:`_leave` does, once what is queued for other ranks has been sent."""
+        if self._thread is not None and self._thread.takes:
+            self._thread.submit(self._leave)
+        else:
+            self._leave()
+
+    def close(self) -> None:
+        """Destroy all of them; that of the service once all ranks have closed."""
+        if self.service is not None:
+            self.service.abandon(How.CLOSED)
+        elif self._side is not None:
+            self._side.close()
+        self._leave_in_order()
+        self._departures.forget()
+        for group in (self.reduce, self.gather, self.control):
+            group.close()

@@ -1,0 +1,166 @@
+"""What placements have in common that keep the state of native Adam steps in arrays of their own, away from parameters.
+
+They differ in where those arrays lie, and in how a step is taken and brought in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import StepPending, UnsupportedOptimizer
+from ..sharding.flat_param import FlatParam
+from .adam_rules import check_fused, say_without_masters
+from .adam_shard import StateShard
+from .interface import ParamState, Stretch, load_mirrors
+
+
+class PendingStep(Protocol):
+    """A step whose result is not in the parameters yet."""
+
+    def edited(self) -> Iterator[FlatParam]:
+        """Parameters that the user has changed since the step began."""
+
+
+ShardT = TypeVar("ShardT", bound=StateShard)
+StepT = TypeVar("StepT", bound=PendingStep)
+
+
+class NativePlacement(ABC, Generic[ShardT, StepT]):
+    """See the module and :class:`Placement`."""
+
+    _policy_name: str
+    # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
+    _cause = ""
+    _remedy = "call opt.flush()"
+
+    def __init__(self) -> None:
+        self._amsgrad: list[bool] = []
+        self._shards: dict[int, ShardT] = {}  # by bucket
+        self._places: dict[int, tuple[ShardT, int]] = {}  # by parameter: shard, position in it
+        self._pending: StepT | None = None
+
+    # -- what a kind of them has --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Give all arrays a place that the groups need and that have none yet."""
+
+    @abstractmethod
+    def _written(self) -> None:
+        """State was written to: make that last, and let autograd know."""
+
+    @abstractmethod
+    def _drop_pending(self) -> None:
+        """Let what is under way end, and forget the step."""
+
+    def _await_copies(self) -> None:
+        """Return when no accelerator reads or writes arrays any more."""
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        self._amsgrad.append(bool(hypers["amsgrad"]))
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        del self._amsgrad[kept:]
+
+    def repoint(self, params: Sequence[int]) -> None:
+        """See :class:`Placement`."""
+        for index in params:
+            if index in self._places:
+                shard, position = self._places[index]
+                shard.repoint(position)
+
+    def param_of(self, index: int) -> Tensor:
+        """See :class:`Placement`."""
+        shard, position = self._places[index]
+        return shard.flats[position].part(shard.pieces[position].in_param)
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
+        """See :class:`Home`."""
+        shard, position = self._places[index]
+        shard.stretches[position] = stretches
+        shard.gradients[position] = gradients
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`. Tensors are views of the arrays; nothing of those is read before the views are."""
+        for index, (shard, position) in self._places.items():
+            if position in shard.stepped:
+                yield index, shard.state(position)
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """See :class:`Placement`; it is plain."""
+        for index, state in self.state():
+            shard, position = self._places[index]
+            yield index, shard.saved_state(position, state)
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`; none is."""
+        return iter(())
+
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """See :class:`Placement`. Values are copied to the arrays."""
+        shard, position = self._places[index]
+        if state is not None and not shard.replaced(position, state):
+            return False
+        if self._pending is not None:
+            raise StepPending(
+                f"the state of {shard.flats[position].label} was replaced while a step for it was pending; "
+                f"{self._remedy} before that"
+            )
+        self._await_copies()
+        saved = {} if state is None else dict(state)
+        shard.forget_views(position)
+        shard.load(position, saved)
+        self._written()
+        return True
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See :class:`Placement`; what is under way ends, and is forgotten."""
+        self._drop_pending()
+        self._await_copies()
+        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+        self._make_room()
+        without = 0
+        for index, (shard, position) in self._places.items():
+            saved = states.get(index, {})
+            shard.load(position, saved)
+            without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
+        say_without_masters(without)
+        self._written()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """See :class:`Placement`."""
+        return self._pending is not None
+
+    def conflict(self) -> StepPending | None:
+        """See :class:`Placement`."""
+        for flat in () if self._pending is None else self._pending.edited():
+            return StepPending(
+                f"{flat.label} was changed while a step for it was pending{self._cause}; {self._remedy} before "
+                "changing parameters. A flush() after it keeps the change and drops the update"
+            )
+        return None
+
+    def _load_mirrors(self) -> None:
+        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
+        load_mirrors(self._places.values())
+
+    def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
+        """Whether a shard of the group is stepped with amsgrad; options may have been edited."""
+        check_fused(self._policy_name, shard.bucket.layout.group, group)
+        if group["amsgrad"] and not shard.has_maximum():
+            raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
+        return bool(group["amsgrad"])

@@ -1,0 +1,74 @@
+"""What the native Adam step can be asked for, whichever placement takes it away from the parameters' device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
+from ..kernels import CPUAdam, CPUAdamW
+from ..system.extension import require_native
+from .masters import HALVES
+
+NATIVE_CLASSES = (CPUAdam, CPUAdamW)
+ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
+_OTHERWISE = "with offload=None any class and option is stepped by the class itself"
+_log = logging.getLogger("zero_opt")
+
+
+def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedOptimizer or NativeUnavailable unless these param groups can be stepped natively.
+
+    Args:
+        policy: the name of the policy that is to do so.
+    """
+    require_native()
+    if cls not in ADAM_CLASSES:
+        names = ", ".join(known.__name__ for known in ADAM_CLASSES)
+        raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_OTHERWISE}")
+    for number, group in enumerate(groups):
+        check_fused(policy, number, group)
+        if group.get("fused") is None:
+            _say_fused(policy, cls.__name__)
+
+
+def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOptimizer if a param group asks for bits that the native step has not."""
+    if group.get("fused") is False or group.get("foreach"):
+        raise UnsupportedOptimizer(
+            f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and {policy} "
+            f"has the bits of fused=True alone; {_OTHERWISE}"
+        )
+
+
+@functools.cache
+def _say_fused(policy: str, name: str) -> None:
+    _log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's", policy, name)
+
+
+def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
+    """Raise UnsupportedParam, naming it, for a parameter that cannot be stepped natively."""
+    for index, param in enumerate(params):
+        if param.dtype not in (torch.float32, *HALVES):
+            raise UnsupportedParam(
+                f"{describe(index)} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {_OTHERWISE}"
+            )
+
+
+def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise StateDictError unless loaded state, per parameter, is Adam's."""
+    for index, state in states.items():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if state and key not in state:
+                raise StateDictError(f"state {key!r} of parameter {index} is missing")
+
+
+def say_without_masters(count: int) -> None:
+    """So many loaded parameters in bf16 or fp16 came without a master."""
+    if count:
+        _log.warning("no master was saved for %d parameters: their own values are taken", count)

@@ -1,0 +1,1 @@
+"""Shards that the trainer's own process steps."""

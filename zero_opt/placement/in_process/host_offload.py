@@ -1,0 +1,359 @@
+"""Masters and state in host memory, stepped in this process, for parameters that may lie on an accelerator.
+
+Gradients leave in their own dtype and parameters come back in theirs, each direction on a stream of its own: while the
+processor steps one sub-group, the gradients of the next arrive and the parameters of the one before return.
+
+[Note: what copies wait for]
+A step notes an event at its start, on the stream that it runs on. Gradients are reduced by then, and nothing reads or
+writes parameters after it but copies of ours: all copies in both directions wait for that event alone, so that no
+gradient waits for parameters that return, nor for what is stepped on the device meanwhile. The processor waits for
+gradients to arrive before it reads them, and for results to have left before it overwrites them. The stream that the
+step runs on waits for parameters that return.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.threads import checked_threads, torch_threads
+from ...policies import AdamState, CPUOffload
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...system.devices import HOST, build_streams, is_host
+from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
+from ..masters import HALVES
+from .placement import BucketwisePlacement, Work
+from .units import PLAIN, SPLIT, Found, InPlace, Mastered, Unit, UnitMaker
+
+_MIB = 2**20
+# Every run of a slice begins at a multiple of this.
+_ALIGN = 64
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Room(NamedTuple):
+    """Bytes of host memory for sub-groups of one device.
+
+    Attributes:
+        results: for what goes back to the parameters of all of them. grads: for the gradients of the largest one.
+    """
+
+    results: int
+    grads: int
+
+
+def room_for(parts: Iterable[tuple[GradBucket, Sequence[int]]]) -> Room:
+    """Return the room that sub-groups take, each given as a bucket and positions of its slices."""
+    results, largest = 0, 0
+    for bucket, members in parts:
+        own = bucket.params[0].param.element_size()
+        widest = max(own, bucket.shard_dtype.itemsize)  # gradients that are reduced already have the parameters' dtype
+        numels = [bucket.slices[member].in_param.numel for member in members]
+        results += sum(_aligned(numel * own) for numel in numels)
+        largest = max(largest, sum(_aligned(numel * widest) for numel in numels))
+    return Room(results, largest)
+
+
+class Lane:
+    """The way between one device and host memory: a stream per direction, and the host memory at its end.
+
+    Attributes:
+        arriving, leaving: gradients arrive in host memory on the side stream of the one, results leave on the other's.
+        start: an event; see [Note: what copies wait for].
+
+    Args:
+        allocate: makes host memory of so many bytes.
+    """
+
+    def __init__(self, device: torch.device, allocate: Callable[[int], HostMemory]) -> None:
+        self.arriving, self.leaving = build_streams(device), build_streams(device)
+        self.start: Any = None
+        self._allocate = allocate
+        self._results: list[HostMemory] = []
+        self._buffers: list[HostMemory] = []
+        self._free: list[HostMemory] = []
+        self._largest_nbytes = self._carved_nbytes = 0
+
+    @property
+    def results_nbytes(self) -> int:
+        """Bytes of memory for results."""
+        return sum(memory.bytes.numel() for memory in self._results)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of the buffers that gradients arrive in."""
+        return sum(buffer.bytes.numel() for buffer in self._buffers)
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        _, self.start = self.leaving.produced()
+
+    def reserve(self, room: Room) -> None:
+        """Allocate memory for more results, and let each buffer hold the gradients of any sub-group."""
+        self._largest_nbytes = max(self._largest_nbytes, room.grads)
+        self._results.append(self._allocate(room.results))
+        self._carved_nbytes = 0
+
+    @property
+    def memory(self) -> HostMemory:
+        """The memory that was reserved last."""
+        return self._results[-1]
+
+    def carve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return so many zeros of the memory that was reserved last, 1-D."""
+        start, stop = self._carved_nbytes, self._carved_nbytes + numel * dtype.itemsize
+        self._carved_nbytes = _aligned(stop)
+        return self.memory.bytes[start:stop].view(dtype)
+
+    def take(self, nbytes: int) -> HostMemory:
+        """Return a buffer of at least so many bytes; :meth:`give_back` it."""
+        for number, buffer in enumerate(self._free):
+            if buffer.bytes.numel() >= nbytes:
+                return self._free.pop(number)
+        if self._free:  # the new buffer takes its place
+            smaller = self._free.pop(0)
+            self._buffers.remove(smaller)
+            smaller.release()
+        self._buffers.append(self._allocate(max(nbytes, self._largest_nbytes)))
+        return self._buffers[-1]
+
+    def give_back(self, buffer: HostMemory) -> None:
+        """Let other gradients arrive in a buffer."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Release all memory."""
+        for memory in (*self._results, *self._buffers):
+            memory.release()
+
+
+class InHost(Mastered):
+    """A sub-group in host memory: fp32 masters of bf16 and fp16 parameters; of others, and split ones, a copy.
+
+    ``_results`` is what goes back to the parameters, in their dtype: what is stepped, where that has it.
+    """
+
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState, lane: Lane) -> None:
+        self._lane, self._memory = lane, lane.memory
+        self._buffer: HostMemory | None = None
+        self._sources: Found = ()
+        self._arrived: Any = None
+        self._left: Any = None
+        super().__init__(bucket, members, form)
+
+    def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
+        numels = [piece.in_param.numel for piece in self.pieces]
+        self._results = [self.shaped(self._lane.carve(numel, self.param_dtype), at) for at, numel in enumerate(numels)]
+        if self.param_dtype in HALVES and self.form is PLAIN:
+            return [self._blank(at, torch.float32, HOST) for at in range(len(self.pieces))]
+        return self._results
+
+    def fetch(self, found: Found) -> None:
+        """See :class:`Unit`; copies are enqueued. Their sources are held until the copies are over."""
+        self._return_buffer()  # a step that was interrupted has left it
+        sizes = [_aligned(grad.numel() * grad.element_size()) for _, grad in found if not grad.is_sparse]
+        self._buffer, self._sources = self._lane.take(sum(sizes)), found
+        streams = self._lane.arriving
+        with streams.side([self._lane.start], []):
+            try:
+                self._found = list(self._copied(found, self._buffer.bytes))
+            finally:
+                _, self._arrived = streams.produced()
+                self._buffer.used(self._arrived)
+
+    def _copied(self, found: Found, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Enqueue copies of gradients to host memory, and yield these."""
+        start = 0
+        for position, grad in found:
+            if grad.is_sparse:
+                yield position, grad.cpu()
+                continue
+            stop = start + grad.numel() * grad.element_size()
+            run = buffer[start:stop].view(grad.dtype)
+            start = _aligned(stop)
+            # In one order of elements: between two, torch may copy by way of host memory that no event guards.
+            run.copy_(self.flat_grad(position, grad), non_blocking=True)
+            yield position, self.shaped(run, position)
+
+    def grads(self) -> Found:
+        """See :class:`Unit`; what the last step brought to the parameters has left host memory then, too."""
+        for event in (self._arrived, self._left):
+            if event is not None:
+                event.synchronize()
+        self._sources = ()
+        return super().grads()
+
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._run_of(self._results[position])
+
+    def target(self, position: int) -> Tensor:
+        """See :class:`Unit`."""
+        return self._results[position]
+
+    def round(self, positions: Sequence[int]) -> None:
+        """See :class:`Unit`."""
+        if self.stepped is not self._results:
+            torch._foreach_copy_([self._results[at] for at in positions], [self.stepped[at] for at in positions])
+
+    def send(self, positions: Sequence[int]) -> None:
+        """See :class:`Unit`; the current stream waits for it, the processor does not."""
+        streams = self._lane.leaving
+        with streams.side([self._lane.start], []):
+            try:
+                self.write_params(positions)
+            finally:
+                _, self._left = streams.produced()
+                self._memory.used(self._left)
+        streams.wait(self._left)
+        self._return_buffer()
+
+    def _return_buffer(self) -> None:
+        if self._buffer is not None:
+            self._lane.give_back(self._buffer)
+            self._buffer = None
+
+    def native_writes(self) -> AbstractContextManager[None]:
+        """See :class:`Unit`; it writes to host memory alone."""
+        return nullcontext()
+
+    def resident(self) -> Sequence[Tensor]:
+        """See :class:`Unit`; nothing."""
+        return ()
+
+
+class HostUnits(UnitMaker):
+    """The maker of units that stay on their device, and of sub-groups in host memory; buckets on the CPU stay whole."""
+
+    def __init__(self, policy: CPUOffload, master_dtype: object) -> None:
+        self._policy, self._split = policy, master_dtype == "split"
+        self._lanes: dict[torch.device, Lane] = {}
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`UnitMaker`."""
+        return sum(lane.results_nbytes for lane in self._lanes.values())
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See :class:`UnitMaker`."""
+        return sum(lane.buffers_nbytes for lane in self._lanes.values())
+
+    def class_threads(self) -> AbstractContextManager[None]:
+        """See :class:`UnitMaker`."""
+        return torch_threads(checked_threads(self._policy.threads))
+
+    def begin(self) -> None:
+        """See :class:`UnitMaker`."""
+        for lane in self._lanes.values():
+            lane.begin()
+
+    def close(self) -> None:
+        """See :class:`UnitMaker`."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
+        """Return the units of each bucket."""
+        away = [bucket for bucket in buckets if not self._is_host(bucket)]
+        staying = self.staying(away)
+        for device in dict.fromkeys(bucket.device for bucket in away):
+            there = [bucket for bucket in away if bucket.device == device]
+            self._lane(device).reserve(room_for(self.leaving(there, staying)))
+        return [self._units(bucket, staying) for bucket in buckets]
+
+    def _is_host(self, bucket: GradBucket) -> bool:
+        return is_host(bucket.device)
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            locked = partial(pinned_memory, device=device)
+            self._lanes[device] = Lane(device, locked if self._policy.pin_memory else host_memory)
+        return self._lanes[device]
+
+    def staying(self, buckets: Sequence[GradBucket]) -> set[int]:
+        """Return the parameters that stay: registered first, so reduced last, when the processor has long had work."""
+        numels = {piece.param: piece.in_param.numel for bucket in buckets for piece in bucket.slices}
+        room, staying = (1 - self._policy.ratio) * sum(numels.values()), set()
+        for index in sorted(numels):
+            room -= numels[index]
+            if room < 0:
+                break
+            staying.add(index)
+        return staying
+
+    def _units(self, bucket: GradBucket, staying: set[int]) -> Sequence[Unit]:
+        members, split = range(len(bucket.slices)), self._split and bucket.params[0].param.dtype is torch.bfloat16
+        form = SPLIT if split else PLAIN
+        if self._is_host(bucket):
+            return [on_device(bucket, members, form)]
+        stays = [member for member in members if bucket.slices[member].param in staying]
+        units = [on_device(bucket, stays, PLAIN)] if stays else []
+        lane = self._lanes[bucket.device]
+        return [*units, *(InHost(bucket, group, form, lane) for _, group in self.leaving([bucket], staying))]
+
+    def leaving(
+        self, buckets: Iterable[GradBucket], staying: Collection[int]
+    ) -> Iterator[tuple[GradBucket, list[int]]]:
+        """Yield the sub-groups of buckets: neighboring slices that do not stay, as many as fit."""
+        for bucket in buckets:
+            most = self._policy.subgroup_mb * _MIB / bucket.shard_dtype.itemsize
+            group, room = list[int](), most
+            for member, piece in enumerate(bucket.slices):
+                if piece.param in staying:
+                    continue
+                if group and piece.in_param.numel > room:
+                    yield bucket, group
+                    group, room = [], most
+                group.append(member)
+                room -= piece.in_param.numel
+            if group:
+                yield bucket, group
+
+
+def on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
+    """Return a unit of slices that are stepped on their own device, bf16 and fp16 ones with masters."""
+    if bucket.params[0].param.dtype in HALVES and form is PLAIN:
+        return Mastered(bucket, members)
+    return InPlace(bucket, members, form)
+
+
+class CPUPlacement(BucketwisePlacement):
+    """A shard stepped in host memory; see the module. What stays on a device steps there meanwhile."""
+
+    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
+        works: Mapping[int, list[Work]] = {shard.bucket: list(self._works([shard])) for shard in grads}
+        everything = [work for found in works.values() for work in found]
+        coming = deque(work for work in everything if isinstance(work.unit, InHost))
+        early = [work for work in everything if coming and not isinstance(work.unit, InHost)]
+        self._fetch_next(coming)
+        for work in early:
+            work.unit.fetch(work.found)
+            self._step_unit(work, grad_scale)
+        for shard in grads:
+            for work in works[shard.bucket]:
+                if isinstance(work.unit, InHost):
+                    self._fetch_next(coming)
+                    self._step_unit(work, grad_scale)
+                elif not early:
+                    work.unit.fetch(work.found)
+                    self._step_unit(work, grad_scale)
+            if shard.used:
+                yield shard.bucket
+
+    def _fetch_next(self, coming: deque[Work]) -> None:
+        """Let the gradients of one more sub-group come."""
+        if coming:
+            work = coming.popleft()
+            work.unit.fetch(work.found)

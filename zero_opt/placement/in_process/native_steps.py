@@ -1,0 +1,128 @@
+"""The native kernel in place of a class's own step: torch's fused formula, in one pass from gradient to parameter."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.adam_state import new_state
+from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
+from ...kernels.functions import adam_hypers
+from ...kernels.slots import Slot, step_slots
+from ...kernels.threads import checked_threads
+from ...system.extension import native_available
+from ..adam_rules import ADAM_CLASSES
+from .units import PLAIN, Unit
+
+_log = logging.getLogger("zero_opt")
+
+# Whether a param group, given its hyperparameters, is to be stepped by the kernel.
+Rule = Callable[[Mapping[str, Any]], bool]
+# Of an optimizer, by what it steps.
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+def says_fused(group: Mapping[str, Any]) -> bool:
+    """On the parameters' device: the group asks for it."""
+    return bool(group["fused"])
+
+
+def may_be_fused(group: Mapping[str, Any]) -> bool:
+    """Offloaded: the group does not ask for anything else."""
+    if group["fused"] is None and not group["foreach"]:
+        _say_fused()
+    return group["fused"] is not False and not group["foreach"]
+
+
+@functools.cache
+def _say_fused() -> None:
+    _log.warning(
+        "CPUOffload steps Adam and AdamW as with fused=True, whose bits differ a little from the default's; "
+        "fused=False keeps those"
+    )
+
+
+class NativeSteps:
+    """Steps units of Adam and AdamW. What it keeps of a parameter is the class's own state of it.
+
+    Args:
+        defaults: the class's arguments. rule: which param groups it steps.
+        threads: how many step; ``None`` is the default.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any], rule: Rule, threads: int | None) -> None:
+        self.rule, self._threads = rule, threads
+        self._flush = bool(defaults.get("flush_denormals", False))
+        self._slots: dict[int, Slot] = {}
+
+    def takes(self, unit: Unit, group: Mapping[str, Any]) -> bool:
+        """Whether it steps a unit of a group."""
+        if not unit.stepped or not unit.stepped[0].is_cpu or not self.rule(group):
+            return False
+        return unit.form is not PLAIN or unit.stepped[0].dtype is torch.float32
+
+    def step(self, unit: Unit, group: Mapping[str, Any], states: States, grad_scale: float) -> None:
+        """One step of the slices of which there are gradients, in one native call."""
+        found = unit.grads()
+        hypers = adam_hypers(group)
+        batches: dict[int, list[Slot]] = {}
+        for position, grad in found:
+            slots = batches.setdefault(unit.gradients.get(position, 1), [])
+            if position in unit.stretches:
+                slots.extend(self._stretches(unit, position, grad, group, states))
+            else:
+                slots.append(self._slot(unit, position, grad, group, states))
+        with unit.native_writes():
+            step_slots(
+                [(hypers.over(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
+                threads=checked_threads(self._threads),
+                flush_denormals=self._flush,
+            )
+
+    def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States) -> Slot:
+        """The kept run of a slice, with a gradient to be stepped by."""
+        amsgrad, index, target = group["amsgrad"], unit.pieces[position].param, unit.target(position)
+        state, slot = states[unit.stepped[position]], self._slots.get(index)
+        if grad.dtype not in GRAD_DTYPES:
+            grad = grad.to(torch.float32)
+        if slot is None or not (grad.is_contiguous() and slot.holds(state, target, grad, amsgrad)):
+            label = unit.flats[position].label
+            check_tensor(f"the gradient of {label}", grad, target.shape, GRAD_DTYPES)
+            if slot is None:
+                self._require_apart(unit)
+            if not state:
+                made = new_state(unit.stepped[position], unit.form, amsgrad=amsgrad)
+                unit.complete(position, made)
+                state.update(made)
+            slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
+        slot.grad = slot.bound.readable(grad)
+        return slot
+
+    def _stretches(
+        self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States
+    ) -> Iterator[Slot]:
+        """One run per stretch of a 1-D slice that has state."""
+        state, target = states[unit.stepped[position]], unit.target(position)
+        for start, stop, count in unit.stretches[position]:
+            where = slice(start, stop)
+            arrays = {key: value[where] for key, value in state.items() if key != "step"}
+            arrays["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+            amsgrad, label = group["amsgrad"], unit.flats[position].label
+            slot = Slot(label, arrays, target[where], grad[where], amsgrad=amsgrad)
+            slot.grad = slot.bound.readable(grad[where])
+            yield slot
+
+    def _require_apart(self, unit: Unit) -> None:
+        """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""
+        if not any(piece.param in self._slots for piece in unit.pieces):
+            check_apart([(flat.label, tensor) for flat, tensor in zip(unit.flats, unit.stepped, strict=True)])
+
+
+def serves(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether there is a native kernel for this class here."""
+    return optimizer_class in ADAM_CLASSES and native_available()

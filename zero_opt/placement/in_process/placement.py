@@ -1,0 +1,291 @@
+"""The shard is stepped by the wrapped class itself, or by a kernel with its formula, in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedOptimizer
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...sharding.param_groups import hypers_of
+from ...sharding.wrapped_class import bare_step
+from ..interface import AtOnce, ParamState, Stretch, load_mirrors
+from ..masters import HALVES, MasterShard
+from .native_steps import NativeSteps
+from .units import SPLIT, Found, Unit, UnitMaker, load_split
+
+_log = logging.getLogger("zero_opt")
+
+
+class Work(NamedTuple):
+    """A unit and its gradients, in one step.
+
+    Attributes:
+        found: gradients by position in the unit.
+    """
+
+    unit: Unit
+    found: Found
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the slices that are stepped."""
+        return [position for position, _ in self.found]
+
+
+class DevicePlacement(AtOnce):
+    """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
+
+    Args:
+        make_units: makes all units of a bucket.
+        native: what steps units that the kernel may step, where there is one for the class.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        make_units: UnitMaker,
+        native: NativeSteps | None = None,
+    ) -> None:
+        self._class, self._defaults = optimizer_class, dict(defaults)
+        self._make_units, self._native = make_units, native
+        self._inner: torch.optim.Optimizer | None = None
+        self._units: dict[int, Sequence[Unit]] = {}
+        self._places: dict[int, tuple[Unit, int]] = {}
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        group = {**hypers_of(hypers), "params": []}
+        if self._inner is None:
+            self._inner = self._class([group], **self._defaults)
+        else:
+            self._inner.add_param_group(group)
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        if kept:
+            del self._optimizer.param_groups[kept:]
+        else:
+            self._inner = None
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        inner = self._optimizer
+        made = dict(zip((bucket.layout.index for bucket in buckets), self._make_units(buckets), strict=True))
+        for bucket in buckets:
+            group = inner.param_groups[bucket.layout.group]
+            for unit in made[bucket.layout.index]:
+                self._places.update({piece.param: (unit, at) for at, piece in enumerate(unit.pieces)})
+                unit.read_params(range(len(unit.pieces)))
+                # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
+                hypers = {**hypers_of(group), "params": unit.stepped}
+                inner.state.update(self._class([hypers], **self._defaults).state)
+                group["params"].extend(unit.stepped)
+        self._units.update(made)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._inner is not None, "add_group comes first"
+        return self._inner
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return self._make_units.spare_nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return self._make_units.staging_nbytes
+
+    def repoint(self, params: Sequence[int]) -> None:
+        """See :class:`Placement`."""
+        for index in params:
+            if index in self._places:
+                unit, position = self._places[index]
+                unit.repoint(position)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
+        """See :class:`Placement`."""
+        inner = self._optimizer
+        load_mirrors(self._places.values())
+        for outer, own in zip(groups, inner.param_groups, strict=True):
+            own.update(hypers_of(outer))
+        self._make_units.begin()
+        yield from self._step_shards(grads, grad_scale)
+        for outer, own in zip(groups, inner.param_groups, strict=True):
+            outer.update(hypers_of(own))  # some classes keep adapted values in their groups
+
+    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
+        """All at once: a class may keep state per group or per step."""
+        works = list(self._works(grads))
+        for work in works:
+            work.unit.fetch(work.found)
+        self._step_by_class(works, grad_scale)
+        yield from (shard.bucket for shard in grads if shard.used)
+
+    def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
+        """What there is to step."""
+        for shard in grads:
+            for unit in self._units[shard.bucket]:
+                found = [
+                    (position, grad)
+                    for position, member in enumerate(unit.members)
+                    if (grad := shard.grads[member]) is not None
+                ]
+                if found:
+                    unit.read_params([position for position, _ in found])
+                    yield Work(unit, found)
+
+    def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
+        """Step units whose gradients are being fetched, by the wrapped class."""
+        parts = []
+        for work in works:
+            for position, grad in work.unit.grads():
+                part = work.unit.stepped[position]
+                part.grad = _fitted(grad, part.dtype, grad_scale)
+                parts.append(part)
+        with self._make_units.class_threads():
+            bare_step(self._optimizer)
+            for part in parts:
+                part.grad = None
+            for work in works:
+                work.unit.show_masters(work.positions, self._optimizer.state)
+                work.unit.round(work.positions)
+                work.unit.send(work.positions)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`."""
+        states = self._optimizer.state
+        for index, (unit, position) in self._places.items():
+            state = states.get(unit.stepped[position])
+            if state is not None:
+                unit.complete(position, state)
+                yield index, state
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """See :class:`Placement`."""
+        for index, state in self.state():
+            unit, position = self._places[index]
+            yield index, unit.saved(position, state)
+
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """See :class:`Placement`."""
+        (unit, position), states = self._places[index], self._optimizer.state
+        stepped = unit.stepped[position]
+        if state is None:
+            if states.pop(stepped, None) is not None:
+                unit.take_master(position, None)
+            return False
+        if unit.form is SPLIT and "remainder" not in state:
+            unit.take_master(position, state)  # the parameter, of which the remainder is what it lacks of the master
+            states[stepped] = load_split(state, stepped)
+            return True
+        other = states.get(stepped) is not state
+        if other or state.get("master", stepped) is not stepped:
+            unit.take_master(position, state)
+            unit.complete(position, state)
+            states[stepped] = state
+        return False
+
+    def param_of(self, index: int) -> Tensor:
+        """See :class:`Placement`."""
+        unit, position = self._places[index]
+        return unit.stepped[position]
+
+    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
+        """See :class:`Home`."""
+        unit, position = self._places[index]
+        unit.stretches[position], unit.gradients[position] = stretches, gradients
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""
+        inner = self._optimizer
+        number: dict[Tensor, int] = {}
+        packed = []
+        for own, hypers in zip(inner.param_groups, groups, strict=True):
+            ids = [number.setdefault(part, len(number)) for part in own["params"]]
+            packed.append({**hypers_of(hypers), "params": ids})
+        local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
+        inner.load_state_dict({"state": local, "param_groups": packed})
+        without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
+        if without:
+            _log.warning("no master was saved for %d parameters: their own values are taken", without)
+
+    def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state without what the class would cast."""
+        unit, _ = self._places[index]
+        if unit.form is SPLIT:
+            return {}
+        return {key: value for key, value in saved.items() if key != "master" or not isinstance(unit, MasterShard)}
+
+    def _load_master(self, index: int, saved: Mapping[str, Any]) -> bool:
+        """Give a loaded state its master; whether none was saved that is needed."""
+        unit, position = self._places[index]
+        stepped, states = unit.stepped[position], self._optimizer.state
+        unit.take_master(position, saved)
+        if saved and unit.form is SPLIT:
+            states[stepped] = load_split(saved, stepped)
+        elif saved:
+            unit.complete(position, states[stepped])
+        mastered = unit.form is SPLIT or isinstance(unit, MasterShard)
+        return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`."""
+        for units in self._units.values():
+            for unit in units:
+                yield from unit.resident()
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        self._places.clear()
+        self._units.clear()
+        self._make_units.close()
+
+
+class BucketwisePlacement(DevicePlacement):
+    """Steps one bucket at a time, so that it can be on its way to the other ranks while the next is stepped."""
+
+    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
+        for shard in grads:
+            for work in self._works([shard]):
+                work.unit.fetch(work.found)
+                self._step_unit(work, grad_scale)
+            if shard.used:
+                yield shard.bucket
+
+    def _step_unit(self, work: Work, grad_scale: float) -> None:
+        """Step a unit whose gradients are being fetched."""
+        inner, unit = self._optimizer, work.unit
+        group = inner.param_groups[unit.pieces[0].group]
+        if self._native is None or not self._native.takes(unit, group):
+            if unit.form is SPLIT:
+                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
+            self._step_by_class([work], grad_scale)
+            return
+        self._native.step(unit, group, inner.state, grad_scale)
+        unit.send(work.positions)
+
+
+def _fitted(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
+    """A gradient, scaled, as the parameter it is for: scaled in the wider of the two dtypes."""
+    fitted = grad.to(dtype) if dtype.itemsize > grad.dtype.itemsize else grad
+    if grad_scale != 1:
+        # not in place where it may be the user's own
+        fitted = fitted * grad_scale if fitted is grad else fitted.mul_(grad_scale)
+    return fitted if fitted.dtype is dtype else fitted.to(dtype)

@@ -1,0 +1,163 @@
+"""Parameters and what they are stepped as, where the two are not the same memory: who was written last, and copies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import copy_
+from ..layout import ParamSlice
+from ..sharding.flat_param import FlatParam, own_writes
+from ..system.extension import native_available
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def follow_param(master: Tensor, param: Tensor) -> None:
+    """Take an fp32 master from a parameter that may have been written to; both 1-D, on any devices."""
+    param = param.to(master.device)
+    if param.dtype not in HALVES:
+        master.copy_(param)
+        return
+    # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
+    same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    torch.where(same, master, param.float(), out=master)
+
+
+class FollowedParams:
+    """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
+
+    A write to a parameter raises its version counter. :func:`share_counters` finds parameters that share one.
+
+    Attributes:
+        pieces: the slices. flats: the parameter of each. param_dtype: of all of them.
+    """
+
+    def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
+        self.pieces, self.flats = pieces, flats
+        self.param_dtype = flats[0].param.dtype if flats else torch.float32
+        self._stale = set(range(len(pieces)))
+        self._known = [flat.edits for flat in flats]
+
+    def param_run(self, position: int) -> Tensor:
+        """The slice of the parameter itself, or of its mirror, 1-D."""
+        return self.flats[position].flat[slice(*self.pieces[position].in_param)]
+
+    def is_whole(self, position: int) -> bool:
+        """Whether the slice is its whole parameter."""
+        return self.pieces[position].in_param.numel == self.flats[position].param.numel()
+
+    def shaped(self, run: Tensor, position: int) -> Tensor:
+        """A 1-D run of a slice as users see it: in the parameter's shape where the slice is whole."""
+        return self.flats[position].shaped(run) if self.is_whole(position) else run
+
+    def flat_grad(self, position: int, grad: Tensor) -> Tensor:
+        """Return a gradient of a slice as 1-D in storage order; a view where possible."""
+        return self.flats[position].flatten(grad) if self.is_whole(position) else grad
+
+    def repoint(self, position: int) -> None:
+        """The parameter's data moved: whatever lies there is the user's."""
+        self._stale.add(position)
+
+    def edited(self, position: int) -> bool:
+        """Whether the user has written to the parameter since it was last read or written here."""
+        return position in self._stale or self.flats[position].edits != self._known[position]
+
+    def saved_master(self, position: int, master: Tensor) -> Tensor:
+        """A master as users see it, or, if they have written to the parameter since, a copy that has followed it."""
+        if not self.edited(position):
+            return master
+        copy = master.clone()
+        self.flats[position].load()
+        follow_param(copy.as_strided((copy.numel(),), (1,)), self.param_run(position))
+        return copy
+
+    def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state whose master, if it has one, is :meth:`saved_master`."""
+        if "master" not in state or not self.edited(position):
+            return state
+        return {**state, "master": self.saved_master(position, state["master"])}
+
+    def follow(self, position: int) -> None:
+        """What was made of the parameter is right as it is, whatever was written to that."""
+        self._stale.discard(position)
+        self._known[position] = self.flats[position].edits
+
+
+class MasterShard(FollowedParams, ABC):
+    """Slices and their masters, which follow the parameters."""
+
+    def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
+        super().__init__(pieces, flats)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def repoint(self, position: int) -> None:
+        """See :class:`FollowedParams`."""
+        super().repoint(position)
+        self._copies.pop(position, None)
+
+    @abstractmethod
+    def master(self, position: int) -> Tensor:
+        """The master of a slice, 1-D in storage order."""
+
+    @abstractmethod
+    def result(self, position: int) -> Tensor:
+        """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
+
+    def take_param(self, position: int) -> None:
+        """Let the master be the parameter."""
+        self.flats[position].load()
+        self.master(position).copy_(self.param_run(position))
+        self.follow(position)
+
+    def read_params(self, positions: Sequence[int]) -> None:
+        """Take masters from parameters that the user has written to."""
+        for position in filter(self.edited, positions):
+            master = self.master(position)
+            if self.param_dtype not in HALVES or master.dtype is self.param_dtype:
+                self.take_param(position)
+                continue
+            self.flats[position].load()
+            follow_param(master, self.param_run(position))
+            self.follow(position)
+
+    def copies(self, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Of some slices, the parameter and what was stepped, 1-D; the same tensors until either moves."""
+        for position in positions:
+            if position not in self._copies:
+                self._copies[position] = (self.param_run(position), self.result(position))
+        return [self._copies[position] for position in positions]
+
+    def write_params(self, positions: Sequence[int]) -> None:
+        """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
+        write_all([(self, positions)])
+
+
+def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: int | None = None) -> None:
+    """As :meth:`MasterShard.write_params` of each, in one call.
+
+    Args:
+        threads: at most so many copy what lies in host memory; ``None`` is the default.
+    """
+    native: list[tuple[Tensor, Tensor]] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    flats: list[FlatParam] = []
+    kernel = native_available()
+    for shard, positions in shards:
+        flats += (shard.flats[position] for position in positions)
+        for target, source in shard.copies(positions):
+            plain = kernel and target.is_cpu and source.is_cpu and target.dtype is source.dtype
+            (native if plain else others).append((target, source))
+    with own_writes(flats):
+        if native:
+            targets, sources = zip(*native, strict=True)
+            copy_(targets, sources, threads=threads)
+        if others:
+            targets, sources = zip(*others, strict=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for flat in flats:
+            flat.store()

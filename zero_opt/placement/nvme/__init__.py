@@ -1,0 +1,1 @@
+"""Shards whose state lies in a file."""

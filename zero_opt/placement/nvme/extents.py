@@ -1,0 +1,157 @@
+"""Where shards of state lie in the file: arrays of several shards in a row, and windows over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...sharding.buckets import GradBucket
+from ...system.devices import is_host
+from ..adam_shard import MAXIMUM, MOMENTS, StateShard
+from .state_file import BLOCK_BYTES, StateFile
+from .window_pass import Window
+
+_BLOCK_NUMEL = BLOCK_BYTES // torch.float32.itemsize
+
+
+class FileShard(StateShard):
+    """A shard whose arrays are views of the file.
+
+    Attributes:
+        index: of the bucket.
+        direct: parameters are in fp32 and in host memory, and stepped in place: they are their own masters.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        super().__init__(bucket)
+        self.index = bucket.layout.index
+        self.direct = self.param_dtype is torch.float32 and is_host(bucket.device)
+
+    def master(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self.param_run(position) if self.direct else super().master(position)
+
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`; a step itself writes to the parameters."""
+        return self.master(position).to(self.param_dtype)
+
+    def bind(self, arrays: dict[str, Tensor]) -> None:
+        """Make the views anew over these arrays, (shard numel,) each."""
+        self._arrays = arrays
+        self._renew_views()
+
+
+class Segment(NamedTuple):
+    """The part of a slice that lies in a window, in elements.
+
+    Attributes:
+        where: in the window's arrays. at: in the slice. steps: done, where that is known.
+    """
+
+    shard: FileShard
+    position: int
+    where: slice
+    at: slice
+    steps: float = 0.0
+
+    def stretches(self) -> Iterator[Segment]:
+        """What of it is stepped, each part at one step count."""
+        for start, stop, count in self.shard.stretches_of(self.position):
+            first, last = max(start, self.at.start), min(stop, self.at.stop)
+            if first < last:
+                where = slice(self.where.start + first - self.at.start, self.where.start + last - self.at.start)
+                yield self._replace(where=where, at=slice(first, last), steps=count)
+
+    @property
+    def of(self) -> tuple[int, int]:
+        """Index of the bucket, position in it."""
+        return self.shard.index, self.position
+
+
+class Extent:
+    """Shards whose state has the same arrays, and is read and written together: a window may go over several.
+
+    An array has the elements of all shards, in their order, so that a shard's part of it is one run.
+
+    Attributes:
+        shards: with the element that each begins at in every array. group: number of their param group.
+        starts: where in the file each array begins, by role.
+    """
+
+    def __init__(self, shards: Sequence[FileShard]) -> None:
+        self.group = shards[0].bucket.layout.group
+        self.shards: list[tuple[int, FileShard]] = []
+        numel = 0
+        for shard in shards:
+            self.shards.append((numel, shard))
+            numel += shard.bucket.shard_numel
+        self.nbytes = -(-numel // _BLOCK_NUMEL) * BLOCK_BYTES  # of an array
+        self.starts: dict[str, int] = {}
+        self._bytes: dict[str, Tensor] = {}
+
+    def missing(self, *, amsgrad: bool) -> list[str]:
+        """The arrays that a step needs and that have no place yet."""
+        master = [] if self.shards[0][1].direct else ["master"]
+        return [role for role in (*MOMENTS, *([MAXIMUM] if amsgrad else []), *master) if role not in self.starts]
+
+    def place(self, roles: Sequence[str], file: StateFile, start: int) -> None:
+        """Give arrays their places, reserved already, from byte ``start`` of the file on."""
+        for role in roles if self.nbytes else ():
+            self.starts[role], self._bytes[role] = start, file.view(start, self.nbytes)
+            start += self.nbytes
+        for at, shard in self.shards:
+            where = slice(at, at + shard.bucket.shard_numel)
+            arrays = {role: found.view(torch.float32)[where] for role, found in self._bytes.items()}
+            shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
+
+    @property
+    def end(self) -> int:
+        """Where in the file the last array ends."""
+        return max((start + self.nbytes for start in self.starts.values()), default=0)
+
+    @property
+    def mapped(self) -> list[Tensor]:
+        """What all views of the state are views of."""
+        return list(self._bytes.values())
+
+    def window_nbytes(self, most_nbytes: float) -> int:
+        """Bytes of one array in a window of all: whole blocks, at least one."""
+        blocks = int(most_nbytes) // (BLOCK_BYTES * max(len(self.starts), 1))
+        return min(max(blocks, 1) * BLOCK_BYTES, self.nbytes)
+
+    def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[Window, list[Segment]]]:
+        """All windows, numbered from ``number`` on, with the parts of slices in them."""
+        if not self.nbytes:
+            return
+        size = self.window_nbytes(most_nbytes)
+        step = size // torch.float32.itemsize
+        segments = self._segments(step)
+        for start in range(0, self.nbytes, size):
+            nbytes = min(size, self.nbytes - start)
+            starts = {role: first + start for role, first in self.starts.items()}
+            yield Window(number, starts, nbytes), segments.get(start // size, [])
+            number += 1
+
+    def _segments(self, step: int) -> dict[int, list[Segment]]:
+        """Per window of so many elements, the parts of slices in it."""
+        found: dict[int, list[Segment]] = {}
+        for at, shard in self.shards:
+            for position, piece in enumerate(shard.pieces):
+                start, stop = at + piece.in_shard.start, at + piece.in_shard.stop
+                for window in range(start // step, -(-stop // step)):
+                    first, last = max(start, window * step), min(stop, (window + 1) * step)
+                    where = slice(first - window * step, last - window * step)
+                    if first < last:
+                        part = Segment(shard, position, where, slice(first - start, last - start))
+                        found.setdefault(window, []).append(part)
+        return found
+
+
+def extents_of(buckets: Sequence[GradBucket]) -> list[Extent]:
+    """Neighbouring buckets of a group whose state has the same arrays, together."""
+    alike = groupby(map(FileShard, buckets), lambda shard: (shard.bucket.layout.group, shard.direct))
+    return [Extent(list(shards)) for _, shards in alike]

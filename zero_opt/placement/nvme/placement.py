@@ -1,0 +1,192 @@
+"""The shard's state lies in a file, and is stepped a window at a time while others are read and written."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import StorageFailed, ZeroOptError
+from ...kernels.functions import adam_hypers
+from ...policies import NVMeOffload
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...system.interrupts import uninterrupted
+from ...system.shared_memory import require_memory
+from ..adam_placement import NativePlacement
+from .extents import Extent, FileShard, Segment, extents_of
+from .state_file import StateFile
+from .step import FileStep, Hypers
+from .window_pass import BUFFERS, Buffer, Disk, Window
+
+_log = logging.getLogger("zero_opt")
+
+
+class NVMePlacement(NativePlacement[FileShard, FileStep]):
+    """See the module and :class:`Placement`.
+
+    A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`land`
+    takes it up where it stopped, as :mod:`window_pass` promises. Its gradients are copied when it fails.
+    """
+
+    spare_nbytes = 0
+    _policy_name = "NVMeOffload"
+    _cause = ", since the disk failed in it"
+
+    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], threads: int | None) -> None:
+        super().__init__()
+        self._threads, self._flush_denormals = threads, bool(defaults.get("flush_denormals", False))
+        self._window_bytes = policy.window_mb * 2**20
+        self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
+        self._pid = os.getpid()
+        self._extents: list[Extent] = []
+        self._windows: list[tuple[Window, list[Segment]]] = []
+        self._buffers: list[Buffer] = []
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`.
+
+        Raises:
+            StorageFull, StorageFailed: there is no room for them; nothing was taken in.
+        """
+        if not buckets:
+            return
+        first = buckets[0].layout.index
+        # What another rank could not take in was dropped again, and is planned anew.
+        kept = [extent for extent in self._extents if extent.shards[0][1].index < first]
+        self._extend([*kept, *extents_of(buckets)])
+        self._shards = {shard.index: shard for extent in self._extents for _, shard in extent.shards}
+        self._places = {
+            piece.param: (shard, at) for shard in self._shards.values() for at, piece in enumerate(shard.pieces)
+        }
+
+    def _extend(self, extents: list[Extent]) -> None:
+        """Give all arrays of these a place that have none yet, and forget what else there is."""
+        start = max((extent.end for extent in extents), default=0)
+        missing = [(extent, extent.missing(amsgrad=self._amsgrad[extent.group])) for extent in extents]
+        self._disk.file.reserve(start + sum(extent.nbytes * len(roles) for extent, roles in missing))
+        for extent, roles in missing:
+            if roles:
+                extent.place(roles, self._disk.file, start)
+                start += extent.nbytes * len(roles)
+        windows: list[tuple[Window, list[Segment]]] = []
+        for extent in extents:
+            windows += extent.windows(self._window_bytes, len(windows))
+        largest = max((window.total_nbytes for window, _ in windows), default=0)
+        if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
+            require_memory(BUFFERS * largest, f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}")
+            self._buffers = [Buffer(largest) for _ in range(BUFFERS)]
+        self._extents, self._windows = extents, windows
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+        if os.getpid() != self._pid:
+            raise StorageFailed(
+                "this process was forked from the one that made the optimizer, and may not touch its file; construct "
+                "the optimizer in the process that steps it"
+            )
+
+    def _make_room(self) -> None:
+        self._extend(self._extents)
+
+    def _written(self) -> None:
+        self._disk.file.sync()
+        self._tell_autograd()
+
+    def _tell_autograd(self) -> None:
+        """Views of an array share its version counter."""
+        mapped = [array for extent in self._extents for array in extent.mapped]
+        if mapped:
+            torch.autograd.graph.increment_version(mapped)
+
+    def close(self) -> None:
+        """See :class:`Placement`. State that somebody still holds stays readable."""
+        try:
+            self._drop_pending()
+            self._disk.file.close()
+        except ZeroOptError as error:  # the file is closed once the transfer lets go of it
+            _log.warning("%s", error)
+        finally:
+            self._disk.close()
+            self._windows, self._buffers = [], []
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """See :class:`Placement`."""
+        return [shard.bucket for shard in grads if shard.used]
+
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
+        """See :class:`Placement`."""
+        for _ in self.land():
+            pass
+        with uninterrupted():
+            self._pending = self._begun(grads, groups, grad_scale)
+        yield from self._run(self._pending)
+
+    def wait(self) -> None:
+        """See :class:`Placement`. What is read or written at the moment ends; nothing more is begun."""
+        if self._pending is not None:
+            self._pending.windows.drain()
+
+    def _drop_pending(self) -> None:
+        self.wait()
+        self._pending = None
+
+    def land(self) -> Iterator[int]:
+        """See :class:`Placement`."""
+        self._load_mirrors()
+        if self._pending is not None:
+            self._pending.keep_edits()
+            yield from self._run(self._pending)
+
+    def _begun(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> FileStep:
+        """A step of which nothing has been done."""
+        amsgrad = [bool(group["amsgrad"]) for group in groups]
+        for found in grads:
+            shard = self._shards[found.bucket]
+            self._uses_maximum(shard, groups[shard.bucket.layout.group])
+        hypers = [adam_hypers(group) for group in groups]
+        step = FileStep(grads, self._shards, Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals))
+        step.plan(self._windows, self._buffers, self._disk)
+        return step
+
+    def _run(self, step: FileStep) -> Iterator[int]:
+        """Take what is left of a step, and yield buckets as they are updated."""
+        left = Counter(part.shard.index for part in step.left())
+        buckets = iter(step.buckets)
+        upcoming = next(buckets, None)
+        try:
+            for window in step.windows.run(step.change):
+                left.subtract(part.shard.index for part in step.segments[window.number])
+                while upcoming is not None and not left[upcoming]:
+                    step.store(upcoming)
+                    yield upcoming
+                    upcoming = next(buckets, None)
+        except BaseException:
+            with uninterrupted():
+                step.keep()
+            raise
+        rest = [] if upcoming is None else [upcoming, *buckets]
+        with uninterrupted():
+            step.count()
+            for bucket in rest:
+                step.store(bucket)
+            self._pending = None
+        self._tell_autograd()
+        yield from rest

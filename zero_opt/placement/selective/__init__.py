@@ -1,0 +1,1 @@
+"""Shards of which a few columns are stepped at a time."""

@@ -1,0 +1,285 @@
+"""One bucket's matrices by columns: some with their state on the device, all others where a placement has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import ParamSlice, plan_flat
+from ...sharding.buckets import GradBucket
+from ...sharding.flat_param import FlatParam, own_writes
+from ..in_process.units import slices_of
+from ..interface import ParamState, Stretch
+from ..masters import HALVES, FollowedParams, follow_param
+from .columns import Columns
+
+
+def is_matrix(param: Tensor) -> bool:
+    """Whether a parameter has columns, slices along its last dimension, that are tensors."""
+    return param.dim() >= 2 and param.numel() > 0
+
+
+def columns_of(piece: ParamSlice, flat: FlatParam) -> Columns:
+    """The columns that a slice of a matrix has a part of."""
+    return Columns(flat.param.shape, flat.strides, piece.in_param)
+
+
+def home_bucket(bucket: GradBucket, members: Sequence[int], device: str) -> GradBucket:
+    """The parameters that a placement is given for these slices of a bucket, zeros, as a bucket of one rank.
+
+    Args:
+        device: "cpu"; or "meta", to see what it would take, of a bucket that is called one in host memory all the same.
+    """
+    pieces, flats = slices_of(bucket, members)
+    by_index = {
+        piece.param: FlatParam(
+            torch.zeros(columns_of(piece, flat).numel, dtype=flat.param.dtype, device=device), flat.label
+        )
+        for piece, flat in zip(pieces, flats, strict=True)
+    }
+    specs = {index: home.spec(bucket.layout.group)._replace(device="cpu") for index, home in by_index.items()}
+    (layout,) = plan_flat(specs, 1, math.inf, bucket.layout.index)
+    return GradBucket(layout, [by_index[index] for index in layout.params], 0, torch.float32)
+
+
+class ColumnSlice:
+    """One slice of a matrix: which columns are selected, and what is kept of those and of all.
+
+    Attributes:
+        columns: where they lie.
+        counts: gradients stepped by, per column of the whole parameter, fp32. chosen: the selected ones of all,
+            ascending.
+        at_home, selected: those here that are not selected, and those that are, by step count: per count the numbers
+            of its columns, ascending, counted from the first one here. These lie together, as a matrix of so many
+            columns. Counts move alike on each side, so what is equal when columns are chosen stays so.
+        order: all these numbers, as columns lie at home, where the place of the selected ones is a gap.
+        compact: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the parameter's
+            device.
+        waiting: the sum of the gradients of a window, (numel,) fp32, in host memory; of selected columns, meaningless.
+        gathered: how many gradients are in it.
+        stepped: whether there is state.
+    """
+
+    def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
+        self.columns = columns_of(piece, flat)
+        self.device = flat.param.device
+        self.waiting = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has been stepped, nothing is selected, and nothing waits."""
+        self.counts = torch.zeros(self.columns.total, dtype=torch.float32, device="cpu")
+        self.gathered, self.stepped = 0, False
+        self.compact: dict[str, Tensor] = {}
+        self.choose(torch.empty(0, dtype=torch.int64, device="cpu"))
+
+    def choose(self, chosen: Tensor) -> None:
+        """These columns of the whole parameter are selected from here on, and all are put into order."""
+        self.chosen = chosen
+        there = torch.zeros(self.columns.total, dtype=torch.bool, device="cpu")
+        there[chosen] = True
+        here = there[self.columns.first : self.columns.first + self.columns.width]
+        sides = [self._by_count(which.nonzero().view(-1)) for which in (~here, here)]
+        self.order = torch.cat([which for which, _ in sides])
+        blocks = torch.split(self.order, [length for _, lengths in sides for length in lengths])
+        self.at_home, self.selected = blocks[: len(sides[0][1])], blocks[len(sides[0][1]) :]
+
+    def _counts_of(self, which: Tensor) -> Tensor:
+        return self.counts[which + self.columns.first]
+
+    def _by_count(self, which: Tensor) -> tuple[Tensor, list[int]]:
+        """Columns in order, and how many there are of each count."""
+        counts, order = torch.sort(self._counts_of(which), stable=True)
+        return which[order], torch.unique_consecutive(counts, return_counts=True)[1].tolist()
+
+    @property
+    def home_numel(self) -> int:
+        """Elements at home before the gap."""
+        return sum(which.numel() for which in self.at_home) * self.columns.height
+
+    def stretches(self, blocks: Sequence[Tensor], gradients: int = 1) -> Iterator[Stretch]:
+        """``at_home`` or ``selected`` as elements.
+
+        Args:
+            gradients: steps that the next one stands for; ``steps`` of what is yielded are in units of so many.
+        """
+        counts = torch.empty(0, dtype=torch.float32, device="cpu")
+        if blocks:
+            counts = self._counts_of(torch.stack([which[0] for which in blocks]))
+        # The number of the next step is rounded to fp32, from which 1 can be taken exactly: so counting in fp32, as
+        # some do, gives what counting in fp64 does.
+        done = ((counts.double() + gradients) / gradients).float() - 1
+        start = 0
+        for which, count in zip(blocks, done.tolist(), strict=True):
+            stop = start + which.numel() * self.columns.height
+            yield Stretch(start, stop, count)
+            start = stop
+
+    def take(self, run: Tensor, blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """Blocks of columns out of the slice's elements, one after the other, flat, where those are, or in ``out``."""
+        numels = [which.numel() * self.columns.height for which in blocks]
+        taken = run.new_empty(sum(numels)) if out is None else out
+        for which, part in zip(blocks, torch.split(taken, numels), strict=True):
+            self.columns.take(run, which.to(run.device), part)
+        return taken
+
+    def put(self, run: Tensor, blocks: Sequence[Tensor], values: Tensor) -> None:
+        """Write blocks of columns to the slice's elements."""
+        numels = [which.numel() * self.columns.height for which in blocks]
+        for which, part in zip(blocks, torch.split(values.to(run.device), numels), strict=True):
+            self.columns.put(run, which.to(run.device), part)
+
+    def gather(self, grad: Tensor, grad_scale: float) -> None:
+        """Add a gradient, (numel,), to those that wait."""
+        if grad_scale != 1:
+            term = grad.to(self.waiting.device, torch.float32, copy=True).mul_(grad_scale)
+        else:  # what is narrower is widened as it is added
+            term = grad.to(self.waiting.device, torch.float32 if grad.dtype is torch.float64 else grad.dtype)
+        if not self.waiting.numel():
+            self.waiting = torch.empty_like(term, dtype=torch.float32)
+        if self.gathered:
+            self.waiting.add_(term)
+        else:
+            self.waiting.copy_(term)
+        self.gathered += 1
+
+    def mean(self, out: Tensor) -> None:
+        """Of the gradients that wait, those of columns at home, in order, written to fp32 memory of ``home_numel``."""
+        self.take(self.waiting, self.at_home, out).div_(self.gathered)
+
+    def count(self, *, selected: bool) -> None:
+        """The selected columns, or all others, have been stepped."""
+        if selected:
+            self.counts[self.chosen] += 1
+        else:
+            others = torch.ones_like(self.counts, dtype=torch.bool)
+            others[self.chosen] = False
+            self.counts[others] += self.gathered
+            self.gathered = 0
+        self.stepped = True
+
+
+class ColumnShard(FollowedParams):
+    """See the module. Slices are this rank's with two or more dimensions in a bucket, named by their position.
+
+    To the placement that is their home they are parameters in host memory, 1-D, with one column after the other.
+
+    Attributes:
+        members: positions of the slices among this rank's of the bucket. slices: one each.
+        home: the bucket that the placement is given.
+    """
+
+    def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
+        super().__init__(*slices_of(bucket, members))
+        self.members, self.device = members, bucket.device
+        self.slices = [ColumnSlice(piece, flat) for piece, flat in zip(self.pieces, self.flats, strict=True)]
+        self.home = home_bucket(bucket, members, "cpu")
+        homes = dict(zip(self.home.layout.params, self.home.params, strict=True))
+        self._homes = [homes[piece.param] for piece in self.pieces]
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def read_params(self) -> None:
+        """Let masters follow the parameters that the user has written to."""
+        for position in filter(self.edited, range(len(self.slices))):
+            found = self.slices[position]
+            self.flats[position].load()
+            run = self.param_run(position)
+            self._fill(position, self._homes[position].param, run)
+            if found.compact:
+                follow_param(found.compact["param"], found.take(run, found.selected))
+            self.follow(position)
+
+    def write_home(self, positions: Sequence[int]) -> None:
+        """Bring the columns at home into those parameters that the user has not written to meanwhile."""
+        for position in positions:
+            if not self.edited(position):
+                found = self.slices[position]
+                self._write(position, found.at_home, self._homes[position].param[: found.home_numel])
+
+    def write_selected(self, position: int) -> None:
+        """Bring the selected columns into the parameter."""
+        found = self.slices[position]
+        self._write(position, found.selected, found.compact["param"])
+
+    def _write(self, position: int, blocks: Sequence[Tensor], values: Tensor) -> None:
+        with own_writes([self.flats[position]]):
+            self.slices[position].put(self.param_run(position), blocks, values)
+            self.flats[position].store()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def value(self, position: int, key: str, home: ParamState) -> Tensor:
+        """One of "exp_avg", "exp_avg_sq", "max_exp_avg_sq" and "master" of a slice, (numel,) fp32, a copy.
+
+        Args:
+            home: the state as the placement has it.
+        """
+        found = self.slices[position]
+        at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel, dtype=torch.float32, device="cpu")
+        if key == "master":  # the home may not have seen yet what the user has written to the parameter
+            at_home = at_home.clone()
+            follow_param(at_home, self._homes[position].param)
+        found.put(run, found.at_home, at_home[: found.home_numel])
+        if found.compact:
+            found.put(run, found.selected, found.compact["param" if key == "master" else key])
+        return self.saved_master(position, run) if key == "master" else run
+
+    def select(self, position: int, chosen: Tensor, home: ParamState) -> None:
+        """Select other columns; everything moves to its new place. :meth:`read_params` comes before."""
+        found = self.slices[position]
+        keys = [key for key in home if key != "step"]
+        values = {key: self.value(position, key, home) for key in keys}
+        found.choose(chosen)
+        self.place(position, values, home)
+
+    def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
+        """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are."""
+        found, run = self.slices[position], self.param_run(position)
+        values = {key: value.to(torch.float32) for key, value in values.items()}
+        # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.
+        self._fill(position, self._homes[position].param, values.get("master", run).to(run.dtype))
+        for key, value in values.items():
+            self._fill(position, home[key], value)
+        found.compact = {}
+        if found.selected:
+            parts = {
+                "param": values.get("master", run),
+                **{key: value for key, value in values.items() if key != "master"},
+            }
+            for key, value in parts.items():
+                found.compact[key] = found.take(value, found.selected).to(found.device, torch.float32)
+
+    def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
+        """Write a slice's elements to where its columns are at home."""
+        found = self.slices[position]
+        home[: found.home_numel].copy_(found.take(values, found.at_home))
+
+    def blank_state(self, position: int, *, amsgrad: bool) -> dict[str, Any]:
+        """A state for a placement to adopt, of zeros, with a master where parameters need one."""
+        numel = self.slices[position].columns.numel
+        keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+        state: dict[str, Any] = {
+            "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+            **{key: torch.zeros(numel, dtype=torch.float32, device="cpu") for key in keys},
+        }
+        if self.param_dtype in HALVES:
+            state["master"] = self._homes[position].param.float()
+        return state
+
+    # -- a window -----------------------------------------------------------------------------------------------------
+
+    def means(self, positions: Sequence[int]) -> list[Tensor | None]:
+        """The mean gradients of these slices where the home takes them from, one per slice of its bucket."""
+        by_param = {self.pieces[position].param: self.slices[position] for position in positions}
+        grads: list[Tensor | None] = []
+        for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
+            found = by_param.get(piece.param)
+            if found is not None:
+                found.mean(target[: found.home_numel])
+            grads.append(target if found is not None and found.at_home else None)
+        return grads

@@ -1,0 +1,162 @@
+"""The state of a parameter that is stepped by columns, as users and state dicts have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..interface import ParamState, ReadThrough
+from .column_shard import ColumnShard
+from .schedule import Schedule
+
+COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
+# What a plain optimizer has no use for.
+EXTRA_KEYS = (COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW)
+# Of these, what has one number per column: the parameter's shape, with every dimension but the last of size one.
+PER_COLUMN_KEYS = (COLUMN_STEPS, COLUMN_SELECTED)
+
+_WINDOW_NUMBERS = 5  # the position of the schedule, and how many gradients wait
+
+
+def column_shape(shape: torch.Size) -> torch.Size:
+    """The shape of what there is one of per column."""
+    return torch.Size([1] * (len(shape) - 1) + [shape[-1]])
+
+
+def extra_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
+    """Of the extra keys of a parameter, a value and the shape that it grows to."""
+    per_column = column_shape(param.shape)
+    return {
+        COLUMN_STEPS: (torch.zeros(1, dtype=torch.float32, device="cpu"), per_column),
+        COLUMN_SELECTED: (torch.zeros(1, dtype=torch.bool, device="cpu"), per_column),
+        WAITING: (torch.zeros(1, dtype=torch.float32, device="cpu"), param.shape),
+        WINDOW: (torch.zeros(1, dtype=torch.float64, device="cpu"), torch.Size([_WINDOW_NUMBERS])),
+    }
+
+
+def check_window(state: Mapping[str, Any]) -> str | None:
+    """What is wrong with the position of the schedule in the state of a parameter that was stepped by columns."""
+    window = state.get(WINDOW)
+    if not isinstance(window, Tensor) or window.is_meta or window.is_complex() or window.shape != (_WINDOW_NUMBERS,):
+        return f"state {WINDOW!r} beside {COLUMN_STEPS!r} must be a tensor of {_WINDOW_NUMBERS} numbers, got {window!r}"
+    if type(window) is not Tensor:  # a DTensor, of which this rank may have no part
+        return None
+    numbers = window.tolist()
+    least = (0, 0, -1, 0, 0)  # steps, of them in the window, since selection (none), the window's, gradients that wait
+    if all(low <= number < math.inf and number == int(number) for low, number in zip(least, numbers, strict=True)):
+        return None
+    return f"state {WINDOW!r} is {numbers}, no position between selections"
+
+
+class SavedColumns(Mapping[str, Any]):
+    """A slice's state in the form of ``torch.optim``; every value is made when it is asked for.
+
+    ``step`` is the largest count of any column. Extra keys: see ``EXTRA_KEYS``; ``waiting`` only while gradients wait;
+    ``window`` is the position of the schedule and the number of gradients in ``waiting``, fp64.
+
+    Args:
+        home_of: the state as the placement has it.
+    """
+
+    def __init__(
+        self, shard: ColumnShard, position: int, schedule: Schedule, home_of: Callable[[], ParamState]
+    ) -> None:
+        self._shard, self._position, self._schedule, self._home_of = shard, position, schedule, home_of
+
+    def __iter__(self) -> Iterator[str]:
+        waiting = [WAITING] if self._shard.slices[self._position].gathered else []
+        yield from (*self._home_of(), COLUMN_STEPS, COLUMN_SELECTED, *waiting, WINDOW)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, key: str) -> Any:
+        found, shape = self._shard.slices[self._position], self._shard.flats[self._position].param.shape
+        if key == "step":
+            return found.counts.max()
+        if key == COLUMN_STEPS:
+            return found.counts.view(column_shape(shape)).clone()
+        if key == COLUMN_SELECTED:
+            selected = torch.zeros(column_shape(shape), dtype=torch.bool, device="cpu")
+            selected.view(-1)[found.chosen] = True
+            return selected
+        if key == WINDOW:
+            return torch.tensor([*self._schedule.position(), found.gathered], dtype=torch.float64, device="cpu")
+        if key == WAITING and found.gathered:
+            return self._shard.shaped(found.waiting.clone(), self._position)
+        home = self._home_of()
+        if key not in home:
+            raise KeyError(key)
+        return self._shard.shaped(self._shard.value(self._position, key, home), self._position)
+
+
+class ColumnState(ReadThrough):
+    """What users see: values are made once and kept until :meth:`forget`, so that nothing written to them is lost."""
+
+    def __init__(self, saved: SavedColumns) -> None:
+        self._saved = saved
+        self._values: dict[str, Any] = {}
+        self._made: dict[str, tuple[Any, int]] = {}
+        self._dropped: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        keys = dict.fromkeys((*self._saved, *self._values))
+        return iter([key for key in keys if key not in self._dropped])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._dropped:
+            raise KeyError(key)
+        if key not in self._values:
+            value = self._saved[key]
+            self._values[key] = value
+            self._made[key] = (value, value._version if isinstance(value, Tensor) else 0)
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._dropped.discard(key)
+        self._values[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._values.pop(key, None)
+        self._dropped.add(key)
+
+    def held(self) -> list[Tensor]:
+        """See :class:`ReadThrough`."""
+        return [value for value in self._values.values() if isinstance(value, Tensor)]
+
+    def edited(self) -> bool:
+        """Whether users have written to a value, put another in its place, or dropped one."""
+        for key, value in self._values.items():
+            made, version = self._made.get(key, (None, 0))
+            if value is not made or (isinstance(value, Tensor) and value._version != version):
+                return True
+        return bool(self._dropped)
+
+    def forget(self) -> None:
+        """Show what there is now."""
+        self._values.clear()
+        self._made.clear()
+        self._dropped.clear()
+
+
+def is_trusted(saved: Mapping[str, Any]) -> bool:
+    """Whether the extra keys belong to the state: an optimizer that ignores them may have stepped it since."""
+    counts = saved.get(COLUMN_STEPS)
+    return isinstance(counts, Tensor) and counts.numel() > 0 and float(counts.max()) == float(saved.get("step", -1.0))
+
+
+def without_extra(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """States for an optimizer that steps no columns, and must not save again what it did not keep."""
+    return {
+        index: {key: value for key, value in state.items() if COLUMN_STEPS not in state or key not in EXTRA_KEYS}
+        for index, state in states.items()
+    }

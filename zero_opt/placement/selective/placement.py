@@ -1,0 +1,464 @@
+"""Important gradients first: selected columns are stepped at every step on their device, all others now and then.
+
+The others are stepped by the placement of the offload policy, which is given the matrices as parameters of another
+form (:class:`ColumnShard`) and knows nothing of selection. What is no matrix is stepped on its device too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.groups import Group
+from ...errors import StepPending, ZeroOptError
+from ...policies import Selective
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...system.devices import HOST
+from ..adam_rules import say_without_masters
+from ..in_process.host_offload import on_device
+from ..in_process.native_steps import NativeSteps
+from ..in_process.placement import BucketwisePlacement
+from ..in_process.units import PLAIN, Unit, UnitMaker
+from ..interface import Home, ParamState
+from .column_shard import ColumnShard, is_matrix
+from .column_state import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, ColumnState, SavedColumns, is_trusted
+from .column_step import ColumnSteps
+from .schedule import Schedule, Selector, selected_count
+
+
+class SelectivePlacement:
+    """See the module and :class:`Placement`.
+
+    Nothing waits when columns are selected, since that is done by the first step of a window, and no step is pending,
+    since a step begins by bringing in the one before.
+
+    Args:
+        home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
+        threads: how many of this process step; ``None`` is the default.
+    """
+
+    def __init__(
+        self,
+        policy: Selective,
+        home: Home,
+        group: Group,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        delay: int,
+        threads: int | None,
+    ) -> None:
+        self._policy, self._home, self._group, self._delay = policy, home, group, delay
+        native = NativeSteps(defaults, lambda _: True, threads)
+        self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
+        self._steps = ColumnSteps(defaults, threads)
+        self._schedule = Schedule(policy)
+        self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
+        self._totals: dict[int, int] = {}  # columns of every matrix, on whatever rank
+        self._small_buckets: set[int] = set()  # that have what is no matrix, on whatever rank
+        self._buckets: dict[int, GradBucket] = {}
+        self._shards: dict[int, ColumnShard] = {}
+        self._places: dict[int, tuple[ColumnShard, int]] = {}
+        self._shown: dict[int, ColumnState] = {}
+        self._amsgrad: list[bool] = []
+        self._submitted: dict[int, list[int]] = {}  # to the home, and not brought in: positions by bucket
+        self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
+        self._landing: set[int] = set()  # buckets that are pending, on whatever rank
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        self._home.add_group(hypers)
+        self._small.add_group(hypers)
+        self._amsgrad.append(bool(hypers["amsgrad"]))
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        self._home.drop_groups(kept)
+        self._small.drop_groups(kept)
+        del self._amsgrad[kept:]
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        added = {}
+        for bucket in buckets:
+            members = matrix_members(bucket)
+            if members:
+                added[bucket.layout.index] = ColumnShard(bucket, members)
+        self._home.add([shard.home for shard in added.values()])
+        self._small.add(buckets)
+        for bucket in buckets:
+            matrices = matrices_of(bucket)
+            self._buckets[bucket.layout.index] = bucket
+            self._totals.update(matrices)
+            if len(matrices) < len(bucket.params):
+                self._small_buckets.add(bucket.layout.index)
+        self._selector = Selector(self._policy.topk_ratio, dict(sorted(self._totals.items())), self._group)
+        self._shards.update(added)
+        for shard in added.values():
+            for position, piece in enumerate(shard.pieces):
+                self._places[piece.param] = (shard, position)
+                self._load_slice(piece.param, {}, self._first_columns(piece.param))
+
+    def repoint(self, params: Sequence[int]) -> None:
+        """See :class:`Placement`."""
+        self._small.repoint([index for index in params if index not in self._totals])
+        for index in params:
+            if index in self._places:
+                shard, position = self._places[index]
+                shard.repoint(position)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        waiting = (found.waiting for shard in self._shards.values() for found in shard.slices)
+        own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
+        return own + self._home.staging_nbytes + self._small.staging_nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`; what is kept of selected columns beside their places at home."""
+        compact = (
+            array for shard in self._shards.values() for found in shard.slices for array in found.compact.values()
+        )
+        own = sum(array.numel() * array.element_size() for array in compact)
+        return own + self._home.spare_nbytes + self._small.spare_nbytes
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+        self._home.require_own()
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        self._small.close()
+        self._home.close()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _home_state(self, index: int) -> ParamState:
+        return dict(self._home.state())[index]
+
+    def _columns_of(self, index: int, home: Callable[[], ParamState]) -> SavedColumns:
+        shard, position = self._places[index]
+        return SavedColumns(shard, position, self._schedule, home)
+
+    def _stepped(self) -> Iterator[int]:
+        for index, (shard, position) in self._places.items():
+            if shard.slices[position].stepped or shard.slices[position].gathered:
+                yield index
+
+    def state(self) -> Iterator[tuple[int, ParamState]]:
+        """See :class:`Placement`."""
+        yield from self._small.state()
+        for index in self._stepped():
+            if index not in self._shown:
+                self._shown[index] = ColumnState(self._columns_of(index, partial(self._home_state, index)))
+            yield index, self._shown[index]
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """See :class:`Placement`."""
+        yield from self._small.saved()
+        homes = dict(self._home.state())  # values may still be read, for another rank, when this one has closed
+        for index in self._stepped():
+            yield index, self._columns_of(index, partial(homes.__getitem__, index))
+
+    def resident(self) -> Iterator[Tensor]:
+        """See :class:`Placement`."""
+        yield from self._small.resident()
+        for shard in self._shards.values():
+            for found in shard.slices:
+                yield from found.compact.values()
+
+    def adopt(self, index: int, state: ParamState | None) -> bool:
+        """See :class:`Placement`."""
+        if index not in self._places:
+            return self._small.adopt(index, state)
+        shown, (shard, position) = self._shown.get(index), self._places[index]
+        if state is shown is not None and not shown.edited():
+            shown.forget()
+            return False
+        if state is None and not shard.slices[position].stepped:
+            return False
+        if self.pending:
+            raise StepPending(
+                f"the state of {shard.flats[position].label} was changed while a step for it was pending; call "
+                "opt.flush() before that"
+            )
+        found = shard.slices[position]
+        chosen, waiting, gathered = found.chosen, found.waiting, found.gathered
+        saved = {} if state is None else dict(state)
+        self._load_slice(index, saved, chosen)
+        if not is_trusted(saved):  # what is selected and what waits is not the user's
+            found.waiting, found.gathered = waiting, gathered
+        if state is shown is not None:
+            shown.forget()
+            return False
+        self._shown.pop(index, None)
+        return True
+
+    def param_of(self, index: int) -> Tensor:
+        """See :class:`Placement`."""
+        if index not in self._places:
+            return self._small.param_of(index)
+        shard, position = self._places[index]
+        return shard.flats[position].part(shard.pieces[position].in_param)
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """See :class:`Placement`. Collective."""
+        self._submitted, self._landing = {}, set()
+        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+        self._small.load({index: state for index, state in states.items() if index not in self._places}, groups)
+        self._home.load({}, groups)
+        self._schedule = self._agreed_schedule(states)
+        without = 0
+        for index, (shard, _) in self._places.items():
+            saved = states.get(index, {})
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            self._load_slice(index, saved, none if saved else self._first_columns(index))
+            without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
+        say_without_masters(without)
+        self._shown.clear()
+        self._waiting = set(self._buckets) if self._schedule.in_window else set()
+
+    def _agreed_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> Schedule:
+        """Where training is, of which ranks that have no part of a matrix know nothing."""
+        mine = torch.zeros(5, dtype=torch.float64, device="cpu")
+        for index in self._places:
+            saved = states.get(index, {})
+            if is_trusted(saved) and WINDOW in saved:
+                mine = torch.tensor([1.0, *saved[WINDOW].tolist()[:4]], dtype=torch.float64, device="cpu")
+                break
+            mine[1] = max(float(mine[1]), float(saved.get("step", 0.0)))
+        known = max(part.tolist() for part in self._group.all_gather(mine))
+        if known[0]:
+            return self._schedule.at([int(number) for number in known[1:]])
+        return Schedule(self._policy, done=int(known[1]))
+
+    def _first_columns(self, index: int) -> Tensor:
+        """What is selected of a matrix that had no gradient, or was not there, when columns were."""
+        selecting = self._schedule.since_selection >= 0
+        count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
+        return torch.arange(count, dtype=torch.int64, device="cpu")
+
+    def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
+        """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.
+
+        Args:
+            chosen: the selected columns, if the state does not say so itself.
+        """
+        shard, position = self._places[index]
+        found, flat = shard.slices[position], shard.flats[position]
+        found.forget()
+        found.stepped = bool(saved)
+        found.counts.fill_(float(saved.get("step", 0.0)))
+        found.choose(chosen)
+        runs = {key: self._run_of(shard, position, value) for key, value in saved.items() if _is_shaped(value)}
+        if is_trusted(saved):
+            found.counts = saved[COLUMN_STEPS].detach().to(HOST, torch.float32).reshape(-1).clone()
+            found.choose(saved[COLUMN_SELECTED].detach().cpu().reshape(-1).nonzero().view(-1))
+            if WAITING in saved:
+                found.waiting, found.gathered = runs[WAITING].float().clone(), int(saved[WINDOW].reshape(-1)[4])
+        flat.load()
+        blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
+        self._home.adopt(index, blank)
+        home, numel = self._home_state(index), shard.pieces[position].in_param.numel
+        values = {
+            key: runs.get(key, torch.zeros(numel, dtype=torch.float32, device="cpu"))
+            for key in home
+            if key not in ("step", "master")
+        }
+        if "master" in home:
+            values["master"] = runs.get("master", shard.param_run(position)).cpu()
+        shard.place(position, values, home)
+        shard.follow(position)
+
+    def _run_of(self, shard: ColumnShard, position: int, value: Tensor) -> Tensor:
+        """A saved tensor as 1-D: of the slice, or of the whole parameter, whose part is taken."""
+        value, flat, span = value.detach().cpu(), shard.flats[position], shard.pieces[position].in_param
+        if value.shape != flat.param.shape:
+            return value.reshape(-1)
+        return flat.flatten(value)[slice(*span)]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """See :class:`Placement`."""
+        return self._home.pending
+
+    def wait(self) -> None:
+        """See :class:`Placement`."""
+        self._home.wait()
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """See :class:`Placement`. Collective, where columns are to be selected."""
+        self._chosen = self._selector.select(self._squares(grads)) if self._schedule.selects else None
+        return self._updated(grads)
+
+    def _updated(self, grads: Sequence[GradShard]) -> list[int]:
+        """The buckets whose parameters the next step changes, on whatever rank, in order."""
+        used = {shard.bucket for shard in grads if shard.used}
+        ahead = replace(self._schedule)  # as it is when columns have been selected, which may end the window
+        if self._chosen is not None:
+            ahead.selected(self._chosen[1])
+        if ahead.closes and not self._delay:
+            return sorted(used | self._waiting | self._landing)
+        if ahead.since_selection >= 0 and self._policy.topk_ratio > 0:
+            return sorted(used | self._landing)
+        return sorted((used & self._small_buckets) | self._landing)
+
+    def _squares(self, grads: Sequence[GradShard]) -> dict[int, tuple[int, Tensor]]:
+        """See :meth:`Selector.select`."""
+        return {
+            shard.pieces[position].param: (
+                shard.slices[position].columns.first,
+                shard.slices[position].columns.square_sums(shard.flat_grad(position, grad)),
+            )
+            for shard, position, grad in self._used(grads)
+        }
+
+    def _used(self, grads: Sequence[GradShard]) -> Iterator[tuple[ColumnShard, int, Tensor]]:
+        """The slices that have a gradient."""
+        for found in grads:
+            shard = self._shards.get(found.bucket)
+            for position, member in enumerate(() if shard is None else shard.members):
+                grad = found.grads[member]
+                if shard is not None and grad is not None:
+                    yield shard, position, grad
+
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
+        """See :class:`Placement`."""
+        updated = self._updated(grads)
+        for _ in self.land():
+            pass
+        self._rearrange()
+        for _ in self._small.step(grads, groups, grad_scale):
+            pass
+        self._waiting |= {shard.bucket for shard in grads if shard.used}
+        for shard, position, grad in self._used(grads):
+            found, run = shard.slices[position], shard.flat_grad(position, grad)
+            # Columns are counted that are elsewhere, too: any rank can say of all how often they were stepped.
+            if found.chosen.numel() < found.columns.total:
+                found.gather(run, grad_scale)
+            if found.compact:
+                self._steps.step(found, run, groups[shard.pieces[position].group], grad_scale)
+                shard.write_selected(position)
+            if found.chosen.numel():
+                found.count(selected=True)
+        if not self._schedule.closes:
+            self._schedule.stepped()
+            yield from updated
+            return
+        left = list(updated)
+        for bucket in self._close_window(groups):
+            while left and left[0] <= bucket:
+                yield left.pop(0)
+        self._schedule.stepped()
+        yield from left
+
+    def _rearrange(self) -> None:
+        """Follow what users have written to parameters, and what was selected for this step."""
+        for shard in self._shards.values():
+            shard.read_params()
+        if self._chosen is None:
+            return
+        chosen, share_left = self._chosen
+        homes = dict(self._home.state())
+        for index, (shard, position) in self._places.items():
+            if not torch.equal(chosen[index], shard.slices[position].chosen):
+                shard.select(position, chosen[index], homes[index])
+        self._schedule.selected(share_left)
+
+    def _close_window(self, groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
+        """Let the home step what waits; yields the buckets of which it has brought that in."""
+        waiting: list[GradShard] = []
+        self._submitted = {}
+        for bucket, shard in self._shards.items():
+            positions = [at for at, found in enumerate(shard.slices) if found.gathered]
+            for position in positions:
+                found = shard.slices[position]
+                stretches = list(found.stretches(found.at_home, found.gathered))
+                self._home.set_stretches(shard.pieces[position].param, stretches, found.gathered)
+            means = shard.means(positions) if positions else [None] * len(shard.pieces)
+            waiting.append(GradShard(bucket, shard.home.slices, means, bool(positions)))
+            self._submitted[bucket] = positions
+        try:
+            for bucket in self._home.step(waiting, groups, 1.0):
+                self._bring_in(bucket)
+                yield bucket
+        except BaseException:
+            if self._home.pending:  # the window is closed all the same
+                self._landing, self._waiting = self._waiting, set()
+                self._schedule.stepped()
+            raise
+        self._landing, self._waiting = (self._waiting if self._delay else set()), set()
+
+    def _bring_in(self, bucket: int) -> None:
+        """The home has stepped what it was given of a bucket."""
+        shard, positions = self._shards[bucket], self._submitted.pop(bucket, [])
+        for position in positions:
+            shard.slices[position].count(selected=False)
+        shard.write_home(positions)
+
+    def land(self) -> Iterator[int]:
+        """See :class:`Placement`."""
+        # Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror.
+        for bucket in self._buckets.values():
+            for flat in bucket.params:
+                flat.load()
+        for index in self._home.land():
+            self._bring_in(index)
+            yield index
+        self._landing = set()
+
+    def conflict(self) -> ZeroOptError | None:
+        """See :class:`Placement`."""
+        found = self._home.conflict()
+        for bucket, positions in self._submitted.items() if self.pending and found is None else ():
+            shard = self._shards[bucket]
+            for position in filter(shard.edited, positions):
+                return StepPending(
+                    f"{shard.flats[position].label} was changed while a step for it was pending; call opt.flush() "
+                    "before changing parameters. A flush() after it keeps the change and drops the update"
+                )
+        return found
+
+
+def matrices_of(bucket: GradBucket) -> dict[int, int]:
+    """The parameters of a bucket that are stepped by columns, and how many columns each has."""
+    return {
+        index: flat.param.shape[-1]
+        for index, flat in zip(bucket.layout.params, bucket.params, strict=True)
+        if is_matrix(flat.param)
+    }
+
+
+def matrix_members(bucket: GradBucket) -> list[int]:
+    """Positions of this rank's slices that are stepped by columns."""
+    matrices = matrices_of(bucket)
+    return [at for at, piece in enumerate(bucket.slices) if piece.param in matrices]
+
+
+class SmallUnits(UnitMaker):
+    """The maker of one unit per bucket, on its device, of what is stepped there whole."""
+
+    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
+        """Return the unit of each bucket that has something to step whole."""
+        made: list[Sequence[Unit]] = []
+        for bucket in buckets:
+            matrices = matrix_members(bucket)
+            members = [at for at in range(len(bucket.slices)) if at not in matrices]
+            made.append([on_device(bucket, members, PLAIN)] if members else [])
+        return made
+
+
+def _is_shaped(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -1,0 +1,1 @@
+"""Shards that a worker process steps."""

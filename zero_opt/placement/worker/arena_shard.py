@@ -1,0 +1,154 @@
+"""One bucket's shard as the worker has it: its arrays in the arena, and how they meet parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.checks import GRAD_DTYPES
+from ...kernels.runs import BoundRun
+from ...sharding.buckets import GradBucket
+from ...system.devices import is_host
+from ...system.shared_memory import Arena
+from ..adam_shard import MAXIMUM, MOMENTS, StateShard
+from ..masters import HALVES
+
+# Every array begins at a multiple of this, so that no two share a line of a cache.
+_ALIGN = 64
+# Arrays whose distance is a power of two compete for one bank of memory: a step over large ones took 1.6 times as long.
+_GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ALIGN, 1 << 18
+
+
+class Section(NamedTuple):
+    """Where an array lies in the arena."""
+
+    start: int
+    dtype: torch.dtype
+
+
+class ArenaShard(StateShard):
+    """See the module and :class:`StateShard`.
+
+    There is always a master. Arrays are more: out, the new parameters in their own dtype, where that is not fp32; as
+    many grad0, grad1 as asked for.
+
+    Attributes:
+        bank: per slice, in which bank of arrays its state is; there is one, 0.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        super().__init__(bucket)
+        self.lodged = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
+        self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
+        self.bank = [0] * len(self.pieces)
+        self._sections: dict[str, Section] = {}
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
+        """The arrays that a step needs and that have no place yet."""
+        wanted = dict.fromkeys(("master", *MOMENTS), torch.float32)
+        if amsgrad:
+            wanted[MAXIMUM] = torch.float32
+        if self.param_dtype in HALVES:
+            wanted["out"] = self.param_dtype
+        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.lodged else 1)})
+        return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of state that is not shown: the masters of fp32 parameters."""
+        owned = sum(piece.in_param.numel for piece in self.pieces)
+        return 0 if self.param_dtype in HALVES else owned * torch.float32.itemsize
+
+    def numel_of(self, role: str) -> int:  # noqa: ARG002  (all are alike)
+        """How many elements an array has."""
+        return self.bucket.shard_numel
+
+    def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
+        """Bytes of these arrays, one after the other, and of gaps between large ones."""
+        sizes = [-(-self.numel_of(role) * dtype.itemsize // _ALIGN) * _ALIGN for role, dtype in arrays.items()]
+        return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
+
+    def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
+        """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
+        for role, dtype in arrays.items():
+            self._sections[role] = Section(start, dtype)
+            start += self.nbytes_of({role: dtype})
+        return start
+
+    def bind(self, arena: Arena) -> None:
+        """Make the views of the arena as it is mapped now."""
+        self._arrays = {
+            role: arena.view(at, self.numel_of(role), dtype) for role, (at, dtype) in self._sections.items()
+        }
+        for role in self._arrays:
+            if role.startswith("grad"):
+                self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state
+        self._renew_views()
+        self._copies.clear()
+        if self.lodged:
+            grads = [role for role in sorted(self._sections) if role.startswith("grad")]
+            self.bucket.lodge([self._arrays[role] for role in grads])
+
+    def result(self, position: int) -> Tensor:
+        """See :class:`MasterShard`."""
+        return self._slice("out" if "out" in self._arrays else "master", position)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
+
+        From an accelerator the copies may still be under way on its current stream.
+        """
+        home = self.bucket.lodging if self.lodged else self._arrays["grad0"]
+        for position, grad in enumerate(grads):
+            target = home[slice(*self.pieces[position].in_shard)]
+            if grad is not None and grad.data_ptr() != target.data_ptr():
+                # In one order of elements: between two, torch may copy by way of host memory that no event guards.
+                target.copy_(self.flat_grad(position, grad), non_blocking=True)
+        return home
+
+    def lend_grads(self) -> None:
+        """The gradients are read until :meth:`count_step`."""
+        if self.lodged:
+            self.bucket.lend()
+
+    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
+        """One native run, and its place in the shard, per stretch of neighboring slices at one step count and bank."""
+        next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
+
+        def kind(at: tuple[int, int]) -> tuple[int, float, int]:
+            return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
+
+        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
+        roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
+        whole = [position for position in positions if position not in self.stretches]
+        for (_, step, bank), members in groupby(enumerate(whole), kind):
+            found = [position for _, position in members]
+            start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
+            if stop > start:
+                yield self._run(roles, slice(start, stop), step, bank), slice(start, stop)
+        for position in filter(self.stretches.__contains__, positions):
+            first = self.pieces[position].in_shard.start
+            for start, stop, count in self.stretches[position]:
+                where = slice(first + start, first + stop)
+                yield self._run(roles, where, count + 1, self.bank[position]), where
+
+    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
+        """A run of some elements; ``roles`` names the array of each of its parts."""
+        arrays = {role: self._arrays[name][where] for role, name in roles.items()} | self._out(where)
+        return BoundRun(arrays, self.grad_dtype, step=step)
+
+    def _out(self, where: slice) -> dict[str, Tensor]:
+        return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
+
+    def count_step(self, positions: Collection[int]) -> None:
+        """These slices have been stepped; nobody reads the gradients any more."""
+        super().count_step(positions)
+        self.bucket.reclaim()

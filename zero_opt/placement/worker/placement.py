@@ -1,0 +1,278 @@
+"""The shard lives in an arena, and a process of its own steps it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm.groups import Group
+from ...errors import StepPending, ZeroOptError
+from ...kernels.functions import adam_hypers
+from ...policies import WorkerOffload
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...sharding.flat_param import FlatParam
+from ...system.devices import is_host
+from ...system.interrupts import uninterrupted
+from ...system.pinned_memory import HostMemory
+from ..adam_placement import NativePlacement
+from .arena_shard import ArenaShard
+from .cores import Confined, agreed_split
+from .pace import Pace
+from .process import Batches, WorkerProcess
+from .results import ParamWriter, Results, Used
+
+_log = logging.getLogger("zero_opt")
+
+
+class Pending(NamedTuple):
+    """A step that was submitted and not brought in.
+
+    Attributes:
+        sequence: its number; ``None`` where nothing of it is on this rank.
+        buckets: indices of those that are used on any rank. used: what is stepped here.
+    """
+
+    sequence: int | None
+    buckets: Sequence[int]
+    used: Sequence[Used]
+
+    def edited(self) -> Iterator[FlatParam]:
+        """See :class:`PendingStep`."""
+        for shard, positions in self.used:
+            yield from (shard.flats[position] for position in positions if shard.edited(position))
+
+
+class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
+    """See the module and :class:`Placement`.
+
+    The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
+    one come meanwhile, so buckets that are reduced into the arena have two buffers there.
+    """
+
+    _policy_name = "WorkerOffload"
+    _shard_type: type[ArenaShard] = ArenaShard
+    _remedy = "with delay=1, call opt.flush()"
+    staging_nbytes = 0  # state is stepped where it lives
+
+    def __init__(
+        self,
+        policy: WorkerOffload,
+        defaults: Mapping[str, Any],
+        group: Group,
+        grad_buffers: int,
+        results: Results,
+    ) -> None:
+        super().__init__()
+        self._results = results
+        self._grad_buffers = grad_buffers
+        self._delay = policy.delay
+        self._flush_denormals = bool(defaults.get("flush_denormals", False))
+        split = agreed_split(policy, group)
+        self._worker = WorkerProcess(policy, split.worker, split.threads)
+        self._confined = Confined(split.trainer) if split.trainer else None
+        self._writer = ParamWriter(split, self._confined)
+        self._mapped: HostMemory | None = None  # the arena as accelerators see it
+        self._copies: list[Any] = []  # events after those that accelerators make
+        self._pace = Pace()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        added = [self._shard_type(bucket) for bucket in buckets]
+        self._extend([*self._shards.values(), *added])
+        for shard in added:
+            self._shards[shard.bucket.layout.index] = shard
+            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
+
+    def _extend(self, shards: Sequence[ArenaShard]) -> None:
+        """Give all arrays a place that have none yet."""
+        missing = [
+            (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=self._grad_buffers))
+            for shard in shards
+        ]
+        nbytes = sum(shard.nbytes_of(arrays) for shard, arrays in missing)
+        if any(arrays for _, arrays in missing):
+            self.wait()
+            start = self._worker.extend(nbytes)
+            for shard, arrays in missing:
+                start = shard.place(arrays, start)
+            for shard in shards:
+                shard.bind(self._worker.arena)
+            self._lock_pages(shards)
+        self._worker.start()
+
+    def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
+        """Let accelerators, if parameters are there, read and write the arena as it is mapped now."""
+        devices = [shard.bucket.device for shard in shards if not is_host(shard.bucket.device)]
+        if devices:
+            if self._mapped is not None:
+                self._mapped.release()
+            self._mapped = HostMemory(self._worker.arena.bytes, devices[0])
+
+    def _note_copies(self, shards: Iterable[ArenaShard]) -> None:
+        """Record an event on the stream that has just copied to or from the arena, per device."""
+        for streams in {shard.bucket.device: shard.bucket.streams for shard in shards}.values():
+            _, event = streams.produced()
+            if event is not None and self._mapped is not None:
+                self._mapped.used(event)
+                self._copies.append(event)
+
+    def _await_copies(self) -> None:
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
+
+    def require_own(self) -> None:
+        """See :class:`Placement`."""
+        self._worker.require_own()
+
+    def _make_room(self) -> None:
+        self._extend(list(self._shards.values()))
+
+    def _written(self) -> None:
+        # Every array is a view of these bytes, and shares their version counter.
+        torch.autograd.graph.increment_version([self._worker.arena.bytes])
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        try:
+            self.wait()
+        except ZeroOptError as error:
+            _log.warning("the last step is lost: %s", error)
+        finally:
+            if self._mapped is not None:
+                self._mapped.release()
+                self._mapped = None
+            if self._confined is not None:
+                self._confined.restore()
+            self._worker.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def spare_nbytes(self) -> int:
+        """See :class:`Placement`."""
+        return sum(shard.spare_nbytes for shard in self._shards.values())
+
+    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """See :class:`Placement`."""
+        if not self._delay:
+            return self._in_order(grads)
+        return [] if self._pending is None else self._pending.buckets
+
+    def _in_order(self, grads: Sequence[GradShard]) -> list[int]:
+        """The buckets that a step updates on whatever rank."""
+        return self._results.order([self._shards[shard.bucket].bucket for shard in grads if shard.used])
+
+    def step(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
+        """See :class:`Placement`."""
+        before = list(self.land())
+        with uninterrupted():
+            self._pending = self._submit(grads, groups, grad_scale)
+        yield from self._land() if not self._delay else before
+
+    def wait(self) -> None:
+        """See :class:`Placement`."""
+        if self._pending is not None and self._pending.sequence is not None:
+            asked_for = time.monotonic()
+            self._await(self._pending.sequence)
+            self._pace.end(asked_for, self._worker.step_seconds)
+
+    def _drop_pending(self) -> None:
+        self._results.forget_overtaken()
+        self.wait()
+        if self._pending is not None:
+            for used in self._pending.used:
+                used.shard.bucket.reclaim()
+            self._pending = None
+
+    def _await(self, sequence: int) -> None:
+        self._worker.wait(sequence)
+
+    def land(self) -> Iterator[int]:
+        """See :class:`Placement`."""
+        self._results.bring_all()
+        self._results.forget_overtaken()
+        self._load_mirrors()
+        landed = list(self._land())
+        self._results.bring_all()  # the next step is made where they are
+        yield from landed
+
+    def _land(self) -> Iterator[int]:
+        self.wait()
+        pending = self._pending
+        if pending is None:
+            return
+        with uninterrupted():
+            for shard, positions in pending.used:
+                shard.count_step(positions)
+            self._written()
+            made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
+            self._results.put(made, self._writer)
+            self._note_copies(shard for shard, _ in made)
+            self._pending = None
+        yield from pending.buckets
+
+    def conflict(self) -> StepPending | None:
+        """See :class:`Placement`."""
+        flat = self._results.overtaken
+        if flat is None:
+            return super().conflict()
+        return StepPending(
+            f"{flat.label} was changed before the last update had arrived in it, as it may after step() has returned "
+            "(overlap_param_gather), and has not got that; call opt.flush() before changing parameters, and once to "
+            "go on as they are"
+        )
+
+    def _submit(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Pending:
+        self._await_copies()
+        arrived = self._take_grads(grads)
+        batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
+        keep: list[Tensor] = []
+        for (shard, positions), home in arrived:
+            number = shard.bucket.layout.group
+            hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
+            shard.read_params(positions)
+            for gradients in sorted({shard.gradients[position] for position in positions}):
+                alike = [position for position in positions if shard.gradients[position] == gradients]
+                new = (hypers.over(gradients).for_kernel(grad_scale), list[Any](), list[int]())
+                _, runs, addresses = batches.setdefault((number, gradients), new)
+                for bound, where in shard.runs(alike, amsgrad=amsgrad):
+                    runs.append(bound.run)
+                    keep.append(home[where])
+                    addresses.append(keep[-1].data_ptr())
+        self._await_copies()
+        sequence = None
+        if any(runs for _, runs, _ in batches.values()):
+            sequence = self._send(list(batches.values()))
+        for (shard, _), _ in arrived:
+            shard.lend_grads()
+        return Pending(sequence, self._in_order(grads), [used for used, _ in arrived])
+
+    def _take_grads(self, grads: Sequence[GradShard]) -> list[tuple[Used, Tensor]]:
+        """Return what is used here, with the gradients of its shard in the arena, where copies may be on their way."""
+        taken = []
+        try:
+            for found in grads:
+                shard = self._shards[found.bucket]
+                positions = [position for position, grad in enumerate(found.grads) if grad is not None]
+                if positions:
+                    taken.append((Used(shard, positions), shard.take_grads(found.grads)))
+        finally:
+            self._note_copies(self._shards[found.bucket] for found in grads)
+        return taken
+
+    def _send(self, batches: Batches) -> int:
+        self._pace.begin(time.monotonic())
+        return self._worker.submit(batches, flush_denormals=self._flush_denormals, past_caches=self._pace.past_caches)

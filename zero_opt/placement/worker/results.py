@@ -1,0 +1,153 @@
+"""What a worker has stepped on its way into the parameters: within ``step()``, or bucket by bucket after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...sharding.buckets import GradBucket
+from ...sharding.flat_param import FlatParam
+from ...system.devices import is_host
+from ...system.interrupts import uninterrupted
+from ..masters import write_all
+from .arena_shard import ArenaShard
+from .cores import Confined, CoreSplit
+
+
+class Used(NamedTuple):
+    """The slices of one shard that a step has."""
+
+    shard: ArenaShard
+    positions: Sequence[int]
+
+
+class ParamWriter:
+    """Copies what was stepped into parameters, on the worker's cores too: it has nothing to do then.
+
+    Args:
+        confined: what keeps the trainer from these cores.
+    """
+
+    def __init__(self, split: CoreSplit, confined: Confined | None) -> None:
+        self._split, self._confined = split, confined
+
+    def write(self, made: Sequence[Used]) -> None:
+        """While nobody computes: on all cores."""
+        threads = self._split.threads + len(self._split.trainer)
+        with nullcontext() if self._confined is None else self._confined.lifted():
+            write_all(made, threads=max(threads, torch.get_num_threads()))
+
+    def write_beside(self, made: Sequence[Used]) -> None:
+        """While the trainer computes: on the worker's cores alone, or, where they are the trainer's too, on one."""
+        if self._confined is None:
+            write_all(made, threads=1)
+            return
+        with self._confined.lifted(self._split.worker):
+            write_all(made, threads=self._split.threads)
+
+
+class Results:
+    """They go into the parameters at once."""
+
+    @property
+    def overtaken(self) -> FlatParam | None:
+        """A parameter that the user has written to before its result had arrived, which was dropped then."""
+        return None
+
+    def order(self, buckets: Sequence[GradBucket]) -> list[int]:
+        """Indices of the buckets of one step, in the order in which they are to arrive: the same on every rank."""
+        return [bucket.layout.index for bucket in buckets]
+
+    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
+        """A step has made these, and they stay as they are until :meth:`bring` or :meth:`bring_all`."""
+        writer.write(made)
+
+    def bring(self, bucket: int) -> None:
+        """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
+
+    def bring_all(self) -> None:
+        """Return when all results have arrived."""
+
+    def forget_overtaken(self) -> None:
+        """The user knows."""
+
+
+class LateResults(Results):
+    """They are kept until they are asked for, those first whose modules the model's forward comes to first.
+
+    What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current stream.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: dict[object, int] = {}
+        self._turns: dict[int, int] = {}
+        self._left: dict[int, tuple[Used, ParamWriter]] = {}  # by bucket, until they have arrived
+        self._lock = threading.Lock()  # of who copies
+        self._overtaken: FlatParam | None = None
+
+    @property
+    def overtaken(self) -> FlatParam | None:
+        """See :class:`Results`."""
+        return self._overtaken
+
+    def order(self, buckets: Sequence[GradBucket]) -> list[int]:
+        """See :class:`Results`: that in which modules were registered."""
+        return [bucket.layout.index for bucket in sorted(buckets, key=self._turn)]
+
+    def _turn(self, bucket: GradBucket) -> int:
+        index = bucket.layout.index
+        if index not in self._turns:
+            params = [flat.param for flat in bucket.params]
+            if any(param not in self._places for param in params):
+                self._places = {param: place for place, param in enumerate(self._model.parameters())}
+            self._turns[index] = min(self._places[param] for param in params)
+        return self._turns[index]
+
+    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
+        """See :class:`Results`."""
+        late = [found for found in made if is_host(found.shard.bucket.device)]
+        self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
+        if len(late) < len(made):
+            writer.write([found for found in made if not is_host(found.shard.bucket.device)])
+
+    def bring(self, bucket: int) -> None:
+        """See :class:`Results`; beside whoever computes."""
+        if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
+            with uninterrupted(), self._lock:
+                found, writer = self._left.get(bucket, (None, None))
+                if found is not None and writer is not None:
+                    writer.write_beside(self._current([found]))
+                    del self._left[bucket]
+
+    def bring_all(self) -> None:
+        """See :class:`Results`; nobody computes meanwhile."""
+        if self._left:
+            with uninterrupted(), self._lock:
+                found = list(self._left.values())
+                if found:
+                    found[0][1].write(self._current([used for used, _ in found]))
+                    self._left.clear()
+
+    def _current(self, made: Sequence[Used]) -> list[Used]:
+        """Those whose parameters are as the step has left them."""
+        current = []
+        for shard, positions in made:
+            edited = [position for position in positions if shard.edited(position)]
+            self._overtaken = next((shard.flats[position] for position in edited), self._overtaken)
+            current.append(Used(shard, [position for position in positions if position not in edited]))
+        return current
+
+    def forget_overtaken(self) -> None:
+        """See :class:`Results`."""
+        self._overtaken = None
+
+
+def build_results(model: nn.Module | None) -> Results:
+    """Later, if a model is given whose modules wait for their parameters; else within ``step()``."""
+    return Results() if model is None else LateResults(model)

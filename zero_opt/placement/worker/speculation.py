@@ -1,0 +1,345 @@
+"""A worker that begins a bucket's step during backward, before anybody knows whether it will be that step.
+
+[Note: drafts]
+As soon as a bucket is reduced into the arena, a *draft* of its step is submitted: with the hyperparameters of this
+moment, as if nothing were clipped, from the bank of state that counts into the other one. At ``step()`` it is known
+what the step is. If it is what was drafted, the other banks count from then on; if not, all drafts are void, and the
+same runs are made once more, with what is known by then. So no draft changes anything that counts, and there is nothing
+to undo. What would make a draft another step, each of which is looked for:
+
+- hyperparameters that have been edited, state or parameters that were written to: by value, and by version counters;
+- a shard that is reduced into again (a second backward) or multiplied (clipped, unscaled): the bucket tells its reader;
+- a step that clips (``max_grad_norm``).
+
+A GradScaler multiplies by one over the loss scale, which seldom changes: fp32 gradients are drafted as if multiplied
+by that of the last two steps, and the product is rounded once either way. Speculation is each rank's own: what it
+decides by is either local or the same on all ranks.
+
+Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
+the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm.exchange import SliceSums
+from ...comm.groups import Group
+from ...errors import ConfigConflict, ZeroOptError
+from ...kernels.functions import AdamHypers, adam_hypers
+from ...policies import AlreadyReduced, AtStep, DDPHook, Overlapped, WorkerOffload
+from ...reduction.interface import GradShard
+from ...sharding.buckets import GradBucket
+from ...system.extension import native
+from .arena_shard import ArenaShard
+from .banked_shard import BankedShard
+from .placement import Pending, WorkerPlacement
+from .process import Batches
+from .results import Results, Used
+
+# Drafts wait for the norm while more than half of so many steps have been clipped.
+_RECENT_STEPS = 8
+
+
+class _Step(NamedTuple):
+    """All that a step of a bucket depends on but its gradient, its parameters and the clip factor.
+
+    Attributes:
+        unscale: what gradients are multiplied by.
+        versions: of the state.
+    """
+
+    hypers: AdamHypers
+    amsgrad: bool
+    flush_denormals: bool
+    unscale: float
+    versions: tuple[int, int]
+
+
+class _Draft(NamedTuple):
+    """A step that was submitted before it was called for; ``drafted`` is how many drafts there were with it."""
+
+    step: _Step
+    drafted: int
+
+
+class _Factors:
+    """What gradients have been multiplied by before recent steps, and will be before the next one.
+
+    Attributes:
+        expected: the first factor of the last two steps, if they are the same: one over the loss scale.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 1.0
+        self._first = 1.0
+        self._clipped = deque([False] * _RECENT_STEPS, maxlen=_RECENT_STEPS)
+
+    @property
+    def mostly_clipped(self) -> bool:
+        """Whether more than half of the recent steps were."""
+        return 2 * sum(self._clipped) > _RECENT_STEPS
+
+    def learn(self, factors: Sequence[float], grad_scale: float) -> None:
+        """A step is taken, before which gradients were multiplied by ``factors``, and by ``grad_scale`` within it."""
+        first = factors[0] if factors else 1.0
+        clipped = grad_scale != 1.0 or len(factors) > 1 or (bool(factors) and first != self._first)
+        self._clipped.append(clipped)
+        self.expected = first if first == self._first else 1.0
+        self._first = first
+
+
+def check_reduces_early(reduction: object) -> None:
+    """Raise ConfigConflict for a reduction that leaves nothing to begin a step with before ``step()``."""
+    if isinstance(reduction, (AtStep, AlreadyReduced)):
+        raise ConfigConflict(
+            f"WorkerOffload(speculate=True) begins steps when backward has reduced a bucket, which "
+            f"{type(reduction).__name__} does at step(); use reduction=zero_opt.{Overlapped.__name__}(), or "
+            f"{DDPHook.__name__}() under DistributedDataParallel"
+        )
+
+
+class SpeculativePlacement(WorkerPlacement):
+    """See the module, [Note: drafts] and :class:`Placement`.
+
+    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not while anybody
+    waits for the worker.
+
+    Attributes:
+        kept, redone: how many buckets' drafts became steps, and how many were void at ``step()``.
+    """
+
+    _shard_type = BankedShard
+
+    def __init__(
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object, results: Results
+    ) -> None:
+        check_reduces_early(reduction)
+        super().__init__(policy, defaults, group, 1, results)
+        self.kept = self.redone = 0
+        self._lock = threading.RLock()
+        self._groups: list[Mapping[str, Any]] = []
+        self._drafts: dict[int, _Draft] = {}
+        self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
+        self._asked = self._sums = False  # for sums: since the last step, in the one before
+        self._as_zero = native.flushes_denormals()
+        self._scaled: dict[int, list[float]] = {}
+        self._rounds: dict[int, int] = {}
+        self._rounds_before: dict[int, int] = {}
+        self._factors = _Factors()
+        self._flushes = self._flush_denormals
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """See :class:`Placement`."""
+        super().add_group(hypers)
+        self._groups.append(hypers)
+
+    def drop_groups(self, kept: int) -> None:
+        """See :class:`Placement`."""
+        super().drop_groups(kept)
+        del self._groups[kept:]
+
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`Placement`."""
+        super().add(buckets)
+        for bucket in buckets:
+            bucket.reader = self
+
+    def _extend(self, shards: Sequence[ArenaShard]) -> None:
+        with self._lock:
+            self._void()
+            super()._extend(shards)
+
+    def close(self) -> None:
+        """See :class:`Placement`."""
+        with self._lock:
+            for shard in self._shards.values():
+                shard.bucket.reader = None
+            self._void()
+        super().close()
+
+    # -- during backward ----------------------------------------------------------------------------------------------
+
+    def reduced(self, bucket: GradBucket) -> None:
+        """See :class:`ShardReader`: draft the bucket's step, unless that is likely to be in vain."""
+        index = bucket.layout.index
+        with self._lock:
+            self._scaled[index] = []
+            self._rounds[index] = self._rounds.get(index, 0) + 1
+            shard = self._banked(index)
+            if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or not self._at_home(shard):
+                return
+            if self._sums:
+                self._sum(shard)
+            if self._may(shard):
+                self._draft(shard)
+
+    def _banked(self, index: int) -> BankedShard | None:
+        shard = self._shards.get(index)
+        assert shard is None or isinstance(shard, BankedShard)
+        return shard
+
+    def _at_home(self, shard: ArenaShard) -> bool:
+        """Whether the worker can read the gradient, and has no step of it to make."""
+        bucket = shard.bucket
+        return self._pending is None and shard.lodged and bucket.shard.data_ptr() == bucket.lodging.data_ptr()
+
+    def _may(self, shard: ArenaShard) -> bool:
+        """Whether a draft can be the step, as far as can be seen."""
+        unscale = self._factors.expected
+        return (
+            not self._factors.mostly_clipped
+            and (unscale == 1.0 or (unscale < 1.0 and shard.grad_dtype is torch.float32))
+            and not any(map(shard.edited, range(len(shard.pieces))))
+        )
+
+    def _sum(self, shard: BankedShard) -> None:
+        home = shard.bucket.lodging
+        grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
+        with suppress(OverflowError):  # then they are summed when they are asked for
+            self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
+                grads, shard.squares, flush_denormals=self._as_zero
+            )
+
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (see ShardReader)
+        """See :class:`ShardReader`: the worker adds up, on a core of its own."""
+        return ()
+
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
+        """See :class:`ShardReader`. Nobody waits for those that are not there yet."""
+        index = bucket.layout.index
+        with self._lock:
+            self._asked = True
+            shard, summed = self._banked(index), self._summed.get(index)
+            if shard is None or summed is None or self._worker.drafts_done < summed:
+                return [None] * len(bucket.slices)
+            changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
+            return [None] * len(bucket.slices) if changed else shard.squares
+
+    def _draft(self, shard: ArenaShard) -> None:
+        index = shard.bucket.layout.index
+        self._results.bring(index)  # of narrower parameters there is one place for results
+        try:
+            step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
+            runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
+            home = shard.bucket.lodging
+            batch = (
+                step.hypers.for_kernel(step.unscale),
+                [bound.run for bound, _ in runs],
+                [home[where].data_ptr() for _, where in runs],
+            )
+            drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
+        except (ZeroOptError, ValueError, TypeError, KeyError, OverflowError):
+            return  # what is wrong with the hyperparameters, and whether it still is, is for step() to say
+        self._drafts[index] = _Draft(step, drafted)
+
+    def _step_of(self, shard: ArenaShard, group: Mapping[str, Any], unscale: float) -> _Step:
+        versions = (self._worker.arena.bytes._version, shard.steps._version)
+        return _Step(adam_hypers(group), self._uses_maximum(shard, group), self._flushes, unscale, versions)
+
+    def rewrites(self, bucket: GradBucket) -> None:
+        """See :class:`ShardReader`."""
+        with self._lock:
+            if bucket.layout.index in self._drafts or bucket.layout.index in self._summed:
+                self._void()
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        """See :class:`ShardReader`."""
+        index = bucket.layout.index
+        with self._lock:
+            factors = self._scaled.setdefault(index, [])
+            factors.append(factor)
+            draft = self._drafts.get(index)
+            if draft is not None and factors != [draft.step.unscale]:
+                self._void()
+                draft = None
+        if draft is not None:
+            try:
+                self._worker.wait_drafts(draft.drafted)
+            except ZeroOptError:  # for step() to say, where the other ranks hear of it
+                with self._lock:
+                    self._void()
+
+    def _void(self) -> None:
+        """No draft counts, nor do sums; what the worker still writes is where nobody reads."""
+        if self._drafts or self._summed:
+            self._worker.void_drafts()
+            self._drafts.clear()
+            self._summed.clear()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Pending:
+        with self._lock:
+            self._as_zero = native.flushes_denormals()
+            self._flushes = self._flush_denormals or self._as_zero
+            self._sums, self._asked = self._asked, False
+            used = {
+                found.bucket: Used(
+                    self._shards[found.bucket], [at for at, g in enumerate(found.grads) if g is not None]
+                )
+                for found in grads
+            }
+            drafted = {index: found for index, found in used.items() if found.positions and index in self._drafts}
+            if not all(self._was_drafted(found, groups, grad_scale) for found in drafted.values()):
+                self.redone += len(drafted)
+                drafted = {}
+            self.kept += len(drafted)
+            self._learn(grads, grad_scale)
+            if not drafted:
+                self._void()
+            try:
+                made = super()._submit([found for found in grads if found.bucket not in drafted], groups, grad_scale)
+            except BaseException:
+                self._void()
+                raise
+            for found in drafted.values():
+                found.shard.lend_grads()
+            self._drafts.clear()
+            self._summed.clear()
+            # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
+            sequence = self._worker.drafted if drafted or made.sequence is not None else None
+            return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
+
+    def _was_drafted(self, found: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
+        """Whether a draft of a bucket is the step that is to be taken."""
+        shard, positions = found
+        index = shard.bucket.layout.index
+        scaled = self._scaled.get(index, [])
+        draft = self._drafts[index].step
+        unscaled = scaled == ([] if draft.unscale == 1.0 else [draft.unscale])
+        return (
+            grad_scale == 1.0
+            and unscaled
+            and draft == self._step_of(shard, groups[shard.bucket.layout.group], draft.unscale)
+            and not any(map(shard.edited, positions))
+        )
+
+    def _learn(self, grads: Sequence[GradShard], grad_scale: float) -> None:
+        """A step is taken: what it was multiplied by, and how many rounds there were of each bucket."""
+        scaled = next((self._scaled.get(found.bucket, []) for found in grads if found.used), None)
+        if scaled is not None:
+            self._factors.learn(scaled, grad_scale)
+        self._rounds_before.update(self._rounds)
+        self._rounds.clear()
+
+    def _send(self, batches: Batches) -> int:
+        try:
+            return self._worker.draft(batches, flush_denormals=self._flushes)
+        except OverflowError:  # void drafts still have a place
+            self._worker.wait_drafts(self._worker.drafted)
+            return self._worker.draft(batches, flush_denormals=self._flushes)
+
+    def _await(self, sequence: int) -> None:
+        self._worker.wait_drafts(sequence)

@@ -1,0 +1,209 @@
+"""What ``p.grad`` is once a bucket has taken its values: a tensor without storage that refuses to be read.
+
+``None`` would be simpler but silently wrong: ``torch.nn.utils.clip_grad_norm_`` skips parameters whose grad is None,
+so it would return 0 and clip nothing. Autograd may still accumulate into it; that opens the next round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import GradientConsumed
+from ..system.devices import read_here
+
+aten = torch.ops.aten
+
+_METADATA_CALLS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.sym_size.default,
+        aten.sym_stride.default,
+        aten.sym_numel.default,
+        aten.sym_storage_offset.default,
+        aten.is_same_size.default,
+    }
+)
+
+
+class GradOwner(Protocol):
+    """The reduction that holds the values a ConsumedGrad stands for."""
+
+    def zero_consumed(self, param: int) -> None:
+        """Make the held gradient of one parameter zero."""
+
+    def lends(self, param: int, target: Tensor) -> bool:
+        """Whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
+
+    def unscale_consumed(self, inv_scale: Tensor) -> bool:
+        """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
+
+
+class ConsumedGrad(torch.Tensor):
+    """Stands in for a gradient that now lives, reduced and sharded, in its optimizer.
+
+    Shape, dtype, device and strides are the parameter's; there is no data. Reading values raises
+    :class:`GradientConsumed`. What autograd accumulates into it waits in :attr:`pending`.
+    """
+
+    pending: Tensor | None
+    owner: weakref.ReferenceType[GradOwner]
+    param: int
+    label: str
+
+    @staticmethod
+    def __new__(cls: type[ConsumedGrad], like: Tensor, owner: GradOwner, param: int, label: str) -> ConsumedGrad:
+        self: ConsumedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=_grad_strides(like), dtype=like.dtype, device=like.device
+        )
+        self.pending, self.owner, self.param, self.label = None, weakref.ref(owner), param, label
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ConsumedGrad({self.label}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, format_spec: str) -> str:
+        return self._refuse() if format_spec else str(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied model has no reduced gradient: the copy's ``grad`` is None."""
+
+    def take_pending(self) -> Tensor | None:
+        """What autograd has accumulated since the last call."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise _refusal("reading it", (self,))
+
+    # These reach no operator, so __torch_dispatch__ never sees them.
+    tolist = numpy = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __float__ = __int__ = __bool__ = (
+        _refuse
+    )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA_CALLS:
+            return args[0]
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            handled = handler(*args, **(kwargs or {}))
+            if handled is not NotImplemented:
+                return handled
+        raise _refusal(func, args)
+
+
+def _grad_strides(param: Tensor) -> tuple[int, ...]:
+    """The strides autograd gives a gradient of ``param``, so that accumulating into it draws no layout warning."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+# What to do instead. For an operation that is not named below, the first is the most likely one.
+_EDIT = "to read or edit gradients before step(), use reduction=zero_opt.AtStep()"
+_CLIP = "to clip, or to log the norm, call opt.clip_grad_norm_(max_norm) on every rank, or pass max_grad_norm"
+_DDP = (
+    "under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced(), or zero_opt.DDPHook() with "
+    "zero_opt.ddp_hook"
+)
+_WAYS_OUT = (_EDIT, _CLIP, _DDP)
+_REDUCE = "gradients are averaged already: leave your own all-reduce out"
+_FINITE = 'to look for inf and NaN, pass checks=zero_opt.Checks(nonfinite="skip") or "raise"'
+_STEP = "a parameter is stepped by one optimizer: take it out of the other"
+_SCALE = "to scale gradients, scale the loss before backward"
+# What a user who calls an operator most likely wants, by the operator's name.
+_WANTED = {
+    **dict.fromkeys(("norm", "linalg_vector_norm", "_foreach_norm"), _CLIP),
+    "isnan": _FINITE,
+    **dict.fromkeys(
+        ("lerp_", "_foreach_lerp_", "_foreach_add_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), _STEP
+    ),
+    **dict.fromkeys(("mul", "mul_", "div", "div_", "_foreach_mul_", "_foreach_div_"), _SCALE),
+}
+
+
+def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
+    found = next((a for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), None)
+    label = "a parameter" if found is None else found.label
+    namespace, name, *_ = (*str(func).split("."), "")
+    first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
+    if func in (aten.copy_.default, aten.mul.out) and torch._C._current_graph_task_id() != -1:  # as DDP's buckets do
+        first = _DDP
+    elif name.endswith("_") and isinstance(args[0], torch.nn.Parameter):
+        first = _STEP
+    others = "; ".join(way for way in _WAYS_OUT if way is not first)
+    return GradientConsumed(
+        f"{first[0].upper()}{first[1:]}. {func} met the gradient of {label}, whose values have moved into a sharded "
+        f"gradient bucket. Otherwise: {others}."
+    )
+
+
+def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
+    """``target += value``, allowed to autograd alone."""
+    inside_backward = torch._C._current_graph_task_id() != -1
+    if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
+        return NotImplemented
+    # Autograd may share ``value`` with other nodes: never add to it in place.
+    pending = target.pending
+    target.pending = value.detach() if pending is None else pending + value
+    if pending is not None:
+        read_here(pending)
+    return target
+
+
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
+    """DistributedDataParallel copies gradients to buckets of its own, which are of no use where our hook serves it."""
+    if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad):
+        return NotImplemented
+    owner = source.owner()
+    if owner is None or not owner.lends(source.param, target):
+        return NotImplemented
+    return target.zero_() if source.pending is None else target.copy_(source.pending)
+
+
+def _zero(target: Any) -> Any:
+    target.pending = None
+    owner = target.owner()
+    if owner is not None:
+        owner.zero_consumed(target.param)
+    return target
+
+
+def _cannot_take_data(target: Any, source: Any) -> bool:  # noqa: ARG001  (as torch calls it)
+    """Answer ``module.to()``, which asks whether it can assign ``grad.data``; if not it assigns ``grad``."""
+    return False
+
+
+def _foreach_zero(targets: Sequence[Tensor]) -> None:
+    for target in targets:
+        target.zero_()
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's unscale: plain gradients as torch does it, consumed ones in the shards, found_inf agreed on."""
+    plain = [grad for grad in grads if not isinstance(grad, ConsumedGrad)]
+    owners = {id(grad.owner()): grad.owner() for grad in grads if isinstance(grad, ConsumedGrad)}
+    # Owners first: they take in plain gradients of theirs (from no_sync), which must not be unscaled twice.
+    for owner in owners.values():
+        if owner is not None and owner.unscale_consumed(inv_scale):
+            found_inf.fill_(1.0)
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.add_.Tensor: _accumulate,
+    aten.add.Tensor: _accumulate,
+    aten.copy_.default: _copy,
+    aten._has_compatible_shallow_copy_type.default: _cannot_take_data,
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _foreach_zero,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

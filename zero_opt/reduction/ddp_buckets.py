@@ -1,0 +1,176 @@
+"""Gradients come from the buckets of ``DistributedDataParallel``, by its communication hook, and are reduce-scattered.
+
+[Note: what DDP does around the hook]
+DDP copies ``p.grad`` to a bucket of its own as autograd finishes it, calls the hook per full bucket, in one order, and
+at the end of backward copies the buckets back to ``p.grad``: the local gradient, since the hook leaves it as it is. So
+``p.grad`` is taken in the hook and replaced after DDP is done. With ``gradient_as_bucket_view`` it lies in DDP's
+bucket, which the next backward writes to, and has to be copied. In its second forward DDP rebuilds its buckets, and
+then points every ``p.grad`` that is not None to one of them. The reduction restores ``p.grad`` before the module's own
+forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from ..errors import ConfigConflict, GradientConflict, StepDesync, ZeroOptError
+from .ddp_conflict import ddp_conflict, forward_of_ddp
+from .interface import GradShard, Parts
+from .overlapped import OverlappedReduction
+
+_NOT_REGISTERED = (
+    "DistributedDataParallel has not called zero_opt.ddp_hook: call ddp.register_comm_hook(opt, zero_opt.ddp_hook) "
+    "before the first backward, or use reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself"
+)
+
+
+class DDPHookReduction(OverlappedReduction):
+    """See the module. A round is one backward that DDP synchronizes."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._index: dict[int, int] = {}
+        self._called = self._inside = False
+        self._lent: set[int] = set()
+        self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
+        self._handed: dict[int, Tensor] = {}
+        self._known: set[int] = set()
+        self._alone: set[int] = set()
+
+    def _listen(self, index: int, param: Tensor) -> None:
+        """DDP listens."""
+        self._index[id(param)] = index
+
+    def take_bucket(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
+        """Take the gradients of one of DDP's buckets; called in backward. Never waits for another rank.
+
+        Raises:
+            ConfigConflict: DDP has a parameter that this optimizer has not, and would not be reduced.
+        """
+        with self._lock:
+            self._take_gradients(params, buffer, first=first, last=last)
+
+    def _take_gradients(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
+        self._called = True
+        if torch._C._current_graph_task_id() == -1:
+            return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
+        if first:
+            self._inside = True
+            self._open_round()
+        for param in params:
+            index = self._index.get(id(param))
+            if index is None:
+                raise ConfigConflict(
+                    f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that is not in the "
+                    "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
+                    "optimizer all parameters that DDP trains"
+                )
+            self._take_from(index, param, buffer)
+        if last:
+            # DDP's own callback, which copies buckets to p.grad, is queued after the last bucket's hook.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(engine.queue_callback, self._end_backward))
+
+    def _take_from(self, index: int, param: Tensor, buffer: Tensor) -> None:
+        consumed, grad = self._consumed[index], param.grad
+        self._handed[index] = param
+        self._known.add(index)
+        if index in self._lent:
+            value = consumed.take_pending()
+        elif grad is None or grad is consumed:
+            value = None
+        else:
+            value = self._fresh(index, grad)
+            if value is not None and value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+                value = value.clone()
+        if grad is consumed:
+            param.grad = None  # DDP is about to write to it
+        if value is not None:
+            self._shown.add(index)
+            self._deliver(index, value)
+
+    def _is_dropped(self, index: int) -> bool:
+        """See :class:`OverlappedReduction`; during a backward, DDP keeps gradients of its own there."""
+        return self._parts.partition.flats[index].param.grad is None
+
+    def lends(self, param: int, target: Tensor) -> bool:
+        """See :class:`GradOwner`."""
+        if not self._called:
+            return False
+        if torch._C._current_graph_task_id() != -1:
+            self._lent.add(param)
+            return True
+        module = forward_of_ddp()
+        if module is None:
+            return False
+        if not self._moved:
+            _before_forward(module, weakref.WeakMethod(self._put_back))
+        self._moved[param] = target
+        return True
+
+    def _put_back(self) -> None:
+        """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
+        for index, view in self._moved.items():
+            param = self._parts.partition.flats[index].param
+            if param.grad is view:
+                param.grad = self._consumed[index]
+        self._moved.clear()
+
+    def _end_backward(self) -> None:
+        """DDP has written to ``p.grad``: make it say again who holds the gradient."""
+        for index, param in self._handed.items():
+            param.grad = self._consumed[index] if index in self._shown else None
+        self._forget_handed()
+
+    def _forget_handed(self) -> None:
+        self._handed.clear()
+        self._lent.clear()
+        self._inside = False
+
+    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+        """See :class:`GradReduction`."""
+        self._put_back()
+        if self._inside:
+            error = error or StepDesync(
+                "a backward ended in an exception; call zero_grad() on every rank and repeat it"
+            )
+        flats = self._parts.partition.flats.values()
+        if not self._called and not self._parts.progress.absent and any(flat.param.grad is not None for flat in flats):
+            error = error or GradientConflict(_NOT_REGISTERED)
+        return super().finish(error or self._conflict())
+
+    def _conflict(self) -> GradientConflict | None:
+        """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""
+        flats = self._parts.partition.flats
+        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._known - self._alone
+        conflict = ddp_conflict(flats[index].param for index in unseen)
+        self._alone |= unseen if conflict is None else set()
+        return conflict
+
+    def reset(self) -> None:
+        """See :class:`GradReduction`."""
+        self._forget_handed()
+        for index in self._moved:  # DDP's forward failed
+            self._parts.partition.flats[index].param.grad = None
+        self._moved.clear()
+        super().reset()
+
+
+def _before_forward(module: nn.Module, call: weakref.WeakMethod[Any]) -> None:
+    """Call ``call`` once, before the module's next forward."""
+
+    @_disable_dynamo
+    def once(*_: object) -> None:
+        handle.remove()
+        made = call()
+        if made is not None:
+            made()
+
+    handle = module.register_forward_pre_hook(once, prepend=True)

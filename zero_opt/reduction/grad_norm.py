@@ -1,0 +1,171 @@
+"""Global gradient norm, non-finite test and clip coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..errors import ConfigError, ConfigTypeError
+from ..kernels import grad_squares
+from ..kernels.strides import is_dense
+from ..system.extension import native_available
+
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Elements widened to fp64 at a time: they stay in the cache.
+_PIECE_NUMEL = 1 << 15
+
+
+def check_max_norm(max_norm: object, name: str) -> float:
+    """``max_norm`` as a float.
+
+    Raises:
+        ConfigTypeError, ConfigError: not a number, or not positive.
+    """
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.item()
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise ConfigTypeError(f"{name} must be a number, got {max_norm!r}")
+    if not max_norm > 0:
+        raise ConfigError(f"{name} must be positive, got {max_norm!r}")
+    return float(max_norm)
+
+
+def _values(grad: Tensor) -> Tensor:
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def _run_of(values: Tensor) -> Tensor:
+    """The values as a 1-D tensor, in any order; a view where they are dense."""
+    if is_dense(values.shape, values.stride()):
+        return values.as_strided((values.numel(),), (1,), values.storage_offset())
+    return values.reshape(-1)
+
+
+def _read(scalars: Sequence[Tensor]) -> list[Any]:
+    """Return the values of 0-dim tensors of one dtype, with one copy to the host, and one wait, per device."""
+    values: list[Any] = [None] * len(scalars)
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    places = [[at for at, scalar in enumerate(scalars) if scalar.device == device] for device in devices]
+    stacked = [torch.stack([scalars[at] for at in here]) for here in places]
+    for here, together in zip(places, stacked, strict=True):
+        for at, value in zip(here, together.tolist(), strict=True):
+            values[at] = value
+    return values
+
+
+def _finite(grads: Iterable[Tensor]) -> list[bool]:
+    """Return of each gradient whether all its elements are finite."""
+    return _read([torch.isfinite(_values(grad.detach())).all() for grad in grads])
+
+
+def all_finite(grads: Iterable[Tensor]) -> bool:
+    """Return whether all elements of all gradients are finite, with one wait per device."""
+    return all(_finite(grads))
+
+
+def _device_squares(values: Iterable[Tensor]) -> Iterator[float]:
+    """Yield the sum of squares of each tensor on an accelerator, in fp64."""
+    for norm in _read([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in values]):
+        yield norm * norm
+
+
+def _squares(values: Tensor) -> Iterator[float]:
+    """Yield sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
+    run = _run_of(values)
+    for start in range(0, run.numel(), _PIECE_NUMEL):
+        widened = run[start : start + _PIECE_NUMEL].double()
+        yield float(torch.dot(widened, widened))
+
+
+def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = ()) -> float:
+    """Return the sum of squares of all elements, accumulated in fp64; ``known`` as for :func:`grad_squares`."""
+    native: list[tuple[Tensor, Tensor | None]] = []
+    others: list[Tensor] = []
+    elsewhere: list[Tensor] = []
+    kernel = native_available()
+    for grad, sums in zip(grads, known or [None] * len(grads), strict=True):
+        if grad is not None:
+            values = _values(grad.detach())
+            if kernel and values.is_cpu and values.dtype in _NATIVE_DTYPES:
+                native.append((values, sums))
+            else:
+                (others if values.is_cpu else elsewhere).append(values)
+    try:
+        # In one call: of many small ones, calls are the cost.
+        total = grad_squares(*zip(*native, strict=True)).total if native else 0.0
+        squares = (square for values in others for square in _squares(values))
+        return math.fsum([total, *squares, *_device_squares(elsewhere)])
+    except OverflowError:  # finite squares whose sum is not
+        return math.inf
+
+
+class Measured(NamedTuple):
+    """The gradients of all ranks, the same on every rank.
+
+    Attributes:
+        norm: L2, a 0-dim fp32 tensor.
+        nonfinite: (rank, param) of the first rank with a non-finite element, and its first parameter with one.
+    """
+
+    norm: Tensor
+    nonfinite: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+        """What ranks have found: (rank, sum of squares, first non-finite parameter or -1), in one order everywhere."""
+        total = sum(square for _, square, _ in rows)
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu")
+        return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
+
+
+def measure(
+    grads: Sequence[Tensor | None],
+    params: Sequence[int],
+    group: Group | None,
+    known: Sequence[Tensor | None] = (),
+) -> Measured:
+    """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
+
+    The norm is accumulated in fp64 in rank order and rounded once, so it differs from
+    ``torch.nn.utils.get_total_norm`` by at most the latter's own fp32 rounding.
+
+    Args:
+        grads: this rank's part of the gradient; no element is on two ranks.
+        params: what the gradients belong to, by global index.
+        known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
+    """
+    rows = look(grads, params, group, known)
+    return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
+
+
+def look(
+    grads: Sequence[Tensor | None],
+    params: Sequence[int],
+    group: Group | None,
+    known: Sequence[Tensor | None] = (),
+) -> list[tuple[float, float]]:
+    """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
+    square = square_sum(grads, known)
+    mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64, device="cpu")
+    return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
+
+
+def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:
+    """The parameter of the first gradient with a non-finite element, or -1; finite squares have none."""
+    if math.isfinite(square):
+        return -1
+    present = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+    finite = _finite(grad for _, grad in present)
+    return next((param for (param, _), fine in zip(present, finite, strict=True) if not fine), -1)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

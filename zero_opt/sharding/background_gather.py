@@ -1,0 +1,270 @@
+"""Bring updated parameters in the background, and let each module's forward wait for its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..comm.exchange import Exchange
+from ..errors import ConfigError, StepFailed
+from ..system.background_thread import CallingThread, SerialThread
+from .buckets import GradBucket
+from .gather import ParamGather
+from .late_params import announce
+from .partition import Partition
+
+
+class PendingResults(Protocol):
+    """What a step has made and has yet to be copied into the parameters; of a placement."""
+
+    def bring(self, bucket: int) -> None:
+        """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
+
+    def bring_all(self) -> None:
+        """Return when all results have arrived."""
+
+
+class BackgroundGather(ParamGather):
+    """A gather that goes on after :meth:`run` has returned: on ``thread``, in order with all other exchanges.
+
+    The copy of a bucket's results, where they lie elsewhere, runs there too, before the bucket's gather. As reductions
+    do as well, nothing that a backward makes can overtake one. On an accelerator, gathers run on the side stream.
+    :meth:`run` records an event before each; the stream that runs a forward waits for the event after it.
+
+    A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
+    their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
+    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
+    While the whole model is in evaluation, which may call others, every module does.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        exchanges: Mapping[str, Exchange],
+        thread: SerialThread,
+        model: nn.Module,
+        results: PendingResults,
+    ) -> None:
+        super().__init__(partition, exchanges)
+        self._thread, self._model, self._results = thread, model, results
+        self._arriving: dict[int, Future[Any]] = {}
+        self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
+        self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
+        self._step = 0
+        self._called: set[nn.Module] = set()
+        self._needs: dict[nn.Module, set[int]] = {}
+        self._handles: list[Any] = []
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hook_modules()
+        announce(self)
+
+    def _hook_modules(self) -> None:
+        """Let all modules wait that there are by now."""
+        me, fresh = weakref.ref(self), [module for module in self._model.modules() if module not in self._hooked]
+        for module in fresh:
+            self._hooked.add(module)
+            # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
+            self._handles.append(module.register_forward_pre_hook(_Waiter(me), prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(_Reader(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+        if fresh:
+            _forget_compiled()
+
+    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
+        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
+        self._plan_waits()
+        self._arrived.clear()
+        self._step, self._failures = step, None
+        exchange: Exchange | None = None
+        for turn, bucket in enumerate(buckets):
+            exchange, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
+            thread = self._thread if exchange.blocks else CallingThread()
+            arriving = thread.submit(self._gather_one, step, turn, bucket, stepped, failed())
+            self._arriving[bucket.layout.index] = arriving
+        if exchange is not None:
+            self._failures = thread.submit(_failures, exchange, step)
+        return ()
+
+    def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any, failed: bool) -> Any:
+        """Bring a bucket's results and the other ranks' shards, and return an event after that."""
+        with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
+            self._results.bring(bucket.layout.index)
+            self._gather(step, turn, bucket, failed=failed)()
+            return bucket.streams.produced()[1]
+
+    def failed(self) -> Sequence[int]:
+        """See :class:`ParamGather`."""
+        return () if self._failures is None else self._failures.result()
+
+    def require_whole(self) -> None:
+        """Wait as :meth:`flush` does, and raise StepFailed if the last step failed on a rank."""
+        self.flush()
+        if self.failed():
+            ranks = " and ".join(f"rank {rank}" for rank in self.failed())
+            raise StepFailed(
+                f"step {self._step} failed on {ranks}, where step() has raised the reason, so parameters lack "
+                "a part of that step on all ranks: load a checkpoint, or step again"
+            )
+
+    def made_up_for(self) -> None:
+        """See :class:`ParamGather`."""
+        self._failures = None
+
+    def watch(self) -> None:
+        """See :class:`ParamGather`."""
+        self._plan_waits()
+
+    def _plan_waits(self) -> None:
+        """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
+        self._hook_modules()
+        places = self._partition.places
+        of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
+
+        def own(module: nn.Module) -> set[int]:
+            needed = {of_param[param] for param in module.parameters(recurse=False) if param in of_param}
+            for child in module.children():
+                below = own(child)
+                if child not in self._called:
+                    needed |= below
+            self._needs[module] = needed
+            return needed
+
+        own(self._model)
+
+    def called(self, module: nn.Module) -> None:
+        """A module's forward begins: wait for what it needs."""
+        self._called.add(module)
+        if not self._model.training:
+            self.flush()
+        elif module is self._model and self._arriving:  # modules may have been added to it
+            self._plan_waits()
+        for index in self._needs.get(module, ()):
+            self._arrive(index)
+
+    def bring(self, params: Collection[torch.Tensor]) -> None:
+        """See :class:`BringsLate`."""
+        held = {flat.param for flat in self._partition.flats.values()}
+        if any(param in held for param in params):
+            self.flush()
+
+    def _arrive(self, index: int) -> None:
+        arriving = self._arriving.get(index)
+        if arriving is not None:
+            try:
+                event = arriving.result()
+                if event is not None:
+                    self._arrived[index] = event
+            finally:
+                if arriving.done():  # no Ctrl-C
+                    self._arriving.pop(index, None)
+        if index in self._arrived:  # every stream waits for itself
+            self._partition.buckets[index].streams.wait(self._arrived[index])
+        # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
+        self._results.bring(index)
+
+    def flush(self) -> None:
+        """See :class:`ParamGather`. What is on this rank arrives, whatever becomes of the other ranks' parts."""
+        try:
+            for index in [*self._arriving, *self._arrived]:
+                self._arrive(index)
+        except Exception:
+            self._arriving.clear()
+            self._results.bring_all()
+            raise
+        self._results.bring_all()
+
+    def forget(self) -> None:
+        """See :class:`ParamGather`."""
+        self.flush()
+        super().forget()
+
+    def close(self) -> None:
+        """See :class:`ParamGather`."""
+        for handle in self._handles:
+            handle.remove()
+        self.flush()
+
+
+class _Hook:
+    """Called with a module, before something; that of a copy of a module, or of one that was saved, does nothing."""
+
+    def __init__(self, gather: weakref.ReferenceType[BackgroundGather] | None = None) -> None:
+        self._gather = gather
+
+    def _target(self) -> BackgroundGather | None:
+        return None if self._gather is None else self._gather()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Waiter(_Hook):
+    """Before forward."""
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        target = self._target()
+        if target is not None:
+            target.called(module)
+
+
+class _Flusher(_Hook):
+    """Waits for all parameters, before the model's state is written."""
+
+    def __call__(self, *_: Any) -> None:
+        target = self._target()
+        if target is not None:
+            target.flush()
+
+
+class _Reader(_Hook):
+    """Waits for all parameters, and refuses those of a failed step, before the model's state is read."""
+
+    def __call__(self, *_: Any) -> None:
+        target = self._target()
+        if target is not None:
+            target.require_whole()
+
+
+def _failures(exchange: Exchange, step: int) -> Sequence[int]:
+    """Return the ranks on which a step failed, once its gathers have ended."""
+    return exchange.failures(step)()
+
+
+def _forget_compiled() -> None:
+    """Have ``torch.compile`` look for hooks: what it made of a model before would not wait for parameters."""
+    torch.compiler.reset()
+    config: Any = torch._dynamo.config
+    if hasattr(config, "skip_nnmodule_hook_guards"):
+        config.skip_nnmodule_hook_guards = False
+
+
+def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Callable[[int], str]) -> None:
+    """Raise ConfigError, naming it, for one of all parameters that is not in the model whose forward waits for them."""
+    held = set(model.parameters())
+    for index, param in enumerate(params):
+        if param not in held:
+            raise ConfigError(
+                f"overlap_param_gather: {describe(index)} is not in the given model; pass the whole model"
+            )
+
+
+def build_gather(
+    partition: Partition,
+    exchanges: Mapping[str, Exchange],
+    thread: SerialThread,
+    model: nn.Module | None,
+    results: PendingResults,
+) -> ParamGather:
+    """Gather in the background if a model is given whose modules can wait, else within ``step()``.
+
+    Args:
+        results: where ``step()`` leaves what is to be copied first; see :func:`build_results`, given the same model.
+    """
+    if model is None:
+        return ParamGather(partition, exchanges)
+    return BackgroundGather(partition, exchanges, thread, model, results)

@@ -1,0 +1,35 @@
+"""Equal parameters on all ranks, to start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm.groups import broadcast, check_rank
+from ..comm.rendezvous import resolve_group
+from ..errors import ConfigTypeError
+from .late_params import bring
+
+
+def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
+    """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
+
+    All ranks of the group must call it. ``src`` is a rank of the group.
+
+    Raises:
+        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. Others as for ``ShardedOptimizer``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
+    pg = resolve_group(process_group)
+    world_size = 1 if pg is None else pg.size()
+    check_rank(src, world_size, "src")
+    bring(list(model.parameters()))
+    if pg is None or world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            broadcast(pg, staging.view(-1).view(torch.uint8), src).wait()  # backends do not know every dtype
+            tensor.copy_(staging)

@@ -1,0 +1,369 @@
+"""Gradient buckets: from the gradients of one round to this rank's shard of their mean.
+
+A bucket holds references to the gradients that have arrived until it is complete, so a filling bucket takes no memory
+of its own. On the CPU the exchange then reads them where they are, or staged in one call; on an accelerator the thread
+that completes the bucket enqueues the staging copy, see [Note: producer streams].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPool
+from ..errors import StateOffloaded
+from ..layout import BucketLayout
+from ..system.devices import build_streams, has_streams
+from ..system.streams import Producers, Streams
+from .flat_param import FlatParam
+
+# Slots of the pool: gradients of another dtype or order of dimensions; a mean that is added to the shard. The exchanges
+# have 0 and 1 for gathers, and 3 to 5.
+_ODD_GRADS, _MEAN = 2, 6
+
+
+class BucketState(Enum):
+    """Life of one round of a bucket."""
+
+    FILLING = auto()  # gradients are arriving
+    REDUCING = auto()  # handed to the exchange, in the agreed order; no gradient is taken any more
+
+
+class Fill:
+    """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
+
+    Attributes:
+        staged: the gradients as one tensor, once launched on an accelerator. ready: the events of that copy.
+    """
+
+    def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
+        self.producers = Producers(streams)
+        self.grads: list[Tensor | None] = [None] * len(params)
+        self.missing = sum(flat.param.requires_grad for flat in params)
+        self.state = BucketState.FILLING
+        self.staged: Tensor | None = None
+        self.ready: list[Any] = []
+
+    def put(self, position: int, grad: Tensor) -> None:
+        """Take one gradient."""
+        self.grads[position] = grad
+        self.missing -= 1
+        self.producers.note()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has delivered."""
+        return self.missing <= 0
+
+
+class ShardReader(Protocol):
+    """Who reads shards as soon as they are reduced. Called on the thread that writes the shard; must not wait there."""
+
+    def reduced(self, bucket: GradBucket) -> None:
+        """The shard holds the mean of a round."""
+
+    def rewrites(self, bucket: GradBucket) -> None:
+        """The shard is about to be written to: what was read of it is void."""
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
+
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
+        """Where the round that is about to be written adds up squares as it goes: per slice, or nowhere."""
+
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
+        """Per slice, sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
+
+
+class GradBucket:
+    """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
+
+    Attributes:
+        layout: the plan. slices: this rank's parameter slices.
+        params: the bucket's parameters, in bucket order.
+        dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
+        reader: who is told of what becomes of the shard.
+
+    Args:
+        reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
+        streams: those of the device, which all its buckets share; made here if there are no others.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[FlatParam],
+        rank: int,
+        reduce_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.layout, self.params, self._rank = layout, params, rank
+        self.slices = layout.slices(rank)
+        position_of = {index: position for position, index in enumerate(layout.params)}
+        self._own = [(position_of[piece.param], piece) for piece in self.slices]
+        self.device = params[0].param.device
+        self.streams = build_streams(self.device) if streams is None else streams
+        self.dtype = reduce_dtype or params[0].param.dtype
+        self.shard_dtype = accumulate_dtype or self.dtype
+        self.shard_numel = layout.shard(rank).numel
+        self._shards: list[Tensor] = []
+        self._at, self._lent, self._lodged = 0, False, 0
+        self._away: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}
+        self.reader: ShardReader | None = None
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of a staging buffer that the bucket's gradients or parameters fill."""
+        return self.layout.numel * max(self.dtype.itemsize, self.params[0].param.element_size())
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's reduced gradient, (shard numel,), allocated when first needed and kept."""
+        if self._away:
+            raise StateOffloaded("gradients are in host memory since offload_state(); call opt.reload_state() first")
+        if not self._shards:
+            self._shards = [torch.zeros(self.shard_numel, dtype=self.shard_dtype, device=self.device)]
+        return self._shards[self._at]
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the shard, zero before the first reduction."""
+        return sum(shard.numel() * shard.element_size() for shard in self._shards)
+
+    def leave(self) -> None:
+        """Let go of the shard's memory on an accelerator, and of its values, until :meth:`come_back`.
+
+        Views of it stay what they are.
+        """
+        for shard in self._shards[self._lodged :]:
+            if not shard.is_cpu:
+                self._away.append(shard)
+                shard.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Take memory again, zeros.
+
+        The memory is the side stream's, as it was: collectives may write to it when it leaves once more.
+        """
+        with torch.no_grad(), self.streams.side([], []):
+            while self._away:
+                shard = self._away[-1]
+                shard.untyped_storage().resize_(shard.numel() * shard.element_size())
+                shard.zero_()
+                self._away.pop()
+
+    @property
+    def own_shards(self) -> Sequence[Tensor]:
+        """The memory of the shard, where it is the bucket's own."""
+        return self._shards[self._lodged :]
+
+    def lodge(self, shards: Sequence[Tensor]) -> None:
+        """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
+
+        Called again, with tensors over the same memory, it stays where it is.
+        """
+        self._shards[: self._lodged] = shards
+        self._lodged = len(shards)
+
+    @property
+    def lodging(self) -> Tensor:
+        """The lodged tensor that holds the shard, or that :meth:`lend` expects it in."""
+        return self._shards[self._at if self._at < self._lodged else 0]
+
+    def lend(self) -> None:
+        """:attr:`lodging` is the shard, and is read until :meth:`reclaim`; whoever writes takes other memory."""
+        self._at, self._lent = (self._at if self._at < self._lodged else 0), True
+
+    def reclaim(self) -> None:
+        """Nobody reads what was lent any more."""
+        self._lent = False
+
+    def writable(self, *, keep: bool) -> Tensor:
+        """The shard to write to; ``keep`` its values, else they are undefined."""
+        if self.reader is not None:
+            self.reader.rewrites(self)
+        return self._claim(keep=keep)
+
+    def _claim(self, *, keep: bool) -> Tensor:
+        """The shard in memory that nobody was lent."""
+        before = self.shard
+        if self._lent:
+            if len(self._shards) == 1:
+                self._shards.append(torch.zeros_like(before))
+            self._at, self._lent = 1 - self._at, False
+            if keep:
+                self.shard.copy_(before)
+        return self.shard
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the shard by a 0-dim tensor, in place."""
+        if self.reader is not None:
+            if float(factor) == 1.0:
+                return
+            self.reader.scales(self, float(factor))
+        self._claim(keep=True).mul_(factor.to(self.device))
+
+    def squares(self) -> Sequence[Tensor | None]:
+        """Per slice, its sums of squares as :func:`grad_squares` takes them, or ``None`` where they are not known."""
+        return [None] * len(self.slices) if self.reader is None else self.reader.squares(self)
+
+    def slice_grads(self) -> list[Tensor]:
+        """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
+        views, shard = [], self._claim(keep=True)
+        for position, piece in self._own:
+            run = shard[slice(*piece.in_shard)]
+            flat = self.params[position]
+            views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
+        return views
+
+    def reserve_staging(self, pool: StagingPool) -> None:
+        """Announce the buffers that gradients and parameters of this bucket will pass through."""
+        for dtype in (self.dtype, self.params[0].param.dtype):
+            pool.reserve(self.layout.numel, dtype, self.device)
+
+    def forget_staging(self) -> None:
+        """Keep no view of any buffer."""
+        self._views = {}
+
+    def _staging_views(self, staging: Tensor) -> list[Tensor]:
+        """Per parameter, its place in the staging buffer, in the parameter's shape."""
+        views = self._views.get(staging.data_ptr())
+        if views is None:
+            views = self._views[staging.data_ptr()] = self._views_of(staging)
+        return views
+
+    def _views_of(self, staging: Tensor) -> list[Tensor]:
+        """Per parameter, its place in a tensor that holds the bucket, in the parameter's shape."""
+        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+        return [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
+
+    def _stage(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
+        """Copy all gradients into their places in a staging buffer, zeros where there is none."""
+        targets, sources = [], []
+        for view, grad in zip(views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _runs(
+        self, grads: Sequence[Tensor | None], staged: Tensor | None, accumulate: Sequence[bool], pool: StagingPool
+    ) -> list[Run]:
+        """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
+        add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
+        if staged is not None:
+            places = enumerate(zip(self.layout.offsets, self.layout.numels, strict=True))
+            return [Run(at, n, staged[at : at + n], add.get(position, False)) for position, (at, n) in places]
+        runs = []
+        for position, (grad, start, numel) in enumerate(
+            zip(grads, self.layout.offsets, self.layout.numels, strict=True)
+        ):
+            values = None if grad is None else self._run_of(grad, position)
+            if grad is not None and values is None:
+                staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
+                self._staging_views(staging)[position].copy_(grad)
+                values = staging[start : start + numel]
+            runs.append(Run(start, numel, values, add.get(position, False)))
+        return runs
+
+    def _run_of(self, grad: Tensor | None, position: int) -> Tensor | None:
+        """A gradient as a 1-D run in storage order, if it lies in memory like that."""
+        if grad is None or grad.dtype is not self.dtype or grad.stride() != self.params[position].strides:
+            return None
+        return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+    def fill(self) -> Fill:
+        """An empty round of this bucket."""
+        return Fill(self.params, self.streams)
+
+    def launch(self, fill: Fill) -> None:
+        """Take no gradient any more, and settle what the reduction waits for; see [Note: producer streams].
+
+        Called on the thread that completes the bucket. Waits for nothing.
+        """
+        fill.state = BucketState.REDUCING
+        if not has_streams(self.device):
+            return
+        producers = fill.producers.events()
+        with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
+            # Padding is sent too: zeros keep it finite and the transfer deterministic.
+            fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._stage(fill.grads, self._views_of(fill.staged))
+            fill.ready = [self.streams.produced()[1]]
+        fill.grads = []
+
+    def reduce(
+        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
+    ) -> bool:
+        """Reduce one round into the shard, and tell :attr:`reader`; may run off the main thread.
+
+        On an accelerator all of it is enqueued on the side stream; see [Note: the side stream].
+
+        Args:
+            fill: launched.
+            accumulate: per slice, whether to add to what the shard holds; else it is overwritten.
+
+        Returns:
+            ``False``, and an undefined shard, when another rank skipped this exchange.
+        """
+        complete = self._reduce(fill, ident, accumulate, exchange, pool)
+        if complete and self.reader is not None:
+            self.reader.reduced(self)
+        return complete
+
+    def _reduce(
+        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
+    ) -> bool:
+        grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
+        staged, fill.staged = fill.staged, None
+        with torch.no_grad(), self.streams.side(fill.ready, [] if staged is None else [staged]):
+            adding, converting = any(accumulate), self.shard_dtype is not self.dtype
+            shard = self.writable(keep=adding)
+            direct = exchange.direct(self.dtype)
+            if direct is not None and not converting:
+                runs, sums = self._runs(grads, staged, accumulate, pool), self._sums(direct)
+                return direct.reduce_runs(ident, runs, self.layout.bounds, shard, sums)
+            apart = adding or converting
+            mean = pool.take(_MEAN, self.shard_numel, self.dtype, self.device) if apart else shard
+            if direct is not None:
+                runs = self._runs(grads, staged, [False] * len(accumulate), pool)
+                complete = direct.reduce_runs(ident, runs, self.layout.bounds, mean)
+            else:
+                if staged is None:
+                    staged = exchange.staging(self.layout.numel, self.dtype, self.device)
+                    self._stage(grads, self._staging_views(staged))
+                    grads.clear()
+                complete = exchange.reduce_scatter(ident, staged, self.layout.bounds, mean)
+            if complete and apart:
+                self._add(mean, accumulate)
+            return complete
+
+    def _sums(self, direct: DirectExchange) -> Sequence[SliceSums]:
+        """What :attr:`reader` wants added up, as far as the exchange does that."""
+        return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
+
+    def memory_to_record(self) -> Sequence[Tensor]:
+        """Return the parameters, for a stream that did not allocate their memory."""
+        return [flat.param for flat in self.params] if has_streams(self.device) else ()
+
+    def param_runs(self) -> list[Run]:
+        """The parameters as they lie in memory."""
+        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+        return [Run(start, numel, flat.flat) for flat, start, numel in places]
+
+    def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
+        for piece, add in zip(self.slices, accumulate, strict=True):
+            run = slice(*piece.in_shard)
+            if add:
+                self.shard[run] += mean[run]
+            else:
+                self.shard[run] = mean[run]

@@ -1,0 +1,199 @@
+"""A parameter seen as a 1-D tensor in storage order, without moving it.
+
+Slices of a parameter are cut in storage order, so a channels_last or transposed parameter is sliced where it lies.
+Gradients and full-shape state are brought into the same order by :meth:`FlatParam.shaped`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ..errors import UnsupportedParam
+from ..kernels.strides import contiguous_strides, is_dense, overlaps
+from ..layout import ParamSpec, Span
+
+
+def check_memory(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the parameter, unless it is strided and its elements lie apart."""
+    if param.layout is not torch.strided:
+        raise UnsupportedParam(f"{label} is {param.layout}; only dense parameters can be sharded")
+    if param.numel() and overlaps(param.shape, param.stride()):
+        raise UnsupportedParam(
+            f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
+            "that owns its elements, e.g. param.contiguous()"
+        )
+
+
+def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the storage order that elements are cut in, alike for layouts with the same order."""
+    dense = shape.numel() > 0 and is_dense(shape, strides)
+    order = strides if dense else contiguous_strides(shape)
+    return tuple(1 if size == 1 else stride for stride, size in zip(order, shape, strict=True))
+
+
+class _VersionCounter:
+    """How much of what a version counter counts are writes of ours."""
+
+    def __init__(self) -> None:
+        self.own_writes = 0
+
+
+class FlatParam:
+    """One parameter and its 1-D storage-order view.
+
+    A dense parameter is aliased. One with gaps between its elements is mirrored: :meth:`load` copies it into the
+    mirror before it is read, :meth:`store` copies the mirror back after it is written.
+
+    Attributes:
+        param: the user's parameter; never re-pointed, never replaced.
+        flat: 1-D tensor, numel elements, storage order; shares the parameter's version counter when it aliases.
+        strides: strides that turn a 1-D run in storage order back into the parameter's shape.
+    """
+
+    def __init__(self, param: Tensor, label: str) -> None:
+        self.param, self.label = param, label
+        check_memory(param, label)
+        self._planned = self._identity()
+        self._counter = _VersionCounter()
+        self.follow()
+
+    def _identity(self) -> tuple[Any, ...]:
+        """What the plan, and gradients and state on their way, depend on."""
+        param = self.param
+        return param.dtype, param.device, tuple(param.shape), element_order(param.shape, param.stride())
+
+    def _place(self) -> tuple[Any, ...]:
+        param = self.param
+        return param.data_ptr(), param.shape, param.stride(), param.dtype, param.device
+
+    def follow(self) -> None:
+        """Make the views of the parameter's data as it is now."""
+        param = self.param
+        self._where = self._place()
+        self.mirrored = not is_dense(param.shape, param.stride())
+        self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
+        source = param.detach()
+        if self.mirrored:
+            self.flat = source.contiguous().view(-1)
+        else:
+            self.flat = source.as_strided((param.numel(),), (1,), param.storage_offset())
+
+    @property
+    def edits(self) -> int:
+        """Changes whenever somebody else has written to the parameter, as far as its version counter tells."""
+        return 0 if self.param.is_inference() else self.param._version - self._counter.own_writes
+
+    def spec(self, group: int) -> ParamSpec:
+        """What the planner needs to know."""
+        param = self.param
+        return ParamSpec(param.numel(), param.element_size(), group, str(param.dtype), str(param.device))
+
+    def moved(self) -> bool:
+        """Whether ``param.data`` was re-pointed, so that :meth:`follow` is called for.
+
+        Raises:
+            UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or
+                elements share memory now.
+        """
+        if self._place() == self._where:
+            return False
+        if self._identity() != self._planned:
+            was, now = (
+                f"{dtype} on {device} of shape {shape} and strides {order}"
+                for dtype, device, shape, order in (self._planned, self._identity())
+            )
+            raise UnsupportedParam(
+                f"{self.label} was {was} when the optimizer was made and is {now} now; move, cast or convert the model "
+                "(memory_format too) before constructing the optimizer"
+            )
+        check_memory(self.param, self.label)
+        return True
+
+    def load(self) -> None:
+        """Bring a mirror up to date with the parameter."""
+        if self.mirrored:
+            self.shaped(self.flat).copy_(self.param.detach())
+
+    def store(self) -> None:
+        """Bring the parameter up to date with its mirror."""
+        if self.mirrored:
+            self.param.detach().copy_(self.shaped(self.flat))
+
+    def shaped(self, run: Tensor) -> Tensor:
+        """A 1-D run of numel elements in storage order, seen in the parameter's shape."""
+        return run.as_strided(self.param.shape, self.strides, run.storage_offset())
+
+    def part(self, span: Span) -> Tensor:
+        """The tensor an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.
+
+        The result aliases the parameter (or its mirror); it is a leaf that needs no gradient.
+        """
+        if span.numel == self.param.numel():
+            return self.shaped(self.flat)
+        return self.flat[span.start : span.stop]
+
+    def flatten(self, value: Tensor) -> Tensor:
+        """``value``, of the parameter's shape and any strides, as a 1-D run in storage order; a view where possible."""
+        if value.layout is torch.strided and value.stride() == self.strides:
+            return value.as_strided((value.numel(),), (1,), value.storage_offset())
+        run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
+        self.shaped(run).copy_(value)
+        return run
+
+
+def edits_of(flats: Collection[FlatParam]) -> list[int]:
+    """Return :attr:`FlatParam.edits` of each, without a call per parameter."""
+    try:
+        return [flat.param._version - flat._counter.own_writes for flat in flats]
+    except RuntimeError:  # one is an inference tensor, which has no version counter
+        return [flat.edits for flat in flats]
+
+
+@contextmanager
+def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
+    """What is written to these parameters within it is no edit of the user's."""
+    before = {id(flat._counter): (flat, flat.edits) for flat in flats}
+    yield
+    for flat, edits in before.values():
+        flat._counter.own_writes += flat.edits - edits
+
+
+def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:
+    """Find out which added parameters have a version counter in common with others, as views of one tensor do.
+
+    A write to one of them raises the counter of all. Only raising counters shows which parameters share one, since they
+    may have separate memory by then (``model.to``). The counters are restored, as a graph may hold the parameters.
+    """
+    old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
+    with _unsafe_preserve_version_counter(tuple(flat.param for flat in (*old, *fresh))):
+        counts = _raised((*old, *fresh), by=fresh)
+        with_known = any(counts[: len(old)])
+        rest = [flat for flat, count in zip((*old, *fresh), counts, strict=True) if count > 1 or (count and with_known)]
+        while rest:
+            sharing = [flat for flat, count in zip(rest, _raised(rest, by=rest[:1]), strict=True) if count]
+            counter = sharing[0]._counter  # that of a known parameter, if any shares it: known ones come first
+            for flat in sharing:
+                flat._counter = counter
+            rest = [flat for flat in rest if flat._counter is not counter]
+
+
+def _raised(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
+    """Raise the counters of ``by`` by one, and return how much that raises those of ``flats``."""
+    before = [flat.param._version for flat in flats]
+    if by:
+        torch.autograd.graph.increment_version([flat.param for flat in by])
+    # Counters have 32 bits, and wrap.
+    return [(flat.param._version - was) % (1 << 32) for flat, was in zip(flats, before, strict=True)]
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is a DTensor; does not import them, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

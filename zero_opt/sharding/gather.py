@@ -1,0 +1,154 @@
+"""After the step: every rank's updated shards to all ranks, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..comm.exchange import Exchange, Gathering, Ident
+from ..comm.groups import Group
+from .buckets import GradBucket
+from .flat_param import own_writes
+from .partition import Partition
+
+# The epoch of gathers, which follow a step's reductions: greater than any number of zero_grad calls, and an int64.
+_GATHER_EPOCH = (1 << 63) - 1
+
+
+class _Copies:
+    """Copies from a run of a bucket's parameters to a buffer, or back; the views are made once."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+
+    def add(self, bucket: GradBucket, rank: int, chunk: Tensor) -> None:
+        """Pair the parameter slices in ``rank``'s shard with ``chunk``, which holds that shard."""
+        flats = dict(zip(bucket.layout.params, bucket.params, strict=True))
+        for piece in bucket.layout.slices(rank):
+            self.params.append(flats[piece.param].flat[slice(*piece.in_param)])
+            self.buffers.append(chunk[slice(*piece.in_shard)])
+
+    def to_buffers(self) -> None:
+        """Parameters into buffers."""
+        if self.params:
+            torch._foreach_copy_(self.buffers, self.params)
+
+    def to_params(self) -> None:
+        """Buffers into parameters."""
+        if self.params:
+            torch._foreach_copy_(self.params, self.buffers)
+
+
+class ParamGather:
+    """All-gathers buckets; where the exchange allows it, one is on the wire while the one before is copied out."""
+
+    def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
+        self._partition, self._exchanges = partition, exchanges
+        self._copies: dict[tuple[int, ...], _Copies] = {}
+
+    def forget(self) -> None:
+        """Parameters were re-pointed: make the views anew."""
+        self._copies.clear()
+
+    def watch(self) -> None:
+        """Parameters were added to the partition."""
+
+    def flush(self) -> None:
+        """Return when all parameters are up to date."""
+
+    def failed(self) -> Sequence[int]:
+        """Return the ranks on which the last step failed, if :meth:`run` could not return them. Waits for them."""
+        return ()
+
+    def made_up_for(self) -> None:
+        """Forget a failed step: its missing part has arrived since, or a state was loaded."""
+
+    def close(self) -> None:
+        """Release what is held."""
+
+    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
+        """Gather the given buckets, the same on every rank, in the same order. Collective.
+
+        Args:
+            step: the step whose result they hold.
+            failed: returns whether the step has failed on this rank so far.
+
+        Returns:
+            The ranks on which the step failed and of which every rank knows by now; the same on every rank.
+        """
+        under_way: deque[Callable[[], None]] = deque()
+        exchange: Exchange | None = None
+        for turn, bucket in enumerate(buckets):
+            exchange = self._exchanges[bucket.device.type]
+            under_way.append(self._gather(step, turn, bucket, failed=failed()))
+            if len(under_way) > exchange.gathers_ahead:
+                under_way.popleft()()
+        failures = None if exchange is None else exchange.failures(step)
+        for finish in under_way:
+            finish()
+        return () if failures is None else failures()
+
+    def _gather(self, step: int, turn: int, bucket: GradBucket, *, failed: bool) -> Callable[[], None]:
+        """Start to gather a bucket; the result ends it."""
+        exchange, ident = self._exchanges[bucket.device.type], Ident(step, _GATHER_EPOCH, turn)
+        if failed:
+            exchange.fail(step)
+        direct = exchange.direct(bucket.params[0].param.dtype)
+        if direct is not None:
+            arrive = direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
+            return partial(_arrived, bucket, arrive)
+        staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
+        return partial(self._deliver, bucket, exchange.all_gather(ident, staging, bucket.layout.bounds))
+
+    def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:
+        rank, layout = self._partition.rank, bucket.layout
+        staging = exchange.staging(layout.numel, bucket.params[0].param.dtype, bucket.device, turn)
+        key = (layout.index, staging.data_ptr())
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = _Copies()
+            copies.add(bucket, rank, staging[slice(*layout.shard(rank))])
+        copies.to_buffers()
+        return staging
+
+    def _deliver(self, bucket: GradBucket, gathering: Gathering) -> None:
+        chunks: Sequence[Tensor] = gathering.wait()
+        key = (bucket.layout.index, *(chunk.data_ptr() for chunk in chunks))
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = _Copies()
+            for rank, chunk in enumerate(chunks):
+                if rank != self._partition.rank:
+                    copies.add(bucket, rank, chunk)
+        _arrived(bucket, copies.to_params)
+
+
+def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
+    """Complete a gather, and let parameters that are mirrored follow their mirrors."""
+    with own_writes(bucket.params):
+        arrive()
+        for flat in bucket.params:
+            flat.store()
+
+
+def spread(buckets: Iterable[GradBucket], group: Group) -> None:
+    """Bring every rank's shard of the parameters to all, one broadcast each, apart from all exchanges. Collective.
+
+    For when the ranks may not be at the same point of their exchanges.
+    """
+    for bucket in buckets if group.world_size > 1 else ():
+        dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
+        staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
+        for rank in range(group.world_size):
+            copies, chunk = _Copies(), staging[: bucket.layout.shard(rank).numel]
+            copies.add(bucket, rank, chunk)
+            if rank == group.rank:
+                copies.to_buffers()
+            group.broadcast(chunk.view(torch.uint8), rank)
+            if rank != group.rank:
+                _arrived(bucket, copies.to_params)

@@ -1,0 +1,144 @@
+"""The plan bound to tensors: which parameters are sharded, in which buckets, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
+from ..system.devices import build_streams
+from ..system.streams import Streams
+from .buckets import GradBucket
+from .flat_param import FlatParam, edits_of, share_counters
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How parameters are cut.
+
+    Attributes:
+        whole: give every parameter whole to one rank, rather than cut anywhere.
+        bucket_mb: bucket size in MiB.
+        reduce_dtype, accumulate_dtype: of gradient buckets, as in :class:`MixedPrecision`.
+    """
+
+    whole: bool
+    bucket_mb: float
+    reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype | None = None
+
+
+class Partition:
+    """All sharded parameters and buckets of one optimizer on one rank.
+
+    Attributes:
+        flats: sharded parameters by global index. Frozen ones are absent until they are unfrozen.
+        buckets: in plan order; grows, never changes.
+        places: global parameter index -> (bucket index, position in that bucket).
+        streams: by device.
+    """
+
+    def __init__(self, group: Group, geometry: Geometry, describe: Callable[[int], str]) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._geometry, self._describe = geometry, describe
+        self.flats: dict[int, FlatParam] = {}
+        self.buckets: list[GradBucket] = []
+        self.places: dict[int, tuple[int, int]] = {}
+        self.streams: dict[torch.device, Streams] = {}
+        self._loads = [0] * self.world_size
+        self._settled: list[int] = []  # edits as of the last settle(), by parameter in the order of ``flats``
+        self._moved: set[int] = set()
+
+    def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
+        """Plan more parameters, given as (global index, group index, parameter); returns the new buckets."""
+        params = list(params)
+        flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
+        specs = {index: flats[index].spec(group) for index, group, param in params}
+        layouts = self._plan(specs)
+        share_counters(self.flats.values(), list(flats.values()))
+        self.flats.update(flats)
+        self._settled += edits_of(flats.values())
+        added = []
+        for layout in layouts:
+            members = [flats[index] for index in layout.params]
+            dtypes = (self._geometry.reduce_dtype, self._geometry.accumulate_dtype)
+            device = members[0].param.device
+            streams = self.streams.setdefault(device, build_streams(device))
+            added.append(GradBucket(layout, members, self.rank, *dtypes, streams))
+            self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
+        self.buckets.extend(added)
+        return added
+
+    def drop(self, added: Sequence[GradBucket]) -> None:
+        """Take back the last :meth:`add`."""
+        del self.buckets[len(self.buckets) - len(added) :]
+        for bucket in added:
+            for position, index in enumerate(bucket.layout.params):
+                del self.flats[index], self.places[index]
+                if self._geometry.whole:
+                    self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
+        del self._settled[len(self.flats) :]
+
+    def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
+        bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
+        if not self._geometry.whole:
+            return plan_flat(specs, self.world_size, bucket_bytes, first)
+        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)
+        for layout in layouts:
+            for position, numel in enumerate(layout.numels):
+                self._loads[layout.owner(position)] += numel
+        return layouts
+
+    @property
+    def whole(self) -> bool:
+        """Whether every parameter belongs to one rank."""
+        return self._geometry.whole
+
+    def owned(self) -> list[ParamSlice]:
+        """This rank's slices, bucket by bucket."""
+        return [piece for bucket in self.buckets for piece in bucket.slices]
+
+    def owner_of_start(self, index: int) -> int:
+        """The rank that owns a parameter's first element, whose scalars count as the parameter's."""
+        bucket, position = self.places[index]
+        return self.buckets[bucket].layout.owner(position)
+
+    def join(self) -> None:
+        """Make the current stream of each device wait for the shards, and later reductions wait for that stream."""
+        for device, streams in self.streams.items():
+            streams.join([shard for bucket in self.buckets if bucket.device == device for shard in bucket.own_shards])
+
+    def refresh(self) -> list[int]:
+        """Follow parameters whose data was re-pointed; returns their indices.
+
+        Raises:
+            UnsupportedParam: one does not fit any more; none was followed.
+        """
+        moved = [index for index, flat in self.flats.items() if flat.moved()]
+        for index in moved:
+            self.flats[index].follow()
+        self._moved.update(moved)
+        return moved
+
+    def edits(self) -> dict[int, int]:
+        """Return how often the user has written to or re-pointed each parameter since it was added, or since settle().
+
+        In ascending order of parameters, without those that the user has not written to. Empty at world size 1.
+        """
+        if self.world_size == 1:
+            return {}
+        edits = edits_of(self.flats.values())
+        if edits == self._settled and not self._moved:
+            return {}
+        writes = zip(self.flats, edits, self._settled, strict=True)
+        counts = {index: now - was + (index in self._moved) for index, now, was in writes}
+        return {index: counts[index] for index in sorted(counts) if counts[index]}
+
+    def settle(self) -> None:
+        """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""
+        if self.world_size > 1:
+            self._settled, self._moved = edits_of(self.flats.values()), set()

@@ -1,0 +1,101 @@
+"""What is known of the wrapped optimizer class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+
+from ..errors import ConfigTypeError, quoted
+from ..kernels import CPUAdam, CPUAdamW
+
+_ELEMENTWISE_NAMES = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "AdamW",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+
+_elementwise: set[type[torch.optim.Optimizer]] = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES}
+
+_elementwise |= {CPUAdam, CPUAdamW}
+
+
+def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Declare that an optimizer class updates every element by itself; usable as a class decorator.
+
+    Its parameters may then be cut anywhere, which balances ranks to the element. A class whose update of an element
+    looks at other elements (norms, factored or matrix moments) must not be registered: it would silently be wrong.
+
+    Raises:
+        ConfigTypeError: not an optimizer class.
+    """
+    check_wrapped_class(cls)
+    _elementwise.add(cls)
+    return cls
+
+
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether parameters may be cut anywhere; subclasses are not assumed to be like their base."""
+    return cls in _elementwise
+
+
+def check_wrapped_class(cls: object) -> None:
+    """Raise ConfigTypeError unless ``cls`` is an optimizer class."""
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
+        if issubclass(cls, Joinable):
+            raise ConfigTypeError(
+                f"optimizer_class {cls.__name__} shards an optimizer itself; pass the class to shard, such as "
+                "torch.optim.AdamW"
+            )
+        return
+    hint = ""
+    if isinstance(cls, torch.optim.Optimizer):
+        hint = f"; pass the class, not an instance: ShardedOptimizer(params, {type(cls).__name__}, lr=...)"
+    elif isinstance(cls, (Iterable, torch.nn.Module)) and not isinstance(cls, str):
+        hint = "; parameters come first: ShardedOptimizer(params, optimizer_class, lr=...)"
+    raise ConfigTypeError(
+        f"optimizer_class must be a torch.optim.Optimizer subclass such as torch.optim.AdamW, got {in_short(cls)}{hint}"
+    )
+
+
+def in_short(value: object) -> str:
+    """Return how messages show an argument: its repr if that is short, else its type."""
+    if value is None or isinstance(value, (bool, int, float, str, type)):
+        return quoted(value)
+    return f"a {torch.typename(value)}"
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise ConfigTypeError unless an argument is of the type it must be."""
+    if not isinstance(value, kind):
+        raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {in_short(value)}")
+
+
+def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether ``step`` cannot be called without a closure."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
+    """``optimizer.step`` without the profiler label and step hooks, which run once, for the optimizer the user made."""
+    method = type(optimizer).step
+    if getattr(method, "hooked", False):
+        method = method.__wrapped__  # type: ignore[attr-defined]
+    return method(optimizer, **options) if closure is None else method(optimizer, closure, **options)
+
+
+def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether the class is known to keep no state but that of single parameters."""
+    return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)

@@ -1,0 +1,104 @@
+"""The whole state of a sharded optimizer: brought to one rank, cut by rows over all, or cut into this rank's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..comm.agreement import Agreement
+from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
+from ..placement import Placement, tensors_of
+from ..sharding.flat_param import is_dtensor
+from ..sharding.partition import Partition
+from .consolidate import Consolidation
+from .guard import StateGuard
+from .service import StateService
+from .state_dict import copied, cut
+
+if TYPE_CHECKING:
+    from .row_sharded import ShardedState
+
+States = dict[int, dict[str, Any]]
+
+
+class WholeState:
+    """See the module. Methods are collective but for :meth:`here` and :meth:`close`."""
+
+    def __init__(self, agreement: Agreement, partition: Partition, placement: Placement, guard: StateGuard) -> None:
+        self._agreement, self._partition, self._placement, self._guard = agreement, partition, placement, guard
+        self._kept: tuple[tuple[int, ...], States | None] = ((), None)  # and its _version()
+        self._closed = False
+
+    def consolidate(self, to: int) -> None:
+        """Bring the whole state to rank ``to``, where :meth:`here` gives it until something changes it."""
+        state = Consolidation(self._agreement, self._partition, self._placement).run(to)
+        self._kept = (self._version(), state)
+
+    def _version(self) -> tuple[int, ...]:
+        """Another one when this rank's state has changed, by a step or by the user."""
+        live = (value for _, state in self._placement.state() for value in tensors_of(state))
+        return (self._guard.changes, *(value._version for value in live))
+
+    def _current(self) -> States | None:
+        """What :meth:`consolidate` brought here, if still current; :meth:`close` decides that for good."""
+        version, state = self._kept
+        return state if state is None or self._closed or version == self._version() else None
+
+    def close(self) -> None:
+        """There will be no live state any more."""
+        self._kept = ((), self._current())
+        self._closed = True
+
+    def require_landed(self) -> None:
+        """Raise StepPending, or OptimizerClosed, if state is not that after the last step."""
+        if self._placement.pending and self._closed:
+            raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
+        if self._placement.pending:
+            raise StepPending(
+                "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
+                "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
+            )
+
+    def here(self, service: StateService | None) -> States:
+        """The whole state: what :meth:`consolidate` brought, if still current, else pulled from the other ranks.
+
+        It shares no memory with anything.
+        """
+        kept = self._current()
+        if kept is not None:
+            return copied(kept)
+        if self._partition.world_size == 1:
+            return self._own()
+        if service is not None:
+            return service.pull()
+        raise StateNotConsolidated(
+            "this rank holds only its shard of the optimizer state; call opt.consolidate_state_dict(to=rank) on "
+            "every rank, after the last step, then opt.state_dict() on that rank"
+        )
+
+    def _own(self) -> States:
+        """Return the whole state at world size 1, on any thread. Steps wait for it."""
+        with self._guard.reading(), self._guard.after_change(self._guard.here()):
+            failed = self._guard.lacking()
+            if failed is not None:
+                raise failed
+            return Consolidation(self._agreement, self._partition, self._placement).run(0) or {}
+
+    def rows(self) -> States:
+        """All state cut by rows over the ranks, in host memory."""
+        return self._by_rows().snapshot()
+
+    def _by_rows(self) -> ShardedState:
+        from .row_sharded import ShardedState  # takes seconds to import, and few need it
+
+        return ShardedState(self._agreement, self._partition, self._placement)
+
+    def own_part(self, states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
+        """This rank's slices of state that has its full shape here, or over all ranks (DTensors)."""
+        if any(is_dtensor(value) for state in states.values() for value in state.values()):
+            return self._by_rows().shards(states)
+        return {
+            piece.param: cut(states[piece.param], piece, self._partition.flats[piece.param])
+            for piece in self._partition.owned()
+            if piece.param in states
+        }

@@ -1,0 +1,233 @@
+"""Which point of training this rank's state is at, and who may read it or change it at the moment."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..comm.peer_watch import WARN_AFTER_S
+from ..errors import PeerLost, StepDesync, StepFailed
+from ..system.devices import build_streams, is_host
+from ..system.streams import Streams
+
+_log = logging.getLogger("zero_opt")
+# A device, one of its streams, and an event on that stream.
+Mark = tuple[torch.device, Any, Any]
+
+
+def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
+    """Return, per accelerator, an event after what the current stream has been given."""
+    return [(device, *there.produced()) for device, there in streams.items() if not is_host(device)]
+
+
+def _nothing() -> None:
+    """Return no method: there are no edits."""
+
+
+class Verdict(enum.Enum):
+    """What to answer a rank that wants this rank's state at a point of training."""
+
+    READY = 0
+    BEHIND = 1
+    AHEAD = 2
+
+
+class StateGuard:
+    """The lock on this rank's state: many may read it, or one may change it.
+
+    A change begins when every rank has entered the call that makes it, and ends with :meth:`commit`, on every rank the
+    same number of times. State whose change has failed half-way is at no point until the next commit.
+
+    Args:
+        mark: returns :func:`marks`; called where a change ends.
+        edits: a method that returns the parameters that the user has written to since the last change. Referenced
+            weakly, since threads that serve the state of a collected optimizer keep the guard.
+
+    Attributes:
+        changes: changes committed. step: optimizer steps among them.
+        failure: why the last step failed on this rank, if it did; until another step is taken or a state is loaded.
+    """
+
+    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
+        self._mark, self._marks = mark, tuple[Mark, ...]()
+        self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _nothing
+        self._idle: dict[torch.device, list[Streams]] = {}
+        self.changes = self.step = 0
+        self.failure: Exception | None = None
+        self._told = False
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._changing = self._final = False
+
+    # -- changing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, patience_s: float) -> None:
+        """Wait until nobody reads, and let nobody begin to.
+
+        Raises:
+            PeerLost: another rank still reads after ``patience_s`` seconds.
+        """
+        begun, warned = time.monotonic(), False
+        with self._condition:
+            while self._readers:
+                waited = time.monotonic() - begun
+                if waited > patience_s:
+                    raise PeerLost(
+                        f"another rank has been reading the state of step {self.step} for {waited:.0f} s; give it "
+                        "longer with checks=Checks(timeout=...)"
+                    )
+                if waited > WARN_AFTER_S and not warned:
+                    warned = True
+                    _log.warning("step %d waits for a state_dict() of the state before it", self.step + 1)
+                self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
+            self._changing = True
+
+    @contextmanager
+    def changing(self, patience_s: float, step: int) -> Iterator[None]:
+        """A change from :meth:`begin` to :meth:`commit`, that is taken back where it fails."""
+        self.begin(patience_s)
+        try:
+            yield
+        except BaseException:
+            with self._condition:
+                self._changing = False
+            raise
+        self.commit(step)
+
+    def commit(self, step: int) -> None:
+        """Complete the change, as far as this rank has enqueued it, after ``step`` optimizer steps."""
+        self.mark()
+        with self._condition:
+            self.changes, self.step, self._changing = self.changes + 1, step, False
+            self._condition.notify_all()
+
+    def failed(self, failure: Exception | None) -> None:
+        """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
+        self.failure, self._told = failure, False
+
+    def lacks(self) -> bool:
+        """Return whether this rank's state lacks a part of the last step."""
+        return self.failure is not None
+
+    def lacking(self) -> StepFailed | None:
+        """Return the error for all ranks if this one's state lacks a part of the last step; they count as told."""
+        failure = self.failure
+        if failure is None:
+            return None
+        self._told = True
+        lacking = StepFailed(
+            f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
+            "all ranks, but without a part of that step: load a checkpoint, or go on"
+        )
+        lacking.__cause__ = failure
+        return lacking
+
+    def untold(self) -> StepFailed | None:
+        """Return the error as :meth:`lacking` does, or ``None`` if all ranks were told."""
+        return None if self._told else self.lacking()
+
+    def mark(self) -> None:
+        """Let readers wait for what this thread has enqueued so far."""
+        self._marks = tuple(self.here())
+
+    def here(self) -> Sequence[Mark]:
+        """Return marks of what this thread has enqueued so far."""
+        return self._mark()
+
+    def finish(self) -> None:
+        """There will be no more changes."""
+        with self._condition:
+            self._final = True
+            self._condition.notify_all()
+
+    def release(self) -> None:
+        """Let readers have the copy that this thread has enqueued, and drop references to the original."""
+        self.mark()
+        self._mark, self._edits = tuple, _nothing
+        self.failure = None  # its traceback leads to the model
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def admit(self, changes: int) -> Verdict:
+        """Let a reader in if the state is the one after so many changes; each that is let in calls :meth:`leave`."""
+        with self._condition:
+            if changes < self.changes or (self._changing and changes == self.changes):
+                return Verdict.AHEAD
+            if changes > self.changes:
+                return Verdict.BEHIND
+            self._readers += 1
+            return Verdict.READY
+
+    def wait_for(self, changes: int, patience_s: float) -> Verdict:
+        """As :meth:`admit`, once the state is no longer behind, or after ``patience_s`` seconds, or never will be."""
+        end = time.monotonic() + patience_s
+        with self._condition:
+            while self.changes < changes and not self._final and (left := end - time.monotonic()) > 0:
+                self._condition.wait(left)
+            return self.admit(changes)
+
+    def leave(self) -> None:
+        """A reader is done."""
+        with self._condition:
+            self._readers -= 1
+            self._condition.notify_all()
+
+    def edits(self) -> Sequence[Mark]:
+        """Return marks after the user's writes since the last change, on the streams of that change.
+
+        The user's thread does not mark its writes. So these marks also come after all else that it has enqueued there;
+        there are none if the user has not written.
+        """
+        edits = self._edits()
+        if edits is None or not edits():
+            return ()
+        return [(device, stream, stream.record_event()) for device, stream, _ in self._marks]
+
+    @contextmanager
+    def after_change(self, also: Sequence[Mark] = ()) -> Iterator[None]:
+        """Enqueue what follows on streams for readers, after the last change and ``also``, and after nothing else.
+
+        A reader must not wait for the whole device: that includes collectives of a later backward, which may wait for
+        the rank that reads. For the same reason readers share no stream with a collective, and a device has few: so
+        they are kept, and have another priority.
+        """
+        with ExitStack() as stack:
+            for device, _, event in self._marks:
+                streams = self._take_streams(device)
+                stack.callback(self._idle[device].append, streams)
+                stack.enter_context(streams.side([event, *(other for at, _, other in also if at == device)], ()))
+            yield
+
+    def _take_streams(self, device: torch.device) -> Streams:
+        """Return streams that no other thread uses at the moment."""
+        with self._condition:
+            idle = self._idle.setdefault(device, [])
+            return idle.pop() if idle else build_streams(device, priority=-1)
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Read the state as it is; yields after how many changes.
+
+        Raises:
+            StepDesync: it is being changed, or a change has failed half-way.
+        """
+        with self._condition:
+            if self._changing:
+                raise StepDesync(
+                    f"state_dict() was called while step {self.step + 1} is being taken, or after it failed half-way; "
+                    "call it between steps"
+                )
+            self._readers += 1
+            changes = self.changes
+        try:
+            yield changes
+        finally:
+            self.leave()

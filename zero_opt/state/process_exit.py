@@ -1,0 +1,148 @@
+"""What a process does for others when it ends: go on serving those that may still ask, unless it has failed.
+
+:mod:`multiprocessing` calls it, since its children run nothing that is registered with :mod:`atexit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..comm.departures import How
+from ..comm.peer_watch import WARN_AFTER_S
+from ..system.threads import BackgroundThreads
+
+_log = logging.getLogger("zero_opt")
+
+# Seconds at most that the process's exit waits for ranks that have not closed.
+_EXIT_S = 1800.0
+# The same, since one was last served, where it cannot be told whether the program has failed.
+_QUIET_S = 60.0
+# Seconds that threads have to end after the last service has ended.
+_ENDING_S = 5.0
+
+
+class Service(Protocol):
+    """Something that other ranks may ask until all have closed."""
+
+    def abandon(self, how: How) -> None:
+        """Close it, if the user has not; ``how`` is what the other ranks are told."""
+
+    def join(self, failed: bool) -> None:
+        """Wait until all have closed or time is up; not at all if the program has ``failed``. Break off the rest."""
+
+
+# Those of this process, and who calls them when it ends.
+running: set[Service] = set()
+_at_end: list[multiprocessing.util.Finalize] = []
+# The threads of all services.
+threads = BackgroundThreads()
+os.register_at_fork(after_in_child=running.clear)
+os.register_at_fork(after_in_child=_at_end.clear)
+
+
+def add(service: Service) -> None:
+    """Have it serve on when the process ends."""
+    running.add(service)
+    if not _at_end:
+        _at_end.append(multiprocessing.util.Finalize(None, serve_to_the_end, exitpriority=0))
+
+
+def failed() -> bool:
+    """Whether an exception has ended the program, as far as can be told.
+
+    It is on its way still where a child of multiprocessing ends. What sys.exit() ends the main script with is not to be
+    seen any more.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None or getattr(sys, "last_value", None) is not None
+
+
+def serve_to_the_end() -> None:
+    """Serve while other ranks may ask; but the ranks must not wait for one that an exception has ended."""
+    has_failed, services = failed(), list(running)
+    for service in services:
+        service.abandon(How.FAILED if has_failed else How.ENDED)
+    for service in services:
+        service.join(has_failed)
+    threads.join(_ENDING_S)
+    threads.hold()
+
+
+def started(thread: threading.Thread) -> bool:
+    """Start a thread, unless the interpreter is ending and starts none."""
+    try:
+        threads.start(thread)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Serving:
+    """How many ranks are being served, and since when none is."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count, self._last, self._over = 0, 0.0, False
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within it one more is served."""
+        with self._condition:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._count, self._last = self._count - 1, time.monotonic()
+                self._condition.notify_all()
+
+    def over(self) -> None:
+        """Nobody will ask any more."""
+        with self._condition:
+            self._over = True
+            self._condition.notify_all()
+
+    def wait(self, timeout_s: float, in_order: bool, waits_for: Callable[[], list[int]]) -> None:
+        """Wait for :meth:`over`, when the program has ended without an exception that can be seen.
+
+        Args:
+            timeout_s: that of the process group. waits_for: the ranks that have not closed, for the log.
+            in_order: whether all was well when the user closed. If so, or if this is a child of multiprocessing, whose
+                exceptions can be seen, it waits ``timeout_s``; else a few seconds after the last one was served.
+        """
+        known = in_order or multiprocessing.parent_process() is not None
+        patience_s, begun = min(timeout_s, _EXIT_S if known else _QUIET_S), time.monotonic()
+        warn_at = begun + WARN_AFTER_S
+        with self._condition:
+            while not self._over and (left := self._left(begun, patience_s)) > 0:
+                self._condition.wait(min(left, max(0.01, warn_at - time.monotonic())))
+                if time.monotonic() > warn_at:
+                    warn_at += _EXIT_S
+                    _log.warning(
+                        "this process has ended, and waits for ranks %s, which may still ask for its part of the "
+                        "optimizer's state; they should close() it, or end",
+                        waits_for(),
+                    )
+            if not self._over:
+                _log.warning(
+                    "this process ends while ranks %s may still ask for its part of the optimizer's state; call "
+                    "close() on every rank, whose exit waits as long as the group's timeout then, or end later",
+                    waits_for(),
+                )
+
+    def _left(self, begun: float, patience_s: float) -> float:
+        """Seconds until ``patience_s`` have passed since ``begun`` and since one was last served."""
+        now = time.monotonic()
+        since = now if self._count else max(begun, self._last)
+        return min(since + patience_s, begun + _EXIT_S) - now

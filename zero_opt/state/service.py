@@ -1,0 +1,494 @@
+"""Serve this rank's part of the state to a rank that calls ``state_dict()`` alone, while training goes on.
+
+[Note: the ring]
+A thread per rank waits for messages of the rank before it and passes each on to the next, until it has been everywhere.
+So one blocked receive per rank suffices, nothing polls, and a rank that dies is noticed at once by the one after it,
+which tells the others, and breaks its connections in turn. A rank that leaves training announces it, and so does a rank
+that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is dead.
+(gloo's receive from any rank does not notice; its waits cannot be cut into slices, since one that times out ends the
+group; and a store is polled, or has one server on one rank.)
+
+[Note: a pull]
+The rank that asks sends its point of training round the ring. Each other rank answers it directly, from a thread of its
+own: READY or why not, then its list of entries. Once the asking rank has made room for all of them it says "go" to one
+rank after the other, which sends its elements. Until then, and until a rank has sent all, its state may not change.
+
+[Note: the end]
+A rank that closes says so round the ring, and serves on until all have; the process's exit waits for that. No thread
+can be started by then (Python 3.12), so what is asked after close() is answered by the thread that listens, which must
+not wait, and delivered by one that is there from the beginning. All asking ranks take from the others in one order, so
+threads that deliver to one rank at a time cannot wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.departures import Departure, Departures, How
+from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.peer_watch import WARN_AFTER_S, first_line
+from ..comm.transfers import Message, Transfer, Window
+from ..errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
+from ..sharding.flat_param import FlatParam
+from ..system.devices import thread_device
+from . import process_exit
+from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
+from .guard import StateGuard, Verdict
+from .messages import (
+    BROKEN,
+    DEPARTED,
+    ERROR,
+    GO,
+    LATER,
+    OPEN,
+    RING_TAG,
+    STOP,
+    Answer,
+    RingMessage,
+    answer_tag,
+    words_of,
+)
+
+_log = logging.getLogger("zero_opt")
+
+# Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
+_FOR_EVER_S = 100 * 365 * 86400.0
+# Seconds that the other side of a bounded wait has on top, so that it hears why.
+_MARGIN_S = 30.0
+# Seconds that messages to the next rank have to arrive before connections are broken.
+_FAREWELL_S = 1.0
+# Seconds that threads have to end once their connections are broken.
+_INTERRUPTED_S = 5.0
+_State = LocalState | FrozenState
+
+
+class _Offer(NamedTuple):
+    """What a rank has been told that it can have.
+
+    Attributes:
+        state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.
+    """
+
+    dst: int
+    pull: int
+    state: _State | None
+    payload: bytes
+    text: Tensor
+    sending: Transfer
+
+
+def _step_failed(where: str, failure: Exception) -> StepFailed:
+    return StepFailed(
+        f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
+        "that step: load a checkpoint, or step again"
+    )
+
+
+class StateService:
+    """This rank's end of the ring; see the notes of the module.
+
+    Args:
+        capture: this rank's state as it is at the moment. flats: all sharded parameters, by global index.
+        departures: the ranks that have left training.
+    """
+
+    def __init__(
+        self,
+        side: SideGroup,
+        guard: StateGuard,
+        capture: Callable[[], LocalState],
+        flats: dict[int, FlatParam],
+        departures: Departures,
+    ) -> None:
+        self._side, self._guard, self._departures = side, guard, departures
+        self._flats: dict[int, FlatParam] | None = flats
+        self._capture: Callable[[], LocalState] | None = capture
+        self._final: tuple[_State | None, bytes] | None = None
+        self._left = (side.rank - 1) % side.world_size
+        self._right = (side.rank + 1) % side.world_size
+        self._others = [rank for rank in range(side.world_size) if rank != side.rank]
+        self._open = set(self._others)
+        self._closed = self._in_order = self._told = False
+        self._lost: Exception | None = None
+        self._condition = threading.Condition()
+        self._asking = threading.Lock()
+        self._pulls = 0
+        # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
+        # rank has at most three under way. The others may have no receiver.
+        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
+        self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
+        self._answering: set[threading.Thread] = set()
+        self._serving = process_exit.Serving()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._expires: float | None = None
+        self._use_device = thread_device()
+        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
+        self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
+        side.farewell = self._bid_farewell
+        departures.tell, departures.news = self._tell, True
+        process_exit.add(self)
+        process_exit.threads.start(self._thread)
+        process_exit.threads.start(self._delivering)
+
+    # -- the ring -----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            self._use_device()
+            while self._open:
+                words = words_of(*[0] * len(RingMessage._fields))
+                self._side.receive_from(words, self._left, RING_TAG).wait(_FOR_EVER_S)
+                message = RingMessage(*words.tolist())
+                dead = message.about if message.how == How.LOST else None
+                if message.kind != BROKEN and self._right not in (message.origin, dead):
+                    with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
+                        self._pass_on(words)
+                self._take(message)
+            with self._condition:
+                while not self._closed:
+                    self._condition.wait(_FOR_EVER_S / 100)
+            self._wait_passed(_INTERRUPTED_S)
+        except (ZeroOptError, RuntimeError) as error:
+            self._lost = error
+            self._find_lost()
+            self._side.interrupt()
+        finally:
+            self._end()
+
+    def _take(self, message: RingMessage) -> None:
+        if message.kind == BROKEN:
+            self._told = True
+            return
+        if message.kind == DEPARTED:
+            departure = Departure(message.about, How(message.how), message.steps, message.calls)
+            self._departures.hear(departure)
+            if departure.how is How.LOST:
+                self._departures.leave()
+            elif departure.how is not How.SILENT:
+                self._open.discard(message.about)
+            return
+        if self._final is not None:
+            with self._served(message.origin):
+                offer = self._offer(message)
+                if offer is not None:
+                    self._jobs.put(partial(self._deliver_later, offer))
+            return
+        thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state")
+        self._answering.add(thread)
+        if not process_exit.started(thread):
+            self._answering.discard(thread)
+            self._jobs.put(partial(self._answer, message))
+
+    def _end(self) -> None:
+        """No rank can ask any more, and none can be asked."""
+        self._jobs.put(None)
+        for thread in [*self._answering, self._delivering]:
+            thread.join(_INTERRUPTED_S)
+        with self._condition:
+            self._capture = self._final = None
+        self._serving.over()
+        self._passed, self._sent = deque(), deque()  # messages keep the connections open
+        self._side.close()
+        process_exit.running.discard(self)
+
+    def _send(self, dst: int, tag: int, *numbers: int) -> None:
+        words = words_of(*numbers)
+        self._sent.append((self._side.send_to(words, dst, tag), words))
+
+    def _receive(self, into: Tensor, src: int, tag: int) -> None:
+        """Wait for a message, longer than its sender may wait itself. A message of no bytes is never sent."""
+        if into.numel():
+            self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
+
+    def _pass_on(self, words: Tensor) -> None:
+        self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
+
+    def _wait_passed(self, seconds: float) -> None:
+        """Wait until messages to the next rank have arrived."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._passed.popleft()[0].wait_here(seconds)
+
+    def _tell(self, departure: Departure) -> None:
+        """Tell the other ranks of a departure."""
+        with contextlib.suppress(RuntimeError):
+            self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure)))
+
+    def _find_lost(self) -> None:
+        """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
+        if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
+            self._departures.find(Departure(self._left, How.LOST))
+            self._departures.leave()
+
+    def _bid_farewell(self) -> None:
+        """Tell the next rank that this one is about to break its connections, and is not dead."""
+        self._told, self._departures.news = True, False
+        with contextlib.suppress(RuntimeError):
+            self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
+            self._wait_passed(_FAREWELL_S)
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, message: RingMessage) -> None:
+        """Answer one pull from beginning to end."""
+        self._use_device()
+        with self._served(message.origin):
+            offer = self._offer(message)
+            if offer is not None:
+                self._deliver(offer)
+
+    def _deliver_later(self, offer: _Offer) -> None:
+        with self._served(offer.dst):
+            self._deliver(offer)
+
+    def _deliver_all(self) -> None:
+        """Do what remains of the pulls after close(), and break off what is not over when their time is."""
+        self._use_device()
+        while True:
+            left = None if self._expires is None else max(0.0, self._expires - time.monotonic())
+            try:
+                job = self._jobs.get(timeout=left)
+            except queue.Empty:
+                self._expires = None
+                self._side.interrupt()
+                continue
+            if job is None:
+                return
+            job()
+
+    @contextlib.contextmanager
+    def _served(self, dst: int) -> Iterator[None]:
+        """Within it this rank serves another."""
+        try:
+            with torch.no_grad(), self._serving.one():
+                yield
+        except Exception as error:  # whatever it is, the asking rank must not wait for this one
+            _log.debug("rank %d does not get the state it asked for: %s", dst, error)
+            self._side.interrupt()
+        finally:
+            self._answering.discard(threading.current_thread())
+
+    def _offer(self, message: RingMessage) -> _Offer | None:
+        """Say whether the state can be had, and list it. Waits for nobody after close()."""
+        dst, pull, guard = message.origin, message.pull, self._guard
+        tag, verdict = answer_tag(pull), guard.admit(message.changes)
+        if verdict is Verdict.BEHIND:
+            self._send(dst, tag, *Answer(LATER, guard.step, 0, pull))
+            verdict = guard.wait_for(message.changes, self._side.timeout_s)
+        if verdict is not Verdict.READY:
+            self._send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
+            return None
+        try:
+            now = self._capture, self._guard.failure  # in this order, as close() replaces them
+            with self._guard.after_change(self._guard.edits()):
+                state, payload = self._final or self._listed(*now)
+            code = ERROR if state is None else Verdict.READY.value
+            self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
+            text = bytes_tensor(payload)
+            return _Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
+        except BaseException:
+            guard.leave()
+            raise
+
+    def _deliver(self, offer: _Offer) -> None:
+        """Send the elements once the asking rank says so."""
+        try:
+            said, of = STOP, -1
+            while of != offer.pull:
+                words = words_of(said, of)
+                self._receive(words, offer.dst, answer_tag(offer.pull) + 1)
+                said, of = words.tolist()
+            if said == GO and offer.state is not None:
+                offer.sending.wait(self._side.timeout_s)
+                with self._guard.after_change(self._guard.edits()):
+                    self._send_elements(offer, offer.state)
+        finally:
+            self._guard.leave()
+
+    def _listed(
+        self, capture: Callable[[], LocalState] | None, failure: Exception | None, freeze: bool = False
+    ) -> tuple[_State | None, bytes]:
+        """The state and its listing, or ``None`` and the error that there is instead."""
+        try:
+            state = self._own_state("it", capture, failure)
+            return (FrozenState(state) if freeze else state), listing(state)
+        except Exception as error:  # whatever it is, the asking rank must not wait for this one
+            return None, json.dumps([type(error).__name__, str(error)]).encode()
+
+    def _send_elements(self, offer: _Offer, state: _State) -> None:
+        window = Window()
+        for entry in listed(offer.payload):
+            for chunk in chunks(state, entry):
+                window.add(self._side.send_to(chunk, offer.dst, answer_tag(offer.pull)), chunk)
+        window.drain()
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def pull(self) -> dict[int, dict[str, Any]]:
+        """The full state by global parameter index, in host memory, made of all ranks' parts. Not collective.
+
+        Extra memory: the result.
+
+        Raises:
+            StepDesync: another rank is ahead of this one. PeerLost: one has ended, or has not come as far in time.
+            StateDictError: state of one cannot be sent. StepFailed and others: why one has no state of this step.
+            StateNotConsolidated: closed, or in a fork.
+        """
+        flats = self._flats
+        if self._closed or flats is None or self._side.inherited:
+            raise StateNotConsolidated(
+                "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
+                "shard of the optimizer state; call opt.state_dict() before"
+            )
+        with self._asking, self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
+            own = self._own_state("this rank", self._capture, self._guard.failure)
+            self._pulls += 1
+            unasked = set(self._others)
+            try:
+                payloads = self._ask(changes)
+                result = FullState(flats)
+                targets = [self._place(result, own, payload) for payload in payloads]
+                for rank in self._others:
+                    unasked.discard(rank)
+                    self._fetch(rank, targets[rank])
+            except PeerLost as error:
+                if error.__cause__ is None:  # no connection has broken
+                    raise
+                raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
+            finally:
+                with contextlib.suppress(RuntimeError):
+                    for rank in unasked:
+                        self._send(rank, answer_tag(self._pulls) + 1, STOP, self._pulls)
+            return result.by_param()
+
+    def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
+        if capture is None:
+            raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
+                f"this rank holds only a shard of the state, and another has ended: {self._lost}; restart all ranks "
+                "from a checkpoint"
+            )
+        if failure is not None:
+            raise _step_failed(name, failure) from failure
+        return capture()
+
+    def _ask(self, changes: int) -> list[bytes | None]:
+        """Ask all ranks; their listings, ``None`` for this rank."""
+        heard: dict[int, int | None] = dict.fromkeys(self._others)
+        warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
+        process_exit.started(warning)
+        try:
+            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes)))
+            return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
+        finally:
+            warning.cancel()
+
+    def _warn(self, heard: dict[int, int | None]) -> None:
+        ranks = ", ".join(
+            f"rank {rank}" + ("" if step is None else f" (in step {step})") for rank, step in sorted(heard.items())
+        )
+        _log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
+
+    def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
+        """A rank's listing. ``heard`` has the step of each that has not given its own."""
+        tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
+        while answer.code == LATER or answer.pull != self._pulls:
+            # Of a pull that was given up.
+            self._receive(torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu"), rank, tag)
+            words = words_of(*answer)
+            self._receive(words, rank, tag)
+            answer = Answer(*words.tolist())
+            heard[rank] = answer.step
+        if answer.code == Verdict.AHEAD.value:
+            raise StepDesync(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {answer.step + 1}, or "
+                "loaded or added what this one has not; call it between steps"
+            )
+        if answer.code == Verdict.BEHIND.value:
+            raise PeerLost(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
+                "every rank take this step, or give them longer with checks=Checks(timeout=...)"
+            )
+        text = torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu")
+        self._receive(text, rank, tag)
+        if answer.code == ERROR:
+            raise error_of_rank(rank, *json.loads(tensor_bytes(text)))
+        del heard[rank]
+        return tensor_bytes(text)
+
+    def _place(self, result: FullState, own: LocalState, payload: bytes | None) -> list[Tensor]:
+        """Make room for what a rank has; the runs that its messages go to."""
+        if payload is None:
+            result.add_own(own)
+            return []
+        runs: list[Tensor] = []
+        for entry in listed(payload):
+            target = result.place(entry)
+            if target is not None:
+                runs.extend(target[span] for span in spans(entry))
+        return runs
+
+    def _fetch(self, rank: int, runs: list[Tensor]) -> None:
+        tag, window, complete = answer_tag(self._pulls), Window(), False
+        try:
+            self._send(rank, tag + 1, GO, self._pulls)
+            for run in runs:
+                window.add(self._side.receive_from(run, rank, tag), run)
+            window.drain()
+            complete = True
+        finally:
+            if not complete:  # the other rank waits for this one to take the rest
+                self._side.interrupt()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The user closes: serve the state as it is, until all ranks have closed; does not wait for that."""
+        self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
+
+    def abandon(self, how: How) -> None:
+        """As :meth:`close`, where the user has not: the program may have failed."""
+        self._close(how, in_order=False)
+
+    def _close(self, how: How, in_order: bool) -> None:
+        if self._side.inherited:  # where nothing runs, and locks may be held forever
+            self._side.close()
+            return
+        with self._condition:
+            if self._closed:
+                return
+            self._closed, self._in_order = True, in_order
+            self._guard.finish()
+            self._freeze()
+            self._tell(Departure(self._side.rank, how, self._guard.step, self._departures.calls))
+            self._expires = time.monotonic() + self._side.timeout_s
+            self._jobs.put(lambda: None)
+            self._condition.notify_all()
+        if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
+            self._departures.end()
+
+    def _freeze(self) -> None:
+        """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
+        with self._guard.after_change(self._guard.here()):
+            self._final = self._listed(self._capture, self._guard.failure, freeze=True)
+            self._guard.release()
+        self._flats = self._capture = None
+
+    def join(self, failed: bool) -> None:
+        """See :class:`process_exit.Service`."""
+        if not (failed or self._departures.given_up):
+            self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
+        self._side.interrupt()
+        self._thread.join(_INTERRUPTED_S)

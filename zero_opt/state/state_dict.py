@@ -1,0 +1,377 @@
+"""Between this rank's live state and a plain ``torch.optim`` state dict with full-shape tensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateDictError
+from ..layout import ParamSlice
+from ..placement.selective.column_state import COLUMN_STEPS, PER_COLUMN_KEYS, WINDOW, check_window, column_shape
+from ..sharding.flat_param import FlatParam
+from ..sharding.param_groups import hypers_of
+from ..sharding.wrapped_class import needs_closure, steps_params_apart
+from .trial import Trial, is_known, state_after_a_step
+
+StateDict = dict[str, Any]
+
+_log = logging.getLogger("zero_opt")
+
+
+def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them.
+
+    Tensors among the hyperparameters (an ``lr``, say) are copied.
+    """
+    packed, start = [], 0
+    for group in param_groups:
+        count = len(group["params"])
+        packed.append(
+            {**{k: apart(v) for k, v in group.items() if k != "params"}, "params": list(range(start, start + count))}
+        )
+        start += count
+    return packed
+
+
+def apart(value: Any) -> Any:
+    """``value`` without tensors, or lists of them, that are the given one's."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
+
+
+class Refused:
+    """What does not fit of a load: an error at once, or, ``strict=False``, left out.
+
+    Attributes:
+        left_out: what was.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict, self.left_out = strict, list[str]()
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        """Around the checks of one parameter's state."""
+        try:
+            yield
+        except StateDictError as error:
+            if self._strict:
+                raise
+            self.left_out.append(str(error))
+
+    def complete(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A saved group; what it lacks is, ``strict=False``, as the optimizer has it."""
+        return saved if self._strict else {**hypers_of(group), **saved}
+
+    def for_class(
+        self, state_dict: StateDict, states: Mapping[int, Any], param_groups: Sequence[Mapping[str, Any]]
+    ) -> StateDict:
+        """What the wrapped class itself loads, sharing no memory with ``state_dict``.
+
+        Args:
+            states: those that fit, by global index.
+        """
+        if self._strict:
+            return {**state_dict, "state": copied(state_dict["state"])}
+        numbers = [group["params"] for group in pack_groups(param_groups)]
+        saved = [self.complete(*pair) for pair in zip(state_dict["param_groups"], param_groups, strict=True)]
+        packed = [{**group, "params": ids} for group, ids in zip(saved, numbers, strict=True)]
+        return {**state_dict, "state": copied(states), "param_groups": packed}
+
+    def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+        """Log what starts afresh, though other state was loaded."""
+        if self.left_out:
+            _log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
+        fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
+        if states and fresh:
+            _log.warning(
+                "load_state_dict() was given no state for %d of %d parameters, the first of them %s; they start afresh",
+                len(fresh),
+                len(params),
+                describe(fresh[0]),
+            )
+
+
+def match(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    elementwise: bool,
+    refused: Refused,
+) -> dict[int, Mapping[str, Any]]:
+    """The loaded state per global parameter index, after checking that all of it fits.
+
+    Args:
+        elementwise: every state tensor must have its parameter's shape or be a scalar.
+        refused: gets what does not fit of single parameters.
+
+    Raises:
+        StateDictError: names the first thing that does not fit; nothing has been changed.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f"a state dict is a dict, got {type(state_dict).__name__}")
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateDictError(f"the state dict has no {key!r} (it has {sorted(map(str, state_dict))})")
+    if not isinstance(state_dict["state"], Mapping):
+        raise StateDictError(f"'state' of the state dict is a {type(state_dict['state']).__name__}, not a dict")
+    index_of = _numbered(state_dict["param_groups"], param_groups)
+    params = [param for group in param_groups for param in group["params"]]
+    matched: dict[int, Mapping[str, Any]] = {}
+    for saved_id, state in state_dict["state"].items():
+        with refused.each():
+            if saved_id not in index_of:
+                raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
+            index = index_of[saved_id]
+            matched[index] = _materialized(_checked(index, state, params[index], elementwise))
+    return matched
+
+
+def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the same state without lazy views: torch conjugates or negates those of ``conj()`` when it reads them."""
+    if not any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in state.values()):
+        return state
+    return {k: v.resolve_conj().resolve_neg() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:
+    """Global index by saved id: ids stand for parameters by their position."""
+    if not isinstance(saved_groups, (list, tuple)):
+        raise StateDictError(f"'param_groups' of the state dict is a {type(saved_groups).__name__}, not a list")
+    if len(saved_groups) != len(param_groups):
+        raise StateDictError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(param_groups)}")
+    index_of: dict[Any, int] = {}
+    params: list[Tensor] = []
+    for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if not isinstance(saved, Mapping):
+            raise StateDictError(f"param group {number} of the state dict is a {type(saved).__name__}, not a dict")
+        if "params" not in saved:
+            raise StateDictError(f"param group {number} of the state dict has no 'params'")
+        ids = saved["params"]
+        if not isinstance(ids, (list, tuple)):
+            raise StateDictError(
+                f"'params' of param group {number} of the state dict is a {type(ids).__name__}, not a list"
+            )
+        if len(ids) != len(group["params"]):
+            raise StateDictError(
+                f"param group {number} has {len(ids)} parameters in the state dict and {len(group['params'])} in the "
+                "optimizer"
+            )
+        for saved_id, param in zip(ids, group["params"], strict=True):
+            if not isinstance(saved_id, Hashable):
+                raise StateDictError(f"param group {number} of the state dict has {saved_id!r} for a parameter")
+            if saved_id in index_of and params[index_of[saved_id]] is not param:
+                raise StateDictError(f"the state dict lists parameter {saved_id!r} twice")
+            index_of.setdefault(saved_id, len(params))
+            params.append(param)
+    return index_of
+
+
+def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
+    wrong = check_window(state) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
+    if wrong is not None:
+        raise StateDictError(f"parameter {index}: {wrong}")
+    for key, value in state.items():
+        if key == "step" and not _is_count(value):
+            raise StateDictError(f"state 'step' of parameter {index} is {value!r}, not a number of steps")
+        if not isinstance(value, Tensor):
+            continue
+        if value.layout is not torch.strided or value.is_meta:
+            what = "on the meta device" if value.is_meta else str(value.layout)
+            raise StateDictError(f"state {key!r} of parameter {index} is {what}, not a dense tensor with values")
+        if key in PER_COLUMN_KEYS and param.dim() and value.shape == column_shape(param.shape):
+            continue
+        if elementwise and value.dim() and value.shape != param.shape and value.numel() != 1 and key != WINDOW:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+            )
+    return state
+
+
+def _is_count(step: Any) -> bool:
+    """Whether a value can be a step count; what it means where it is no single number is the class's affair."""
+    if isinstance(step, Tensor) and (step.is_meta or step.numel() != 1 or step.is_complex()):
+        return True
+    return not isinstance(step, (Tensor, int, float)) or 0 <= float(step) < math.inf
+
+
+def fitted(
+    states: Mapping[int, Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
+    optimizer_class: type[torch.optim.Optimizer],
+    refused: Refused,
+) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]]]:
+    """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, as far as torch's classes say.
+
+    Classes of others are not tried out: a step of theirs might do anything.
+
+    Args:
+        states: per global parameter index; a parameter without any state is new.
+        refused: gets what does not fit of single parameters.
+
+    Returns:
+        The states that fit; and per group the hyperparameters, as the class completes those of older versions.
+
+    Raises:
+        StateDictError: names the first thing that does not fit.
+    """
+    given = [refused.complete(saved, group) for saved, group in zip(saved_groups, param_groups, strict=True)]
+    if not steps_params_apart(optimizer_class):
+        return dict(states), [hypers_of(saved) for saved in given]
+    fitting, completed, index = dict(states), [], 0
+    for number, (group, saved) in enumerate(zip(param_groups, given, strict=True)):
+        hypers = _completed(optimizer_class, saved, number, group["params"])
+        completed.append(hypers)
+        made: dict[Any, Mapping[str, Any]] = {}
+        for param in group["params"]:
+            if states.get(index):
+                small = torch.Size([min(size, 2) for size in param.shape] or [2])
+                kind = (small, param.dtype, param.device)
+                if kind not in made:
+                    like = torch.zeros(small, dtype=param.dtype, device=param.device)
+                    made[kind] = state_after_a_step(optimizer_class, hypers, like)
+                fitting.pop(index)
+                with refused.each():
+                    _require_like(made[kind], states[index], index, param.shape, small)
+                    fitting[index] = states[index]
+            index += 1
+    return fitting, completed
+
+
+def _completed(
+    cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, params: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The hyperparameters of a saved group, after the class has checked and completed them, and stepped with them."""
+    hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
+    device = params[0].device if params else None
+    known = inspect.signature(cls).parameters  # what is passed as an argument is checked, what stands in a group is not
+    arguments = {key: value for key, value in hypers.items() if key in known}
+    missing: list[str] = []
+    try:
+        trial = Trial(cls, torch.zeros(2, 2, device=device, dtype=torch.float32), {}, **arguments)
+        needed = trial.hypers
+        trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
+        found = trial.hypers
+        missing = [key for key in needed if key not in found]
+        if missing and needs_closure(cls):
+            raise KeyError(missing[0])
+        if not needs_closure(cls):
+            trial.step()  # a class may do without a key
+    except Exception as error:
+        if missing:
+            raise StateDictError(
+                f"param group {number} of the state dict has no {missing[0]!r}, which {name} needs"
+            ) from error
+        raise StateDictError(f"{name} refuses param group {number} of the state dict, {hypers}: {error}") from error
+    return found
+
+
+def first_state(
+    optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, stepped: torch.dtype
+) -> dict[str, tuple[Any, torch.Size]]:
+    """What a parameter's state will be like after its first step, found out on a small stand-in.
+
+    Args:
+        stepped: dtype of what is stepped for it, a master if that is not the parameter's.
+
+    Returns:
+        Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
+    """
+    if not is_known(optimizer_class):
+        return {}
+    small = torch.Size([min(size, 2) for size in param.shape] or [2])
+    like = torch.zeros(small, dtype=stepped, device=param.device)
+    made = dict(state_after_a_step(optimizer_class, hypers, like))
+    if stepped is not param.dtype:
+        made["master"] = like
+    return {
+        key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
+        for key, value in made.items()
+    }
+
+
+def _require_like(
+    made: Mapping[str, Any], state: Mapping[str, Any], index: int, shape: torch.Size, small: torch.Size
+) -> None:
+    """Compare loaded state of a parameter of ``shape`` with what the class makes for one of shape ``small``."""
+    for key, model in made.items():
+        if key not in state:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} is missing: the class needs {sorted(made)}, the state dict has "
+                f"{sorted(map(str, state))}"
+            )
+        value = state[key]
+        if not isinstance(model, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            if model.dim() or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}, not a tensor")
+            continue
+        if model.dim() and _kind_of(value.dtype) != _kind_of(model.dtype):
+            raise StateDictError(
+                f"state {key!r} of parameter {index} is {value.dtype}, which {model.dtype} cannot be made of; load "
+                "what this class saved"
+            )
+        expected = _grown(model.shape, small, shape)
+        if value.shape != expected:
+            raise StateDictError(
+                f"state {key!r} of parameter {index} has shape {tuple(value.shape)}; the parameter's shape "
+                f"{tuple(shape)} calls for {tuple(expected)}"
+            )
+
+
+def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Dtypes of one kind are cast into each other when loaded."""
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.Size:
+    """The shape of a state tensor of a parameter of ``shape``, given that of the same for shape ``small``."""
+    if of_small == small:
+        return shape
+    if len(of_small) != len(small):
+        return of_small
+    return torch.Size([full if got == had else got for got, had, full in zip(of_small, small, shape, strict=False)])
+
+
+def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:
+    """The part of one parameter's full-shape state that belongs to a slice; copies, never views."""
+    whole = piece.in_param.numel == flat.param.numel()
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            part[key] = value
+        elif whole or value.shape != flat.param.shape:
+            part[key] = value.detach().clone()
+        else:
+            run = flat.flatten(value.detach())
+            part[key] = run[piece.in_param.start : piece.in_param.stop].clone()
+    return part
+
+
+def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> dict[int, dict[str, Any]]:
+    """State whose tensors share no memory with the given ones, and are on ``device`` if one is given."""
+    return {
+        index: {
+            key: apart(value).to(device) if isinstance(value, Tensor) else apart(value) for key, value in entry.items()
+        }
+        for index, entry in state.items()
+    }
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that ``str()`` gave as ``"torch.float32"`` and the like."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

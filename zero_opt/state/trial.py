@@ -1,0 +1,129 @@
+"""An optimizer class tried out on a few zeros: what it makes of hyperparameters, and of a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOptimizer
+from ..sharding.param_groups import hypers_of
+from ..sharding.wrapped_class import bare_step, is_elementwise, steps_params_apart
+
+# Up to so many elements a trial takes memory like the parameter it is about.
+_REAL_NUMEL = 1 << 14
+# Elements of two trials from which the state of any number follows; whole blocks, whatever a class may group by.
+_FEW, _MORE = 1 << 12, 1 << 13
+
+
+def is_known(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether a step of the class on zeros of its own tells of any parameter: torch's classes and registered ones."""
+    return steps_params_apart(cls) or is_elementwise(cls)
+
+
+class Trial:
+    """One parameter under an optimizer of its own.
+
+    Args:
+        like: the parameter's values; its memory is used. hypers: of its param group.
+        **arguments: the class's own. What it says of them, and of ``hypers``, it raises.
+    """
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], like: Tensor, hypers: Mapping[str, Any], **arguments: Any
+    ) -> None:
+        self.param = torch.nn.Parameter(like, requires_grad=False)
+        self.optimizer = cls([{**hypers, "params": [self.param]}], **arguments)
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        """The hyperparameters as the class has completed them."""
+        return hypers_of(self.optimizer.param_groups[0])
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The parameter's live state; empty if it has none."""
+        found: Mapping[str, Any] = self.optimizer.state.get(self.param, {})
+        return found
+
+    def step(self) -> None:
+        """One step with a gradient of zeros, of a kind that the class takes."""
+        layout = torch.sparse_coo if isinstance(self.optimizer, torch.optim.SparseAdam) else torch.strided
+        self.param.grad = torch.zeros_like(self.param, layout=layout)
+        try:
+            bare_step(self.optimizer)
+        finally:
+            self.param.grad = None
+
+
+def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
+    """The state that a parameter gets; empty where the class cannot step it like this (without a closure, say)."""
+    try:
+        trial = Trial(cls, like, copy.deepcopy(hypers))
+        trial.step()
+    except Exception:  # whatever a class raises
+        return {}
+    return trial.state
+
+
+class StateSizes:
+    """Bytes of state that a class makes of a parameter in its first step, by key; learned by trying it.
+
+    Small parameters are tried as they are. Of large ones, an elementwise class is tried on two small ones, since its
+    state grows evenly, and any other on one without memory, where it makes state before it misses the values.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
+        self._class, self._defaults = cls, dict(defaults)
+        self._even = is_elementwise(cls)
+        self._known: dict[tuple[int, tuple[int, ...], torch.dtype], Mapping[str, int]] = {}
+        self._slopes: dict[tuple[int, torch.dtype], Mapping[str, tuple[int, Fraction]]] = {}
+
+    def of(self, group: int, hypers: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
+        """Bytes by key of the state of a parameter, or a part of one.
+
+        Args:
+            group: number of the param group that has these ``hypers``.
+
+        Raises:
+            UnsupportedOptimizer: the class cannot be tried; the message has its reason.
+        """
+        key = (group, tuple(shape), dtype)
+        if key not in self._known:
+            numel = math.prod(shape)
+            if numel <= _REAL_NUMEL:
+                self._known[key] = self._tried(hypers, torch.zeros(tuple(shape), dtype=dtype, device="cpu"))
+            elif self._even:
+                self._known[key] = self._grown(group, hypers, numel, dtype)
+            else:
+                self._known[key] = self._tried(hypers, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        return self._known[key]
+
+    def _grown(self, group: int, hypers: Mapping[str, Any], numel: int, dtype: torch.dtype) -> Mapping[str, int]:
+        if (group, dtype) not in self._slopes:
+            few, more = (self._tried(hypers, torch.zeros(count, dtype=dtype, device="cpu")) for count in (_FEW, _MORE))
+            slopes = {role: Fraction(more[role] - few[role], _MORE - _FEW) for role in few}
+            self._slopes[group, dtype] = {role: (few[role], slope) for role, slope in slopes.items()}
+        found = self._slopes[group, dtype]
+        return {role: math.ceil(start + (numel - _FEW) * slope) for role, (start, slope) in found.items()}
+
+    def _tried(self, hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, int]:
+        given = dict(copy.deepcopy(hypers))
+        if like.is_meta and given.get("fused"):
+            given["fused"] = False  # which needs memory, and makes the same state
+        trial = Trial(self._class, like, given, **self._defaults)
+        try:
+            trial.step()
+        except Exception as error:  # whatever a class raises
+            if not trial.state and like.numel():
+                raise UnsupportedOptimizer(
+                    f"what {self._class.__name__} keeps is not to be learned: its step failed on zeros of shape "
+                    f"{tuple(like.shape)} on {like.device} ({type(error).__name__}: {error})"
+                ) from error
+        tensors = {key: value for key, value in trial.state.items() if isinstance(value, Tensor)}
+        return {key: value.numel() * value.element_size() for key, value in tensors.items()}

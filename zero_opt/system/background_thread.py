@@ -1,0 +1,136 @@
+"""One background thread that runs submitted calls in order."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from .devices import thread_device
+from .threads import BackgroundThreads
+
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+# How long the interpreter's exit waits for calls that still run, and then for those that it has interrupted.
+_PATIENCE_S = 5.0
+_INTERRUPTED_S = 5.0
+# Set once threads are ended, after which none may be started.
+_over = threading.Event()
+_threads = BackgroundThreads()
+# For each thread: its jobs, and a function that makes its current call end soon, with an error.
+_running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
+
+
+def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, call, arguments = job
+        try:
+            begin()
+            result = call(*arguments)
+        except BaseException as error:  # handed to whoever waits for the future
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
+        # Do not keep the last job's tensors, or its result, alive while waiting for the next one.
+        del job, future, call, arguments
+    _running.pop(threading.current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let calls that are under way finish, interrupt those that take long, and end all threads."""
+    _over.set()
+    for jobs, _ in dict(_running).values():
+        jobs.put(None)
+    late = [_running[thread][1] for thread in _threads.join(_PATIENCE_S) if thread in _running]
+    interrupts = [interrupt for interrupt in late if interrupt is not None]
+    for interrupt in interrupts:
+        interrupt()
+    if interrupts:
+        _threads.join(_INTERRUPTED_S)
+    _threads.hold()
+
+
+def _nothing() -> None:
+    """Run after whatever was submitted before."""
+
+
+class CallingThread:
+    """A stand-in for :class:`SerialThread` that runs each call at once, on the thread that submits it."""
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run ``call(*arguments)``; its result or exception is in the future."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments))
+        except Exception as error:  # raised where the future is read, as that of a thread
+            future.set_exception(error)
+        return future
+
+
+class SerialThread:
+    """Runs calls one after the other on a daemon thread, so an exchange that a dead peer blocks cannot block exit.
+
+    ``concurrent.futures.ThreadPoolExecutor`` joins its threads at interpreter exit, which would. The thread has the
+    device that is current where the first call is submitted.
+    """
+
+    def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
+        """``interrupt`` makes calls that wait for something end soon, with an error; used at interpreter exit."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._name, self._interrupt = name, interrupt
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+        self._stop.atexit = False
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Queue ``call(*arguments)``; its result or exception arrives in the future.
+
+        Raises:
+            RuntimeError: the thread does not run yet, and the interpreter's exit has begun.
+            OutOfResources: the operating system refuses a thread.
+        """
+        if self._thread is None:
+            if _over.is_set():
+                raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
+            thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name)
+            _threads.start(thread)
+            self._thread = thread
+            _running[thread] = (self._jobs, self._interrupt)
+        future: Future[Any] = Future()
+        self._jobs.put((future, call, arguments))
+        return future
+
+    def idle_within(self, seconds: float) -> bool:
+        """Whether all that was submitted is over, after so many seconds at the most."""
+        return not self.runs or bool(wait([self.submit(_nothing)], seconds).done)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a thread: from the first call to interpreter exit, and in no fork."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def takes(self) -> bool:
+        """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
+        return self.runs and self._stop.alive and not _over.is_set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether interpreter exit has begun, or will not be noticed here, as in a fork: calls would not be run."""
+        return _over.is_set() or (self._thread is not None and not self._thread.is_alive())
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread."""
+        return self._thread is threading.current_thread()
+
+    def close(self) -> None:
+        """Let the thread end once it has run what is queued; does not wait for it."""
+        self._stop()

@@ -1,0 +1,246 @@
+"""Memory that processes of one host share: anonymous, sealed, gone with the last process that maps it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfMemory, mib
+
+PAGE = mmap.PAGESIZE
+
+
+def page_aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def above_stdio(fd: int) -> int:
+    """The same open file above descriptor 2, closing ``fd`` if that is not.
+
+    Where standard streams are closed new files get their numbers, and are replaced in processes started from here.
+    """
+    if fd > 2:
+        return fd
+    import fcntl  # not on every platform
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
+class Arena:
+    """A memfd mapped into this process.
+
+    A memfd is bounded by the memory cgroup alone, not by the size of /dev/shm, and a killed process leaves none behind.
+    Pages are taken when first touched.
+
+    Attributes:
+        fd: file descriptor of the memory, which a peer opens as ``/proc/<pid>/fd/<fd>``.
+        bytes: the whole arena as a uint8 tensor.
+    """
+
+    _sealed_against: ClassVar[tuple[str, ...]] = ("F_SEAL_SHRINK", "F_SEAL_GROW")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        self._map()
+
+    def _map(self) -> None:
+        """Map the arena as long as it is. Tensors over an older mapping of it share its memory."""
+        mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Self:
+        """A new arena of at least ``nbytes``, all zero, sealed against changing its size (growing ones: shrinking).
+
+        Raises:
+            OSError: there is no such memory to be had.
+        """
+        if sys.platform != "linux":
+            raise OSError(f"there is no memfd on {sys.platform}")
+        import fcntl  # not on every platform
+
+        fd = above_stdio(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            os.ftruncate(fd, page_aligned(nbytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, cls._seals())
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd)
+
+    @classmethod
+    def of_peer(cls, pid: int, fd: int, nbytes: int, token: tuple[int, bytes]) -> Arena:
+        """Map the arena, created with ``nbytes``, that process ``pid`` has open as ``fd``.
+
+        In another process namespace ``pid`` is another process, so the file is checked before it is mapped.
+
+        Args:
+            token: an offset in the arena, and the bytes that it holds there.
+
+        Raises:
+            OSError: the file cannot be opened (another host or container, or not permitted), or is not that arena.
+        """
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith("/memfd:"):  # opening a device or a queue may have side effects
+            raise OSError(f"what process {pid} has open there is no shared memory")
+        opened = above_stdio(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        try:
+            cls._require(opened, nbytes, token)
+        except OSError as error:
+            os.close(opened)
+            raise OSError(f"what process {pid} has open there is not the memory that was offered: {error}") from error
+        return cls(opened)
+
+    @classmethod
+    def _seals(cls) -> int:
+        """Return the seals of a new arena, F_SEAL_SEAL included."""
+        import fcntl  # not on every platform
+
+        seals: int = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
+        return seals | fcntl.F_SEAL_SEAL
+
+    @classmethod
+    def _require(cls, fd: int, nbytes: int, token: tuple[int, bytes]) -> None:
+        """Raise OSError unless a file is an arena of that size and holds the token. Maps nothing."""
+        import fcntl  # not on every platform
+
+        size, (start, held) = os.fstat(fd).st_size, token
+        if size != page_aligned(nbytes):
+            raise OSError(f"it has {size} bytes, not {page_aligned(nbytes)}")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != cls._seals():
+            raise OSError("its size may change")
+        if os.pread(fd, len(held), start) != held:
+            raise OSError("it is another rank's, or another program's")
+
+    @property
+    def address(self) -> int:
+        """Where the arena is mapped in this process."""
+        return self.bytes.data_ptr()
+
+    def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements from byte ``start`` on."""
+        return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping ends when the last tensor over it is gone."""
+        self._close()
+
+    def unmap(self) -> None:
+        """Release :attr:`bytes`. The mapping, with its own descriptor, ends when the last tensor over it is gone."""
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class GrowingArena(Arena):
+    """An arena to which memory can be added at the end. What lies in it stays where it is."""
+
+    _sealed_against = ("F_SEAL_SHRINK",)
+
+    def grow(self, nbytes: int) -> None:
+        """Make the arena at least ``nbytes`` long, zeros behind what there is, and map it anew.
+
+        ``bytes`` and ``address`` change; tensors from before share memory with those from after.
+
+        Raises:
+            OSError: there is no such memory to be had.
+        """
+        if page_aligned(nbytes) > self.bytes.numel():
+            os.ftruncate(self.fd, page_aligned(nbytes))
+            self._map()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how much memory there is
+
+
+# That there are no descriptors left for what the memory is mapped by, too.
+_REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Raise OutOfMemory unless so much may still be had.
+
+    Pages of a memfd are taken when touched; where there are none left, whoever touches one is killed.
+    """
+    left = memory_left()
+    if nbytes > left:
+        raise OutOfMemory(
+            f"{what} needs {mib(nbytes)} of host memory, and {mib(left)} may still be had (MemAvailable, and "
+            "the limits of this process's memory cgroups); use more ranks, or offload=None"
+        )
+
+
+@contextlib.contextmanager
+def memory_errors(nbytes: int, what: str) -> Iterator[None]:
+    """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno not in _REFUSED:
+            raise
+        raise OutOfMemory(
+            f"{what} needs {mib(nbytes)} of host memory, and the system refuses it ({error}) though "
+            f"{mib(memory_left())} may still be had; see the limits of this process (ulimit -a)"
+        ) from error
+
+
+def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
+    """Bytes that this process may still take: what the system has, or a cgroup allows, whichever is less."""
+    available = [value * 1024 for key, value in _table(Path(proc, "meminfo")) if key == "MemAvailable:"]
+    return max(min([*available, *_cgroup_left(Path(proc, "self/cgroup"), Path(cgroups)), sys.maxsize]), 0)
+
+
+def _cgroup_left(listing: Path, root: Path) -> Iterator[int]:
+    """What every memory cgroup that this process is in leaves."""
+    for line in _text(listing).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            mounts = [root, root / "unified"]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mounts = [root / "memory", root / controllers]
+        else:
+            continue
+        for mount in mounts:
+            own = mount / path.lstrip("/")
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(mount):
+                    yield from _group_left(folder, *names)
+
+
+def _group_left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
+    """What one cgroup leaves; nothing where it sets no limit. Page cache that is not in use can be had back."""
+    most, taken = _text(folder / limit).strip(), _text(folder / used).strip()
+    if most.isdigit() and taken.isdigit():
+        reclaimable = sum(value for key, value in _table(folder / "memory.stat") if key == cached)
+        yield int(most) - int(taken) + reclaimable
+
+
+def _table(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines of a file that begin with a word and a number."""
+    for line in _text(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].isdigit():
+            yield words[0], int(words[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,284 @@
+"""``python -m zero_opt doctor``: what of this package works on this machine, what not, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..errors import NativeUnavailable, StorageFailed, ZeroOptError, mib
+from ..kernels import native_isas
+from ..kernels.threads import allowed_threads, fair_threads, launched_sharers
+from ..placement.nvme.state_file import StateFile
+from ..placement.worker.cores import first_sibling
+from ..placement.worker.process import WorkerProcess
+from ..policies import WorkerOffload
+from ..system.shared_memory import PAGE, Arena, memory_left
+
+# What setup.cfg asks for.
+_LEAST_TORCH = (2, 11)
+_LEAST_SHM_BYTES = 1 << 30
+# Instruction sets that kernels are compiled for, and the extension that each is known for.
+_KNOWN_FOR = {"v3": "AVX2", "v4": "AVX-512"}
+_THP = Path("/sys/kernel/mm/transparent_hugepage")
+OK, OFF, BAD = "ok", "off", "BAD"
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        status: ``ok``; ``off``: not available here, and the rest works without it; ``BAD``: nothing works.
+        found: what there is. advice: what follows from it, and what to do; empty where all is well.
+    """
+
+    status: str
+    name: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status:<4} {self.name:<14} {self.found}"
+        return f"{line}\n{'':<19} -> {self.advice}" if self.advice else line
+
+
+def examine(path: str | None = None) -> Iterator[Finding]:
+    """Look at everything, in the order of the report.
+
+    Args:
+        path: a directory for ``NVMeOffload``, if one is to be looked at.
+    """
+    for look in (_python, _torch, _native, _cores, _memory, _shm, _huge_pages, _descriptors, _worker):
+        yield from look()
+    yield from _backends()
+    yield from _accelerators()
+    if path is not None:
+        yield from _path(path)
+
+
+def report(path: str | None = None) -> int:
+    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
+    bad = 0
+    for finding in examine(path):
+        print(finding)
+        bad += finding.status == BAD
+    return int(bad > 0)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _torch() -> Iterator[Finding]:
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if numbers < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        yield Finding(BAD, "torch", torch.__version__, f"too old: pip install 'torch>={least}'")
+    else:
+        yield Finding(OK, "torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _native() -> Iterator[Finding]:
+    try:
+        found = native_isas()
+    except NativeUnavailable as error:
+        off = "CPUAdam, WorkerOffload, NVMeOffload, Selective, split masters and exchange in shared memory are off"
+        yield Finding(OFF, "native", f"no kernels: {off}", str(error))
+        return
+    forced = " by ZERO_OPT_ISA" if os.environ.get("ZERO_OPT_ISA") else ""
+    built = ", ".join(map(_isa, found.compiled))
+    advice = ""
+    if found.processor not in found.compiled:
+        advice = f"steps are slower than this processor allows: build zero_opt with kernels for {_isa(found.processor)}"
+    elif found.chosen != found.processor:
+        advice = f"steps are slower than this processor allows, which runs {_isa(found.processor)}: unset ZERO_OPT_ISA"
+    yield Finding(OK, "native", f"kernels for {_isa(found.chosen)}{forced}; built for {built}", advice)
+
+
+def _isa(name: str) -> str:
+    """The name of an instruction set as ``ZERO_OPT_ISA`` takes it, and what it is known for."""
+    return f"{name} ({_KNOWN_FOR[name]})" if name in _KNOWN_FOR else name
+
+
+def _cores() -> Iterator[Finding]:
+    usable = os.sched_getaffinity(0)
+    sharers = launched_sharers()
+    threads = fair_threads(allowed_threads(len(usable)), sharers)
+    shared = f", which {sharers} ranks share" if sharers > 1 else ""
+    found = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"
+    own, physical = torch.get_num_threads(), len({first_sibling(core) for core in usable})
+    advice = ""
+    if own > threads:
+        advice = f"torch has {own} threads, more than may run: set OMP_NUM_THREADS={threads}"
+    elif own < min(threads, physical):
+        # By default torch has one thread for hyperthreads that share a core.
+        advice = (
+            f"torch has {own} threads, fewer than may run, for forward and backward on the CPU (and for steps, unless "
+            f"because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
+        )
+    yield Finding(OK, "cores", found, advice)
+
+
+def _memory() -> Iterator[Finding]:
+    total, left = os.sysconf("SC_PHYS_PAGES") * PAGE, memory_left()
+    if left == sys.maxsize:
+        advice = "an offload cannot tell beforehand whether it fits: mount /proc"
+        yield Finding(OFF, "memory", f"{mib(total)}, of which nobody says how much is left", advice)
+    else:
+        yield Finding(OK, "memory", f"{mib(left)} may still be had (MemAvailable and cgroups) of {mib(total)}")
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        advice = "offloaded state counts: ulimit -v unlimited"
+        yield Finding(OK, "address space", f"at most {mib(limit)}", advice)
+
+
+def _shm() -> Iterator[Finding]:
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Finding(
+            OFF, "/dev/shm", f"none ({error.strerror})", "DataLoader workers and NCCL want it; this package does not"
+        )
+        return
+    size = there.f_blocks * there.f_frsize
+    small = "small for DataLoader workers and NCCL (docker run --shm-size=8g); this package does not use it"
+    yield Finding(OK, "/dev/shm", mib(size), small if size < _LEAST_SHM_BYTES else "")
+
+
+def _huge_pages() -> Iterator[Finding]:
+    found = {}
+    for name in ("enabled", "shmem_enabled"):
+        try:
+            text = (_THP / name).read_text(encoding="ascii")
+            found[name] = text[text.index("[") + 1 : text.index("]")]
+        except (OSError, ValueError):
+            found[name] = "unknown"
+    advice = ""
+    if found["enabled"] not in ("always", "madvise"):
+        advice = f"steps over large state are slower: echo madvise > {_THP / 'enabled'}, as root"
+    yield Finding(
+        OK if not advice else OFF, "huge pages", f"{found['enabled']}; shared {found['shmem_enabled']}", advice
+    )
+
+
+def _made(make: Callable[[], int]) -> str:
+    """Why a file descriptor of some kind cannot be had; empty if it can."""
+    try:
+        os.close(make())
+    except AttributeError:
+        return f"not on {sys.platform}"
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _descriptors() -> Iterator[Finding]:
+    off = "WorkerOffload and exchange in shared memory are off; "
+    allow = "let the container's seccomp profile allow {} (docker: the default profile does)"
+    kinds = {
+        "memfd": (lambda: os.memfd_create("zero_opt doctor", os.MFD_CLOEXEC), "memfd_create"),
+        "pidfd": (lambda: os.pidfd_open(os.getpid()), "pidfd_open"),
+        "eventfd": (lambda: os.eventfd(0), "eventfd2"),
+    }
+    for name, (make, call) in kinds.items():
+        reason = _made(make)
+        if reason:
+            yield Finding(OFF, name, f"refused ({reason})", off + allow.format(call))
+        else:
+            yield Finding(OK, name, "yes")
+    yield _peer_memory()
+
+
+def _peer_memory() -> Finding:
+    """Ranks of a host open each other's memory by process and descriptor."""
+    name = "shared memory"
+    try:
+        arena = Arena.create("zero_opt doctor", PAGE)
+        try:
+            Arena.of_peer(os.getpid(), arena.fd, PAGE, (0, bytes(8))).close()
+        finally:
+            arena.close()
+    except (OSError, AttributeError) as error:
+        advice = "ranks of this host exchange through torch.distributed instead; mount /proc, allow memfd_create"
+        return Finding(OFF, name, f"not between processes ({error})", advice)
+    return Finding(OK, name, "ranks of this host can map each other's, if in one process namespace")
+
+
+def _worker() -> Iterator[Finding]:
+    """Start one, and end it."""
+    try:
+        worker = WorkerProcess(WorkerOffload(threads=1), sorted(os.sched_getaffinity(0)), 1)
+        try:
+            worker.start()
+        finally:
+            worker.close()
+    except (ZeroOptError, OSError, ImportError, AttributeError) as error:
+        yield Finding(
+            OFF, "worker", f"does not start ({error})", "WorkerOffload is off; see native, memfd, pidfd and eventfd"
+        )
+    else:
+        yield Finding(OK, "worker", "starts")
+
+
+def _backends() -> Iterator[Finding]:
+    if not dist.is_available():
+        advice = "one rank only: install a torch that was built with distributed"
+        yield Finding(OFF, "distributed", "torch has none", advice)
+        return
+    wanted = {
+        "gloo": (dist.is_gloo_available(), "ranks on CPUs need it: install a torch that was built with it"),
+        "nccl": (dist.is_nccl_available(), "for several ranks on GPUs: install a torch that was built for CUDA"),
+        "mpi": (dist.is_mpi_available(), "nothing here needs it; torch has it only where it was built with an MPI"),
+    }
+    for name, (there, advice) in wanted.items():
+        version = ""
+        if name == "nccl" and there:
+            version = " " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        yield Finding(OK, name, f"yes{version}") if there else Finding(OFF, name, "no", advice)
+
+
+def _accelerators() -> Iterator[Finding]:
+    accelerator = torch.accelerator.current_accelerator()  # the one that torch was built for
+    if accelerator is None:
+        found = f"torch {torch.__version__} was built without"
+        yield Finding(OFF, "accelerator", found, "for a GPU: install a torch that was built for it")
+        return
+    kind = accelerator.type
+    for number in range(torch.accelerator.device_count()):
+        yield Finding(OK, f"{kind}:{number}", _described(torch.get_device_module(accelerator), number))
+    if not torch.accelerator.is_available():
+        advice = "nvidia-smi says more; in a container: docker run --gpus all; see CUDA_VISIBLE_DEVICES"
+        yield Finding(OFF, kind, f"torch was built for {kind}, and sees no device", advice)
+
+
+def _described(module: ModuleType, number: int) -> str:
+    """Return the name and the memory of a device, as far as the module of its type tells them."""
+    properties = getattr(module, "get_device_properties", lambda _: None)(number)
+    name, memory = getattr(properties, "name", "yes"), getattr(properties, "total_memory", None)
+    return name if memory is None else f"{name}, {mib(memory)}"
+
+
+def _path(path: str) -> Iterator[Finding]:
+    try:
+        file = StateFile(path)
+    except StorageFailed as error:
+        yield Finding(BAD, "path", path, str(error))
+        return
+    file.close()
+    there = os.statvfs(path)
+    free = f"{path}: {mib(there.f_bavail * there.f_frsize)} free on {file.kind or 'an unknown file system'}"
+    if file.in_memory:
+        yield Finding(OK, "path", free, "that is memory, and NVMeOffload saves none there: use a directory on a disk")
+    elif not file.direct:
+        advice = "state goes through the page cache, which is slower: use a directory on ext4 or xfs"
+        yield Finding(OK, "path", f"{free}, no O_DIRECT", advice)
+    else:
+        yield Finding(OK, "path", f"{free}, O_DIRECT")

@@ -1,0 +1,275 @@
+"""How much memory an optimizer will take on a rank, before there is one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.groups import check_rank
+from ..errors import ConfigError, ConfigTypeError
+from ..layout import ALIGN
+from ..optimizer.config import Recipe
+from ..optimizer.contents import adopt_errors, template_of
+from ..placement import Policy as Offload
+from ..placement import check_params, check_reduction
+from ..policies import Checks, MixedPrecision, Overlapped
+from ..reduction import Policy
+from ..sharding.param_groups import hypers_of, normalized, tensors_of
+from ..sharding.wrapped_class import is_elementwise
+from ..system.devices import HOST, is_meta
+from .dry_run import sketch_of
+from .memory_rows import Row, Sizing, steps_alone
+
+# A bucket takes a tenth of a millisecond.
+_MOST_BUCKETS = 1 << 18
+# The default: as many as hosts of a cluster usually have accelerators.
+_RANKS_PER_HOST = 8
+
+PLACES = ("device", "host", "nvme")
+KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers", "communicator")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank; ``print`` shows them as a table.
+
+    Attributes:
+        title: what was estimated. rank: of ``world_size``; the one that needs most, unless asked otherwise.
+        ranks_per_host: how many of the ranks share a host: all, up to 8, unless asked otherwise.
+        rows: everything that is held between two steps, and gradients. Not what a step takes for its own time, as a
+            class without a fused kernel does, nor activations, nor what torch and drivers take for themselves.
+    """
+
+    title: str
+    rank: int
+    world_size: int
+    ranks_per_host: int
+    rows: tuple[Row, ...]
+    _sizing: Sizing = field(repr=False, compare=False)
+
+    def on_rank(self, rank: int) -> Estimate:
+        """The estimate for another rank.
+
+        Raises:
+            ConfigError, ConfigTypeError: there is no such rank.
+        """
+        check_rank(rank, self.world_size, "rank")
+        return replace(self, rank=rank, rows=self._sizing.rows(rank))
+
+    def on_hosts_of(self, ranks: int) -> Estimate:
+        """Return the estimate for hosts that have ``ranks`` ranks each.
+
+        Ranks share their host's cores and, if all are on one host, memory to exchange through.
+
+        Raises:
+            ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
+        """
+        _check_count("ranks_per_host", ranks)
+        sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
+        return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
+
+    def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
+        """Bytes of one kind, or in one place, or both; of all without either."""
+        return sum(row.nbytes for row in self.rows if kind in (None, row.kind) and where in (None, row.where))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes where the parameters are; that is host memory too, if they are on the CPU."""
+        return self.nbytes(where="device")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that an offload takes."""
+        return self.nbytes(where="host")
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of files."""
+        return self.nbytes(where="nvme")
+
+    def __str__(self) -> str:
+        """A table of MiB by name and place."""
+        cells: dict[tuple[str, str], Counter[str]] = {}
+        for row in sorted(self.rows, key=lambda row: KINDS.index(row.kind)):
+            cells.setdefault((row.kind, row.name), Counter())[row.where] += row.nbytes
+        hosts = f", {self.ranks_per_host} to a host" if self.ranks_per_host < self.world_size else ""
+        lines = [self.title, f"rank {self.rank} of {self.world_size}{hosts}, in MiB"]
+        lines.append(_line("", "", PLACES))
+        lines += [_line(kind, name, map(_mib, map(found.get, PLACES))) for (kind, name), found in cells.items()]
+        lines.append(_line("total", "", map(_mib, (self.nbytes(where=place) for place in PLACES))))
+        return "\n".join(lines)
+
+
+def _line(kind: str, name: str, cells: Iterable[str]) -> str:
+    return f"{kind:<12} {name:<22}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def _mib(nbytes: int | None) -> str:
+    return f"{nbytes / 2**20:,.2f}" if nbytes else "-"
+
+
+def estimate(
+    model_or_numel: Any,
+    world_size: int,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+    offload: Offload = None,
+    precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
+    param_dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    **defaults: Any,
+) -> Estimate:
+    """Bytes per rank that ``ShardedOptimizer`` and what it works on will hold, by kind and place.
+
+    Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
+    on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. The estimate assumes that
+    accelerators use their own collectives, and that up to 8 ranks share a host; see :meth:`Estimate.on_hosts_of`.
+
+    Args:
+        model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,
+            taken to be in parameters of the size of a bucket, for an elementwise class.
+        world_size: number of ranks.
+        optimizer_class, reduction, offload, precision, **defaults: as for ``ShardedOptimizer``.
+        param_dtype: what floating-point parameters will be cast to; ``None``: they stay, and a number is of torch's
+            default dtype.
+        device: where parameters will be; ``None``: they stay, and a number, or those on the meta device, will be on
+            this machine's accelerator if it has one, else on the CPU.
+
+    Raises:
+        ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
+            does, or because of the arguments that are only here.
+    """
+    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
+    check_reduction(offload, reduction)
+    _check_count("world_size", world_size)
+    home = _Home(_checked_dtype(param_dtype), _checked_device(device))
+    with adopt_errors():
+        if isinstance(model_or_numel, (int, float)):
+            groups = home.of_number(model_or_numel, recipe)
+        else:
+            groups = home.groups(model_or_numel)
+        sizing = _sizing(groups, home, world_size, recipe)
+    rank = sizing.fullest_rank()
+    return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
+
+
+def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: Recipe) -> Sizing:
+    """The plan's input: sketches of all parameters, and param groups as the class completes them."""
+    listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+    names = [f"parameter {index}" for index in range(len(listed))]
+    sketches = {
+        index: sketch_of(param, number, home.device_of(param), names[index])
+        for index, (number, param) in enumerate(listed)
+    }
+    left = iter(sketches.values())
+    stand_ins = [{**group, "params": [next(left).flat.param for _ in group["params"]]} for group in groups]
+    cls, defaults = recipe.optimizer_class, recipe.defaults
+    sharded = not steps_alone(world_size, recipe)
+    made = template_of(cls, stand_ins, defaults) if sharded else cls(stand_ins, **defaults)
+    hypers = [hypers_of(group) for group in made.param_groups]
+    if sharded:
+        placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
+        for sketch in sketches.values():
+            placed[sketch.group]["params"].append(sketch)
+        check_params(recipe.offload, recipe.precision, cls, placed, names.__getitem__)
+    trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
+    return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), recipe)
+
+
+def _title(sizing: Sizing) -> str:
+    found = [sketch.flat.param for sketch in sizing.sketches.values()]
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in found})
+    devices = sorted({sketch.device.type for sketch in sizing.sketches.values()})
+    recipe = sizing.recipe
+    offload = "no offload" if recipe.offload is None else repr(recipe.offload)
+    return (
+        f"{recipe.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
+        f"on {', '.join(devices)}; {offload}; {recipe.reduction!r}; {recipe.precision!r}"
+    )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
+    if not 1 <= value < 1 << 31:
+        raise ConfigError(f"{name} must be at least 1 and below 2^31, got {value!r}")
+
+
+def _checked_dtype(dtype: object) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigTypeError(f"param_dtype must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ConfigError(f"param_dtype must be floating-point, got {dtype!r}")
+    return dtype
+
+
+def _checked_device(device: object) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {device!r}") from error
+    if is_meta(found):
+        raise ConfigError("device must be where parameters will be, such as 'cuda' or 'cpu', not 'meta'")
+    return torch.device(found.type)
+
+
+class _Home(NamedTuple):
+    """What parameters will be, where it is not what they are."""
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    def groups(self, params: Any) -> list[dict[str, Any]]:
+        """Param groups, each parameter in the dtype it will have."""
+        if isinstance(params, (str, bytes)) or (not hasattr(params, "__iter__") and not isinstance(params, nn.Module)):
+            raise ConfigTypeError(f"the model must be a module, its parameters or their number, got {params!r}")
+        entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
+        listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
+        return [{**group, "params": list(map(self._as, tensors_of([group])))} for group in listed]
+
+    def _as(self, param: Tensor) -> Tensor:
+        if self.dtype in (None, param.dtype) or not param.is_floating_point() or param.layout is not torch.strided:
+            return param
+        cast = torch.empty_strided(param.shape, param.stride(), dtype=self.dtype, device="meta")
+        return cast.requires_grad_(param.requires_grad)
+
+    def of_number(self, numel: float, recipe: Recipe) -> list[dict[str, Any]]:
+        """A param group of so many elements, in parameters that fill a bucket each."""
+        cls = recipe.optimizer_class
+        if not is_elementwise(cls):
+            raise ConfigError(
+                f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
+                "meta device if it is large, or register_elementwise() the class"
+            )
+        if isinstance(numel, bool) or not math.isfinite(numel) or numel != int(numel) or numel < 1:
+            raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {numel!r}")
+        dtype = self.dtype or torch.get_default_dtype()
+        each = max(int(recipe.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
+        if numel > each * _MOST_BUCKETS:
+            raise ConfigError(
+                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {recipe.reduction.bucket_mb:g} MB and "
+                "would take minutes to plan; raise bucket_mb, or pass the model on the meta device"
+            )
+        counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]
+        params = [torch.empty(count, dtype=dtype, device="meta").requires_grad_() for count in counts]
+        return [{"params": params}]
+
+    def device_of(self, param: Tensor) -> torch.device:
+        """Where a parameter will be."""
+        if self.device is not None:
+            return self.device
+        if not is_meta(param.device):
+            return param.device
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return HOST if accelerator is None else torch.device(accelerator.type)
