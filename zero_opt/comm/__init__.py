@@ -1,1 +1,1 @@
-"""How bytes move between ranks."""
+"""Groups of ranks, bytes between them, agreement, and waits that end."""

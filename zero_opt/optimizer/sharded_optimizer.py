@@ -421,7 +421,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         if self._group.rank == 0:
             loading.say(self._params(), self._describe)
 
-    # -- for dcp.py and ddp_hook.py -----------------------------------------------------------------------------------
+    # -- for checkpoint.py and ddp_hook.py ----------------------------------------------------------------------------
 
     @property
     def _reduction(self) -> GradReduction | None:

@@ -1,1 +1,1 @@
-"""How parameters are divided among the ranks."""
+"""Parameters, which rank owns which part, buckets, and updated parameters to all ranks."""

@@ -1,7 +1,7 @@
 """Full state from the ranks' parts of it: raw tensors, streamed straight into the memory of the result.
 
 Every rank lists what it has as JSON; the receiver makes room for it; then elements travel in the order of the lists.
-:class:`Consolidation` does so with all ranks together, ``state_service`` for a rank that asks alone.
+:class:`Consolidation` does so with all ranks together, ``service`` for a rank that asks alone.
 """
 
 from __future__ import annotations

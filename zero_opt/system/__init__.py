@@ -1,1 +1,1 @@
-"""What the library asks of the machine: devices and their streams."""
+"""What the library asks of the machine: threads, Ctrl-C, devices and streams, shared and locked memory."""

@@ -1,0 +1,111 @@
+"""Draw the rooms of zero_opt/ from its imports, and list what is in them.
+
+    python docs/rooms.py [--write]
+
+``--write`` replaces docs/rooms.md; a test fails while that page differs from what the imports say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "zero_opt"
+PAGE = ROOT / "docs" / "rooms.md"
+# From top to bottom: each may import those below it. setup.cfg has the same order as a contract.
+FLOORS = (
+    *("__init__", "__main__", "cpu_adam", "tools", "optimizer", "state", "placement", "reduction", "sharding"),
+    *("comm", "kernels", "system", "policies", "layout", "errors"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Return the files by dotted name below the package; that of a folder is of its ``__init__``."""
+    named = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        named[".".join(parts if parts == ("__init__",) or parts[-1] != "__init__" else parts[:-1])] = path
+    return named
+
+
+def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the module that each import of this module within the package names."""
+    folder = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    folder = [] if name == "__init__" else folder
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[: len(folder) - node.level + 1] + ((node.module or "").split(".") if node.module else [])
+            for alias in node.names:
+                whole = ".".join([*base, alias.name])
+                found = whole if whole in known else ".".join(base)
+                if found in known:
+                    yield found
+
+
+def arrows() -> dict[tuple[str, str], int]:
+    """Return how many imports lead from one room to another."""
+    known, counts = modules(), dict[tuple[str, str], int]()
+    for name, path in known.items():
+        for found in imported(name, path, known):
+            pair = (name.split(".")[0], found.split(".")[0])
+            if pair[0] != pair[1]:
+                counts[pair] = counts.get(pair, 0) + 1
+    return counts
+
+
+def upward() -> list[tuple[str, str]]:
+    """Return the pairs of rooms of which the lower imports the upper."""
+    return [pair for pair in arrows() if FLOORS.index(pair[0]) >= FLOORS.index(pair[1])]
+
+
+def first_sentence(path: Path) -> str:
+    """Return the first line of a module's docstring, without a closing period."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0].rstrip(".")
+
+
+def drawing() -> str:
+    """Return the rooms in one column, and beside each how many imports lead to the rooms below."""
+    counts, width, below = arrows(), max(map(len, FLOORS)), FLOORS[3:]
+    lines = [f"{'':{width}} " + " ".join(f"{name[:5]:>5}" for name in below)]
+    for name in FLOORS:
+        lower = FLOORS[FLOORS.index(name) + 1 :]
+        cells = (counts.get((name, other)) or ("." if other in lower else "") for other in below)
+        lines.append(f"{name:{width}} " + " ".join(f"{cell:>5}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def page() -> str:
+    """Return docs/rooms.md."""
+    known = modules()
+    lines = [
+        "# The rooms\n",
+        "`python docs/rooms.py --write` makes this page from the imports. A room imports only rooms below it. A number is",
+        "how many names the modules of the room on its left import from the room above it.\n",
+        f"```text\n{drawing()}\n```",
+    ]
+    for room in FLOORS:
+        lines += [f"\n## {room}\n", first_sentence(known[room]) + "."]
+        inside = [name for name in known if name.startswith(f"{room}.")]
+        if inside:
+            lines += ["\n| file | what it is |", "| --- | --- |"]
+            lines += [f"| `{name.partition('.')[2]}` | {first_sentence(known[name])} |" for name in inside]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the page, or write it; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace docs/rooms.md")
+    if parser.parse_args(arguments).write:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

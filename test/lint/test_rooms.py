@@ -1,0 +1,17 @@
+"""The rooms of the package: imports go down, and the page that draws them is that of today's imports."""
+
+from __future__ import annotations
+
+from docs import rooms
+
+
+def test_imports_between_rooms_go_down() -> None:
+    assert rooms.upward() == []
+
+
+def test_every_entry_of_the_package_has_its_floor() -> None:
+    assert {name.split(".")[0] for name in rooms.modules()} == set(rooms.FLOORS)
+
+
+def test_the_page_is_that_of_the_imports() -> None:
+    assert rooms.PAGE.read_text() == rooms.page(), "run python docs/rooms.py --write"
