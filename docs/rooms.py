@@ -83,8 +83,8 @@ def page() -> str:
     known = modules()
     lines = [
         "# The rooms\n",
-        "`python docs/rooms.py --write` makes this page from the imports. A room imports only rooms below it. A number is",
-        "how many names the modules of the room on its left import from the room above it.\n",
+        "`python docs/rooms.py --write` makes this page from the imports. A room imports only rooms below it. A number",
+        "is how many names the modules of the room on its left import from the room above it.\n",
         f"```text\n{drawing()}\n```",
     ]
     for room in FLOORS:
