@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import Mastered, Unit
 from zero_opt.sharding.partition import Geometry
-from zero_opt.tools import estimate, memory_rows
+from zero_opt.tools import memory_rows
 from zero_opt.tools.dry_run import Rehearsal, Sketch, sketch_of
 from zero_opt.tools.estimate import KINDS, Estimate
 
