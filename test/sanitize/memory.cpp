@@ -22,6 +22,7 @@ using zero_opt::Format;
 using zero_opt::Kernels;
 
 const std::int64_t kNumels[] = {0, 1, 2, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 300, 1023, 1024, 1025, 2500};
+constexpr std::uint16_t kBase = 0x300;  // of a block: the upper 12 bits of numbers from 2^-31 to 2
 constexpr Format kGradFormats[] = {Format::kFloat32, Format::kBfloat16, Format::kFloat16};
 constexpr Format kMomentFormats[] = {Format::kFloat32, Format::kBfloat16, Format::kBlock8};
 std::uint64_t checks = 0;
@@ -65,8 +66,8 @@ class Run {
     if (remainder) run.from.remainder = add(numel, 2)->as<std::int16_t>();
     run.from.exp_avg = add(numel, zero_opt::bytes_of(moments))->as<void>();
     run.from.exp_avg_sq = add(numel, zero_opt::bytes_of(moments))->as<void>();
-    if (blocks) run.from.exp_avg_base = add(bases, 2)->as<std::uint16_t>();
-    if (blocks) run.from.exp_avg_sq_base = add(bases, 2)->as<std::uint16_t>();
+    if (blocks) run.from.exp_avg_base = add_bases(bases);
+    if (blocks) run.from.exp_avg_sq_base = add_bases(bases);
     if (moments == Format::kFloat32) run.from.max_exp_avg_sq = add(numel, 4)->as<float>();
     run.to = run.from;
     run.grad = add(numel, zero_opt::bytes_of(grad))->as<void>();
@@ -86,6 +87,13 @@ class Run {
   Array* add(std::int64_t numel, std::int64_t width) {
     arrays_.push_back(std::make_unique<Array>(numel, width, static_cast<std::uint32_t>(arrays_.size() * 7)));
     return arrays_.back().get();
+  }
+
+  // Not just any: from some, codes decode to negative numbers, which are no exp_avg_sq.
+  std::uint16_t* add_bases(std::int64_t count) {
+    std::uint16_t* const bases = add(count, 2)->as<std::uint16_t>();
+    for (std::int64_t i = 0; i < count; ++i) bases[i] = kBase;
+    return bases;
   }
 
   std::vector<std::unique_ptr<Array>> arrays_;
