@@ -109,12 +109,13 @@ class AtStepReduction:
         self._shards = self._sparse.merge(shard_list(parts, used)) if sparse else shard_list(parts, used)
 
     def scale(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`; ``p.grad`` stays as it is."""
+        """See :class:`GradReduction`; scales ``p.grad`` too, to which the next backward may add."""
         self._scaled, self._spent = True, False
-        for shard in self._shards:
-            for grad in shard.grads:
-                if grad is not None:
-                    grad.mul_(factor.to(grad.device))
+        params = self._parts.all_params()
+        local = [param.grad.detach() for param in params if param.grad is not None]
+        for grad in (*local, *(grad for shard in self._shards for grad in shard.grads if grad is not None)):
+            grad.mul_(factor.to(grad.device))
+        self._signature = _Signature(params)
 
     def scale_in_step(self, factor: Tensor) -> None:
         """See :class:`GradReduction`."""
