@@ -16,6 +16,7 @@ from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
+from .grad_norm import scale_
 from .interface import GradShard, Parts
 from .sparse import sparse_refusal
 
@@ -130,11 +131,8 @@ class AlreadyReducedGrads:
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`; scales ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        for flat in self._parts.partition.flats.values():
-            if flat.param.grad is not None:
-                flat.param.grad.detach().mul_(factor.to(flat.param.device))
-        for copy in self._copies:
-            copy.mul_(factor.to(copy.device))
+        grads = (flat.param.grad for flat in self._parts.partition.flats.values())
+        scale_([*(grad.detach() for grad in grads if grad is not None), *self._copies], factor)
 
     scale_in_step = scale
 

@@ -12,6 +12,7 @@ from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict
+from .grad_norm import scale_
 from .interface import GradShard, Parts, shard_list
 from .sparse import SparseGrads, sparse_refusal
 
@@ -112,9 +113,8 @@ class AtStepReduction:
         """See :class:`GradReduction`; scales ``p.grad`` too, to which the next backward may add."""
         self._scaled, self._spent = True, False
         params = self._parts.all_params()
-        local = [param.grad.detach() for param in params if param.grad is not None]
-        for grad in (*local, *(grad for shard in self._shards for grad in shard.grads if grad is not None)):
-            grad.mul_(factor.to(grad.device))
+        scale_([param.grad.detach() for param in params if param.grad is not None], factor)
+        scale_([grad for shard in self._shards for grad in shard.grads if grad is not None], factor)
         self._signature = _Signature(params)
 
     def scale_in_step(self, factor: Tensor) -> None:
