@@ -39,7 +39,7 @@ def stepped_adamw() -> torch.optim.AdamW:
 def refuse(state_dict: Any, message: str, elementwise: bool = True) -> None:
     groups = stepped_adamw().param_groups
     with pytest.raises(StateDictError, match=message):
-        match(state_dict, groups, elementwise, STRICT)
+        match(state_dict, groups, elementwise, STRICT, whole=False)
 
 
 def test_packed_groups_are_torchs() -> None:
@@ -50,7 +50,7 @@ def test_packed_groups_are_torchs() -> None:
 def test_a_state_dict_of_torchs_matches_by_position() -> None:
     optimizer = stepped_adamw()
     saved = optimizer.state_dict()
-    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT)
+    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT, whole=False)
     assert list(matched) == [0, 1, 2]
     assert all(matched[i] is saved["state"][i] for i in range(3))
 
@@ -62,20 +62,20 @@ def test_saved_ids_need_not_be_numbers_in_order() -> None:
         "state": {names[i]: state for i, state in reversed(saved["state"].items())},
         "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in saved["param_groups"]],
     }
-    matched = match(renamed, stepped_adamw().param_groups, elementwise=True, refused=STRICT)
+    matched = match(renamed, stepped_adamw().param_groups, elementwise=True, refused=STRICT, whole=False)
     assert all(matched[i] is saved["state"][i] for i in range(3))
 
 
 def test_state_may_be_missing_for_some_params() -> None:
     saved = stepped_adamw().state_dict()
     del saved["state"][1]
-    assert sorted(match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT)) == [0, 2]
+    assert sorted(match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT, whole=False)) == [0, 2]
 
 
 def test_matching_changes_nothing() -> None:
     saved = stepped_adamw().state_dict()
     before = copy.deepcopy(saved)
-    match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT)
+    match(saved, stepped_adamw().param_groups, elementwise=True, refused=STRICT, whole=False)
     assert repr(saved) == repr(before)
 
 
@@ -143,7 +143,7 @@ def test_a_param_that_the_optimizer_has_twice_may_be_listed_twice() -> None:
     one.grad, other.grad = torch.ones(2), torch.ones(3)
     optimizer.step()
     saved = optimizer.state_dict()
-    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT)
+    matched = match(saved, optimizer.param_groups, elementwise=True, refused=STRICT, whole=False)
     assert matched[2] is saved["state"][2]
 
 
@@ -185,7 +185,7 @@ def test_a_step_that_counts_nothing(step: Any) -> None:
 def test_classes_that_are_not_elementwise_have_state_of_any_shape() -> None:
     saved = stepped_adamw().state_dict()
     saved["state"][0] = {"row_var": torch.zeros(2, 1), "step": 3}
-    assert match(saved, stepped_adamw().param_groups, elementwise=False, refused=STRICT)[0]["step"] == 3
+    assert match(saved, stepped_adamw().param_groups, elementwise=False, refused=STRICT, whole=False)[0]["step"] == 3
 
 
 # -- what a step of the class needs -----------------------------------------------------------------------------------

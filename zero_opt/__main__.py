@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _offload(given: argparse.Namespace) -> Offload:
-    own = {name: _FIELDS[name] for name in _FIELDS if getattr(given, name) not in (None, False)}
+    unset = (None, False)  # 0, which equals False, is a value
+    own = {name: offload for name, offload in _FIELDS.items() if not any(getattr(given, name) is no for no in unset)}
     for name, offload in own.items():
         if offload != given.offload:
             raise ConfigConflict(f"--{name.replace('_', '-')} is of --offload {offload}, not of {given.offload}")

@@ -101,6 +101,11 @@ def checked_groups(
         reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
     """
     for index, param in enumerate(param for group in groups for param in group["params"]):
+        if param.is_inference() and param.requires_grad:
+            raise UnsupportedParam(
+                f"{describe(index)} was made under torch.inference_mode() and cannot be trained; make the model "
+                "outside it, or clone the parameter there"
+            )
         if param.is_meta:
             raise UnsupportedParam(f"{describe(index)} is on the meta device; materialize the model first")
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
@@ -153,14 +158,20 @@ def _hypers_of_group(number: int, group: Mapping[str, Any]) -> Iterator[tuple[st
         yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
-class HyperDigest:
-    """A 64-bit digest of the hyperparameters; not of tensors outside host memory, for which it would have to wait."""
+def edit_contents(groups: Sequence[Mapping[str, Any]], dropped: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Return what the user may have edited, as (name, JSON value); ``dropped`` names parameters whose state is gone."""
+    yield from hyper_contents(groups)
+    yield "parameters whose state was dropped", sorted(dropped)
+
+
+class EditDigest:
+    """A 64-bit digest of :func:`edit_contents`; not of tensors outside host memory, for which it would have to wait."""
 
     def __init__(self) -> None:
         self._known: list[Any] = []
         self._digest = 0
 
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> int:
+    def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int]) -> int:
         """The same on every rank, in every process, if the values are."""
         values = [
             (key, _comparable(value))
@@ -168,6 +179,7 @@ class HyperDigest:
             for key, value in hypers_of(group).items()
             if not (isinstance(value, Tensor) and not value.is_cpu)
         ]
+        values += [("dropped", index) for index in dropped]
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()
             self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

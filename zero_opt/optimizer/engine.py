@@ -35,7 +35,7 @@ from ..state.visible_state import Owner, ShownState
 from ..system.background_thread import SerialThread
 from ..system.streams import wait_done
 from .config import Recipe
-from .contents import HyperDigest, contents, hyper_contents, loaded_contents, value_contents
+from .contents import EditDigest, contents, edit_contents, loaded_contents, value_contents
 from .join import follow_hypers
 from .offload_state import Parked
 from .process_groups import OwnGroups
@@ -65,7 +65,7 @@ class Wiring:
         self._known_groups = 0
         self.planned = PlannedGroups(owner)
         self._loaded = False
-        self._digest = HyperDigest()
+        self._digest = EditDigest()
         # Whether ranks must have equal values when they plan parameters. Under DDP they need not: it may come later.
         self._values_count = groups.control.world_size > 1 and not isinstance(recipe.reduction, AlreadyReduced)
         self._nonfinite = build_nonfinite(recipe.checks, describe)
@@ -212,8 +212,8 @@ class Wiring:
         self.placement.require_own()
         self.gather.flush()
         self.progress.clip_to = clip_to
-        self.progress.hypers = self._digest.of(self._param_groups)
         error = error or self._parked.error() or self._guard.untold() or self._follow_edits()
+        self.progress.hypers = self._digest.of(self._param_groups, self._shown.dropped)
         try:
             self._follow_params()
         except UnsupportedParam as found:
@@ -226,7 +226,7 @@ class Wiring:
         if self.progress.absentees:
             follow_hypers(self.agreement.group, self._param_groups, self.progress.absentees)
         if not self.progress.same_hypers:
-            self.agreement.on_contents(hyper_contents(self._param_groups))
+            self.agreement.on_contents(edit_contents(self._param_groups, map(self._describe, self._shown.dropped)))
         return grads
 
     def shadow_step(self) -> None:

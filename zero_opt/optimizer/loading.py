@@ -141,7 +141,7 @@ class Loading:
 
     def _check(self, parts: Wiring | None) -> None:
         cls, groups, saved = self._recipe.optimizer_class, self._optimizer.param_groups, self._saved
-        states = match(saved, groups, is_elementwise(cls), self.refused)
+        states = match(saved, groups, is_elementwise(cls), self.refused, whole=parts is None)
         if parts is not None:
             check_options(saved["param_groups"])
         self.states, self.groups = fitted(states, groups, saved["param_groups"], cls, self.refused)

@@ -71,6 +71,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         ProcessGroupError: a launcher started several ranks but torch.distributed is not initialized.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         params: Iterable[Any],
@@ -173,6 +174,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             group.update(hypers_of(complete))
         recipe.check_params(self.param_groups, self._describe)
 
+    @torch.inference_mode(False)
     @following
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
@@ -245,6 +247,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             self._take()
         return loss
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     @following
     def _take(self) -> None:
         """Step with the current gradients."""
@@ -405,6 +409,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @torch.inference_mode(False)
     @following
     def _load(self, state_dict: StateDict, *, strict: bool) -> None:
         loading = Loading(self, self._recipe, state_dict, strict=strict)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.flat_param import FlatParam
-from .adam_rules import check_fused, say_without_masters
+from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
 from .interface import ParamState, Stretch, load_mirrors
 
@@ -119,6 +119,8 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
             )
         self._await_copies()
         saved = {} if state is None else dict(state)
+        require_known(shard.flats[position].label, saved)
+        require_complete(shard.flats[position].label, saved, amsgrad=shard.has_maximum())
         shard.forget_views(position)
         shard.load(position, saved)
         self._written()

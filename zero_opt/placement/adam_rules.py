@@ -17,6 +17,10 @@ from .masters import HALVES
 
 NATIVE_CLASSES = (CPUAdam, CPUAdamW)
 ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAXIMUM = "max_exp_avg_sq"
+# What a state may hold besides: of masters, and of parameters that are stepped by columns.
+_MORE_KEYS = ("master", "column_steps", "column_selected", "waiting", "window")
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 _log = logging.getLogger("zero_opt")
 
@@ -72,3 +76,21 @@ def say_without_masters(count: int) -> None:
     """So many loaded parameters in bf16 or fp16 came without a master."""
     if count:
         _log.warning("no master was saved for %d parameters: their own values are taken", count)
+
+
+def require_known(label: str, state: Mapping[str, Any]) -> None:
+    """Raise StateDictError if a state that the user has edited has keys that the placement has no place for."""
+    unknown = [key for key in state if key not in ("step", *MOMENTS, MAXIMUM, *_MORE_KEYS)]
+    if unknown:
+        raise StateDictError(
+            f"opt.state of {label} has {unknown[0]!r}, which has no place outside the parameters' device; keep it "
+            "elsewhere, or use offload=None"
+        )
+
+
+def require_complete(label: str, state: Mapping[str, Any], *, amsgrad: bool) -> None:
+    """Raise StateDictError if a state that the user has edited lacks what the next step needs; an empty one is new."""
+    for key in ("step", *MOMENTS, *([MAXIMUM] if amsgrad else [])):
+        if state and key not in state:
+            hint = "amsgrad cannot be switched on after the first step, and " if key == MAXIMUM else ""
+            raise StateDictError(f"opt.state of {label} has no {key!r}; {hint}an entry without a key cannot be stepped")

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..sharding.buckets import GradBucket
+from .adam_rules import MAXIMUM, MOMENTS
 from .interface import ParamState, Stretch
 from .masters import HALVES, MasterShard
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MAXIMUM = "max_exp_avg_sq"
 
 
 class StateShard(MasterShard):

@@ -16,6 +16,7 @@ from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
+from .grad_norm import scale_
 from .interface import GradShard, Parts
 from .sparse import sparse_refusal
 
@@ -68,22 +69,26 @@ class AlreadyReducedGrads:
         used = [flat for index, flat in partition.flats.items() if agreed.used >> index & 1]
         if self._compared or not used or group.world_size == 1:
             return
-        self._compared = True
         flat = max(used, key=lambda flat: flat.param.numel())
-        sample = torch.full((_SAMPLE_NUMEL,), torch.nan, dtype=torch.float64, device="cpu")
+        sample = torch.zeros(1 + _SAMPLE_NUMEL, dtype=torch.float64, device="cpu")  # first: whether there is a gradient
         grad = flat.param.grad
         if grad is not None and not grad.is_sparse and group.rank not in agreed.absent:
             run = torch.view_as_real(grad).flatten() if grad.is_complex() else flat.flatten(grad.detach())
             few = run[:: max(1, run.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL]
-            sample[: few.numel()] = few.double().cpu()
+            sample[0], sample[1 : 1 + few.numel()] = 1.0, few.double().cpu()
         gathered = group.all_gather_bytes(tensor_bytes(sample), "step()")
         samples = torch.stack([torch.frombuffer(bytearray(raw), dtype=sample.dtype) for raw in gathered])
-        apart = (samples - samples[:, None]).abs().nan_to_num(nan=0.0, posinf=0.0)
-        if apart.max() > _FAR_APART * samples.abs().nan_to_num(nan=0.0, posinf=0.0).max():
+        samples = samples[samples[:, 0] == 1, 1:]
+        finite = samples.isfinite()
+        numbers = samples.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        apart = (numbers - numbers[:1]).abs()
+        if len(samples) and ((finite != finite[:1]).any() or apart.amax() > _FAR_APART * numbers.abs().amax()):
             raise GradientConflict(
                 f"the gradients of {flat.label} differ between ranks, so p.grad is not yet reduced; put the model into "
                 "DistributedDataParallel, or use reduction=zero_opt.Overlapped() or AtStep() without it"
             )
+        # Gradients of nothing but zeros, or NaN, show nothing; of sparse ones there is no sample.
+        self._compared = not len(samples) or bool(numbers.any())
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
         """Send ranks that have run out of inputs, and so have no mean, their slices of it; what this rank receives."""
@@ -126,11 +131,8 @@ class AlreadyReducedGrads:
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`; scales ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        for flat in self._parts.partition.flats.values():
-            if flat.param.grad is not None:
-                flat.param.grad.detach().mul_(factor.to(flat.param.device))
-        for copy in self._copies:
-            copy.mul_(factor.to(copy.device))
+        grads = (flat.param.grad for flat in self._parts.partition.flats.values())
+        scale_([*(grad.detach() for grad in grads if grad is not None), *self._copies], factor)
 
     scale_in_step = scale
 

@@ -12,6 +12,7 @@ from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict
+from .grad_norm import scale_
 from .interface import GradShard, Parts, shard_list
 from .sparse import SparseGrads, sparse_refusal
 
@@ -109,12 +110,12 @@ class AtStepReduction:
         self._shards = self._sparse.merge(shard_list(parts, used)) if sparse else shard_list(parts, used)
 
     def scale(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`; ``p.grad`` stays as it is."""
+        """See :class:`GradReduction`; scales ``p.grad`` too, to which the next backward may add."""
         self._scaled, self._spent = True, False
-        for shard in self._shards:
-            for grad in shard.grads:
-                if grad is not None:
-                    grad.mul_(factor.to(grad.device))
+        params = self._parts.all_params()
+        scale_([param.grad.detach() for param in params if param.grad is not None], factor)
+        scale_([grad for shard in self._shards for grad in shard.grads if grad is not None], factor)
+        self._signature = _Signature(params)
 
     def scale_in_step(self, factor: Tensor) -> None:
         """See :class:`GradReduction`."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from ..errors import ConfigConflict, GradientConflict, StepDesync, ZeroOptError
+from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from .ddp_conflict import ddp_conflict, forward_of_ddp
 from .interface import GradShard, Parts
 from .overlapped import OverlappedReduction
@@ -37,7 +37,7 @@ class DDPHookReduction(OverlappedReduction):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._index: dict[int, int] = {}
-        self._called = self._inside = False
+        self._called = False
         self._lent: set[int] = set()
         self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
@@ -45,8 +45,14 @@ class DDPHookReduction(OverlappedReduction):
         self._alone: set[int] = set()
 
     def _listen(self, index: int, param: Tensor) -> None:
-        """DDP listens."""
+        """See :class:`OverlappedReduction`; what arrives only shows whether its backward ends."""
         self._index[id(param)] = index
+        super()._listen(index, param)
+
+    def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
+        """See :class:`OverlappedReduction`."""
+        with self._lock:
+            self._passes.begins()
 
     def take_bucket(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         """Take the gradients of one of DDP's buckets; called in backward. Never waits for another rank.
@@ -62,7 +68,6 @@ class DDPHookReduction(OverlappedReduction):
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
         if first:
-            self._inside = True
             self._open_round()
         for param in params:
             index = self._index.get(id(param))
@@ -132,15 +137,10 @@ class DDPHookReduction(OverlappedReduction):
     def _forget_handed(self) -> None:
         self._handed.clear()
         self._lent.clear()
-        self._inside = False
 
     def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
         """See :class:`GradReduction`."""
         self._put_back()
-        if self._inside:
-            error = error or StepDesync(
-                "a backward ended in an exception; call zero_grad() on every rank and repeat it"
-            )
         flats = self._parts.partition.flats.values()
         if not self._called and not self._parts.progress.absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)

@@ -169,3 +169,11 @@ def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], squa
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_(grads: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a 0-dim tensor, in place, also where others hold them, as views or detached."""
+    for grad in grads:
+        # In place, torch gives a sparse tensor new values, which one that was detached from it does not see.
+        values = grad._values() if grad.layout is torch.sparse_coo else grad
+        values.mul_(factor.to(grad.device))

@@ -134,6 +134,8 @@ class OverlappedReduction:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
         param = self._parts.partition.flats[index].param
         consumed, grad = self._consumed[index], param.grad
+        if grad is None:
+            return  # a hook of the user's has dropped it
         if grad is consumed:
             value = consumed.take_pending()
         else:
@@ -485,5 +487,5 @@ class OverlappedReduction:
         """See :class:`GradReduction`."""
         self._hooks.close()
         for index, flat in self._parts.partition.flats.items():
-            if flat.param.grad is self._consumed[index]:
+            if index in self._consumed and flat.param.grad is self._consumed[index]:
                 flat.param.grad = None

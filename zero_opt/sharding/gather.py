@@ -134,6 +134,8 @@ def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
         arrive()
         for flat in bucket.params:
             flat.store()
+        # What an exchange writes by address raises no counter, and a graph that has saved the parameter must notice.
+        torch.autograd.graph.increment_version([flat.param for flat in bucket.params if not flat.param.is_inference()])
 
 
 def spread(buckets: Iterable[GradBucket], group: Group) -> None:

@@ -172,16 +172,18 @@ class StandIns:
             )
         return made
 
-    def adopt(self, entry_of: Callable[[int], Mapping[str, Any] | None], groups: Sequence[Mapping[str, Any]]) -> bool:
+    def adopt(
+        self, entry_of: Callable[[int], Mapping[str, Any] | None], groups: Sequence[Mapping[str, Any]]
+    ) -> dict[int, Mapping[str, Any] | None]:
         """Follow what the user made of what was shown.
 
         Args:
             entry_of: what the user has of a parameter, by global index; ``None`` if that is gone.
 
         Returns:
-            Whether there are :meth:`news`.
+            What the user has of the parameters of which that is not what was shown; there are :meth:`news` of these.
         """
-        edited: list[tuple[int, Mapping[str, Any] | None]] = []
+        edited: dict[int, Mapping[str, Any] | None] = {}
         for stand_in in self._all:
             shown = stand_in.shown
             for index in stand_in.members:
@@ -189,10 +191,10 @@ class StandIns:
                 if not (entry or shown):
                     continue
                 if not (entry and shown and all(map(is_, map(entry.get, shown), shown.values()))):
-                    edited.append((index, entry))
-        for index, entry in edited:
+                    edited[index] = entry
+        for index, entry in edited.items():
             self._put(self._filled(self._of[index].kind, entry or {}, groups), [index])
-        return bool(edited)
+        return edited
 
 
 def _number(value: Any) -> Any:

@@ -85,7 +85,11 @@ class Refused:
         numbers = [group["params"] for group in pack_groups(param_groups)]
         saved = [self.complete(*pair) for pair in zip(state_dict["param_groups"], param_groups, strict=True)]
         packed = [{**group, "params": ids} for group, ids in zip(saved, numbers, strict=True)]
-        return {**state_dict, "state": copied(states), "param_groups": packed}
+        ids = {saved_id for group in state_dict["param_groups"] for saved_id in group["params"]}
+        besides: dict[Any, Any] = {
+            key: kept for key, kept in state_dict["state"].items() if isinstance(key, str) and key not in ids
+        }
+        return {**state_dict, "state": copied({**besides, **states}), "param_groups": packed}
 
     def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log what starts afresh, though other state was loaded."""
@@ -106,12 +110,15 @@ def match(
     param_groups: Sequence[Mapping[str, Any]],
     elementwise: bool,
     refused: Refused,
+    *,
+    whole: bool,
 ) -> dict[int, Mapping[str, Any]]:
     """The loaded state per global parameter index, after checking that all of it fits.
 
     Args:
         elementwise: every state tensor must have its parameter's shape or be a scalar.
         refused: gets what does not fit of single parameters.
+        whole: the wrapped class itself loads the state dict.
 
     Raises:
         StateDictError: names the first thing that does not fit; nothing has been changed.
@@ -128,6 +135,8 @@ def match(
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
         with refused.each():
+            if whole and isinstance(saved_id, str) and saved_id not in index_of:
+                continue  # what the wrapped class keeps besides its parameters' state
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
             index = index_of[saved_id]

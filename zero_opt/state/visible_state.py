@@ -32,6 +32,9 @@ class ShownState:
 
     Every rank shows an entry for every parameter that has state on any: the live one of its slice, or, where it has no
     slice, tensors without elements and the owner's scalars.
+
+    Attributes:
+        dropped: parameters whose entries the user has dropped since the last step.
     """
 
     def __init__(self, owner: Owner, stand_ins: StandIns, partition: Partition, placement: Placement) -> None:
@@ -40,6 +43,7 @@ class ShownState:
         self._due: list[int] = []
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
         self._live: dict[int, ParamState] = {}  # as shown, by global index
+        self.dropped: set[int] = set()
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
@@ -62,6 +66,7 @@ class ShownState:
 
     def stepped(self, used: int) -> None:
         """A step was taken in which the masked parameters had gradients; a pending one counts when the next lands."""
+        self.dropped.clear()
         self._due.append(used)
         self._follow(len(self._due) - int(self._placement.pending))
 
@@ -77,6 +82,7 @@ class ShownState:
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
         """All state was replaced, by this, per global index and in full shape."""
         self._due.clear()
+        self.dropped.clear()
         self._owner.state.clear()
         self._live.clear()
         self._stand_ins.load(states, self._owner.param_groups)
@@ -95,8 +101,11 @@ class ShownState:
             return state.get(params[index]) or None
 
         try:
+            self.dropped.update(index for index in self._live if entry_of(index) is None)
             changed = [piece for piece in self._pieces if self._adopt_slice(piece, entry_of(piece.param))]
-            if self._stand_ins.adopt(entry_of, self._owner.param_groups) or changed:
+            edited = self._stand_ins.adopt(entry_of, self._owner.param_groups)
+            self.dropped.update(index for index, entry in edited.items() if entry is None)
+            if edited or changed:
                 self.show(params)
         except ZeroOptError:
             raise

@@ -15,7 +15,7 @@ from ..kernels.threads import allowed_threads
 from ..layout import ParamSlice
 from ..optimizer.config import Recipe
 from ..placement import grad_buffers_of
-from ..placement.adam_shard import MAXIMUM, MOMENTS
+from ..placement.adam_rules import MAXIMUM, MOMENTS
 from ..placement.in_process.host_offload import HostUnits, room_for
 from ..placement.masters import HALVES
 from ..placement.nvme.extents import Extent, extents_of

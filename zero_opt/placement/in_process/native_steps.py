@@ -16,7 +16,7 @@ from ...kernels.functions import adam_hypers
 from ...kernels.slots import Slot, step_slots
 from ...kernels.threads import checked_threads
 from ...system.extension import native_available
-from ..adam_rules import ADAM_CLASSES
+from ..adam_rules import ADAM_CLASSES, require_complete
 from .units import PLAIN, Unit
 
 _log = logging.getLogger("zero_opt")
@@ -99,6 +99,7 @@ class NativeSteps:
                 made = new_state(unit.stepped[position], unit.form, amsgrad=amsgrad)
                 unit.complete(position, made)
                 state.update(made)
+            require_complete(label, state, amsgrad=amsgrad)
             slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
         slot.grad = slot.bound.readable(grad)
         return slot

@@ -13,7 +13,7 @@ from ...errors import UnsupportedOptimizer
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
-from ...sharding.wrapped_class import bare_step
+from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ..interface import AtOnce, ParamState, Stretch, load_mirrors
 from ..masters import HALVES, MasterShard
 from .native_steps import NativeSteps
@@ -54,6 +54,7 @@ class DevicePlacement(AtOnce):
         native: NativeSteps | None = None,
     ) -> None:
         self._class, self._defaults = optimizer_class, dict(defaults)
+        self._apart = steps_params_apart(optimizer_class)
         self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
@@ -120,7 +121,10 @@ class DevicePlacement(AtOnce):
         inner = self._optimizer
         load_mirrors(self._places.values())
         for outer, own in zip(groups, inner.param_groups, strict=True):
-            own.update(hypers_of(outer))
+            hypers = hypers_of(outer)
+            for gone in hypers_of(own).keys() - hypers.keys():
+                del own[gone]
+            own.update(hypers)
         self._make_units.begin()
         yield from self._step_shards(grads, grad_scale)
         for outer, own in zip(groups, inner.param_groups, strict=True):
@@ -149,20 +153,34 @@ class DevicePlacement(AtOnce):
 
     def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
         """Step units whose gradients are being fetched, by the wrapped class."""
-        parts = []
+        parts: list[tuple[Tensor, Tensor]] = []
         for work in works:
             for position, grad in work.unit.grads():
                 part = work.unit.stepped[position]
                 part.grad = _fitted(grad, part.dtype, grad_scale)
-                parts.append(part)
+                parts.append((part, part if self._apart else part.detach()))
         with self._make_units.class_threads():
             bare_step(self._optimizer)
-            for part in parts:
+            for part, memory in parts:
                 part.grad = None
+                if part.data_ptr() != memory.data_ptr():  # the class has assigned part.data
+                    part.data = memory.copy_(part)
+            self._require_params_alone()
             for work in works:
                 work.unit.show_masters(work.positions, self._optimizer.state)
                 work.unit.round(work.positions)
                 work.unit.send(work.positions)
+
+    def _require_params_alone(self) -> None:
+        """Refuse a class with state that is no parameter's, which would be lost in a checkpoint."""
+        if self._apart:
+            return
+        for key in self._optimizer.state:
+            if not isinstance(key, Tensor):
+                raise UnsupportedOptimizer(
+                    f"{self._class.__name__} keeps state under {key!r}, which is no parameter, and cannot be sharded "
+                    "over several ranks, nor with an offload or masters; use it at world size 1 without"
+                )
 
     # -- state --------------------------------------------------------------------------------------------------------
 

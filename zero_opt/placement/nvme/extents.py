@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
-from ..adam_shard import MAXIMUM, MOMENTS, StateShard
+from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_shard import StateShard
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import Window
 

@@ -14,7 +14,7 @@ from ...reduction.interface import GradShard
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
-from ..adam_shard import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM, MOMENTS
 from ..masters import follow_param
 from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, Window, WindowPass

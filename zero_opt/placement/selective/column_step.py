@@ -12,7 +12,7 @@ from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate, adam_update_
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
-from ..adam_shard import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM, MOMENTS
 from .column_shard import ColumnSlice
 
 

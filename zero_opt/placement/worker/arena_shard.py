@@ -14,7 +14,8 @@ from ...kernels.runs import BoundRun
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.shared_memory import Arena
-from ..adam_shard import MAXIMUM, MOMENTS, StateShard
+from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_shard import StateShard
 from ..masters import HALVES
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
