@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("auto", "backend")
 NONFINITE = ("ignore", "raise", "skip")
-MOMENTS = ("float32", "bfloat16", "block8")
+MOMENT_FORMS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # The most threads that may step. A typo could otherwise use up all the threads that the system grants.
 _MOST_THREADS = 1024
@@ -410,7 +410,7 @@ class AdamState:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        if self.moments not in MOMENTS:
-            raise ConfigError(f"AdamState.moments must be one of {MOMENTS}, got {quoted(self.moments)}")
+        if self.moments not in MOMENT_FORMS:
+            raise ConfigError(f"AdamState.moments must be one of {MOMENT_FORMS}, got {quoted(self.moments)}")
         if self.master not in MASTERS:
             raise ConfigError(f"AdamState.master must be one of {MASTERS}, got {quoted(self.master)}")

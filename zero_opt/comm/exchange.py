@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.adam_state import HALVES
 from ..system.extension import native, native_available
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Of which the native kernels compute means, and what they call them.
 NATIVE_DTYPES = {
     torch.float32: "float32",
@@ -83,7 +83,7 @@ def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) ->
 
     bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
     """
-    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALF_DTYPES else out
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALVES else out
     first, second = next(parts), next(parts)
     if total is out:
         torch.add(first, second, out=total)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..comm.groups import AloneGroup, Group
 from ..errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
+from ..kernels.adam_state import HALVES
 from ..placement import check_state, extra_places, home_of, is_by_columns, taken_states
-from ..placement.masters import HALVES
 from ..sharding.flat_param import is_dtensor
 from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, quoted
+from ..kernels.adam_state import HALVES
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..reduction import Policy as Reduction
 from ..sharding.wrapped_class import steps_params_apart
@@ -24,7 +25,6 @@ from .in_process.native_steps import NativeSteps, may_be_fused, says_fused, serv
 from .in_process.placement import BucketwisePlacement, DevicePlacement
 from .in_process.units import DeviceUnits
 from .interface import Home, ParamState, Placement, ReadThrough, tensors_of
-from .masters import HALVES
 from .nvme.placement import NVMePlacement
 from .selective.column_shard import is_matrix
 from .selective.column_state import extra_places, without_extra

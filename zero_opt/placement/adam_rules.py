@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels import CPUAdam, CPUAdamW
+from ..kernels.adam_state import HALVES, MOMENTS
 from ..system.extension import require_native
-from .masters import HALVES
 
 NATIVE_CLASSES = (CPUAdam, CPUAdamW)
 ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
 # What a state may hold besides: of masters, and of parameters that are stepped by columns.
 _MORE_KEYS = ("master", "column_steps", "column_selected", "waiting", "window")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.adam_state import HALVES, MOMENTS
 from ..sharding.buckets import GradBucket
-from .adam_rules import MAXIMUM, MOMENTS
+from .adam_rules import MAXIMUM
 from .interface import ParamState, Stretch
-from .masters import HALVES, MasterShard
+from .masters import MasterShard
 
 
 class StateShard(MasterShard):

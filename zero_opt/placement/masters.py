@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import copy_
+from ..kernels.adam_state import HALVES
 from ..layout import ParamSlice
 from ..sharding.flat_param import FlatParam, own_writes
 from ..system.extension import native_available
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def follow_param(master: Tensor, param: Tensor) -> None:

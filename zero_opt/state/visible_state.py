@@ -101,7 +101,6 @@ class ShownState:
             return state.get(params[index]) or None
 
         try:
-            self.dropped.update(index for index in self._live if entry_of(index) is None)
             changed = [piece for piece in self._pieces if self._adopt_slice(piece, entry_of(piece.param))]
             edited = self._stand_ins.adopt(entry_of, self._owner.param_groups)
             self.dropped.update(index for index, entry in edited.items() if entry is None)
@@ -116,6 +115,8 @@ class ShownState:
         """Whether other objects than ``entry`` are to be shown of this rank's slice."""
         if not (entry or self._live.get(piece.param)):
             return False
+        if entry is None:
+            self.dropped.add(piece.param)
         flat = self._partition.flats[piece.param]
         if entry and not isinstance(entry, ReadThrough) and piece.in_param.numel != flat.param.numel():
             shape = flat.param.shape

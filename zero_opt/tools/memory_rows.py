@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.adam_state import HALVES, MOMENTS
 from ..kernels.threads import allowed_threads
 from ..layout import ParamSlice
 from ..optimizer.config import Recipe
 from ..placement import grad_buffers_of
-from ..placement.adam_rules import MAXIMUM, MOMENTS
+from ..placement.adam_rules import MAXIMUM
 from ..placement.in_process.host_offload import HostUnits, room_for
-from ..placement.masters import HALVES
 from ..placement.nvme.extents import Extent, extents_of
 from ..placement.nvme.window_pass import BUFFERS
 from ..placement.selective.column_shard import columns_of, home_bucket

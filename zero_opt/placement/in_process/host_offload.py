@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.adam_state import HALVES
 from ...kernels.threads import checked_threads, torch_threads
 from ...policies import AdamState, CPUOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
-from ..masters import HALVES
 from .placement import BucketwisePlacement, Work
 from .units import PLAIN, SPLIT, Found, InPlace, Mastered, Unit, UnitMaker
 

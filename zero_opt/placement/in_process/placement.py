@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
+from ...kernels.adam_state import HALVES
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ..interface import AtOnce, ParamState, Stretch, load_mirrors
-from ..masters import HALVES, MasterShard
+from ..masters import MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, Found, Unit, UnitMaker, load_split
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import live_state, plain_state, prefer_huge_pages, remainder_of
+from ...kernels.adam_state import HALVES, live_state, plain_state, prefer_huge_pages, remainder_of
 from ...layout import ParamSlice
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.extension import native_available
 from ..interface import ParamState, Stretch
-from ..masters import HALVES, MasterShard
+from ..masters import MasterShard
 
 PLAIN, SPLIT = AdamState(), AdamState(master="split")
 

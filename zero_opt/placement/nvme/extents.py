@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.adam_state import MOMENTS
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
-from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import Window

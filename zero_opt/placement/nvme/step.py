@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import AdamHypers, AdamUpdate, adam_update_
+from ...kernels.adam_state import MOMENTS
 from ...kernels.checks import GRAD_DTYPES
 from ...reduction.interface import GradShard
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
-from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM
 from ..masters import follow_param
 from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, Window, WindowPass

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.adam_state import HALVES
 from ...layout import ParamSlice, plan_flat
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
 from ..in_process.units import slices_of
 from ..interface import ParamState, Stretch
-from ..masters import HALVES, FollowedParams, follow_param
+from ..masters import FollowedParams, follow_param
 from .columns import Columns
 
 

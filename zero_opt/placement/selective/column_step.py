@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate, adam_update_
+from ...kernels.adam_state import MOMENTS
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
-from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM
 from .column_shard import ColumnSlice
 
 

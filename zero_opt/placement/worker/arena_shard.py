@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.adam_state import HALVES, MOMENTS
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.shared_memory import Arena
-from ..adam_rules import MAXIMUM, MOMENTS
+from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
-from ..masters import HALVES
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ALIGN = 64
