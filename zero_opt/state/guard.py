@@ -32,6 +32,14 @@ def _nothing() -> None:
     """Return no method: there are no edits."""
 
 
+def step_failed(where: str, failure: Exception) -> StepFailed:
+    """Return the error for a rank that asks for state after a step has failed."""
+    return StepFailed(
+        f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
+        "that step: load a checkpoint, or step again"
+    )
+
+
 class Verdict(enum.Enum):
     """What to answer a rank that wants this rank's state at a point of training."""
 
