@@ -17,6 +17,7 @@ from ..placement import check_state, extra_places, home_of, is_by_columns, taken
 from ..placement.masters import HALVES
 from ..sharding.flat_param import is_dtensor
 from ..sharding.wrapped_class import is_elementwise, needs_closure
+from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from .config import Recipe
@@ -46,6 +47,7 @@ def asked_by_load() -> bool:
 
 def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
+    require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}

@@ -342,6 +342,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
             StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
+            StorageFailed: the state of a rank cannot be read.
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
@@ -363,7 +364,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
             StepDesync: another rank is in a later step, or another thread of this one in a step. PeerLost: a rank has
                 ended, or does not get to this step in time.
-            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
+            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent. StorageFailed: or read.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
