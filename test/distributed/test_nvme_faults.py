@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zero_opt
@@ -298,39 +297,6 @@ def test_state_that_cannot_be_read_is_an_error_and_no_signal(tmp_path: Path) -> 
     with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed \(the file ends there\)"):
         optimizer.step()
     optimizer.close()
-
-
-def _unreadable(rank: int, world_size: int, path: Path, call: str, closed: bool) -> None:
-    """Rank 1's file is lost; every rank hears of it in the same call, and in the one after it."""
-    params = make_params()
-    optimizer = make(params, path)
-    backward(params, 1, rank)
-    optimizer.step()
-    if rank == 1:
-        os.ftruncate(placement_of(optimizer)._disk.file._fd, 0)
-    wanted = "cannot be read from the file that holds it"
-    for _ in range(2):
-        dist.barrier()
-        if call == "state_dict" and rank == 1:
-            if closed:
-                optimizer.close()
-            continue
-        calls = {
-            "consolidate": lambda: optimizer.consolidate_state_dict(to=world_size - 1),
-            "sharded": lambda: zero_opt.sharded_state_dict(optimizer),
-            "state_dict": optimizer.state_dict,
-        }
-        with pytest.raises(zero_opt.StorageFailed, match=wanted if rank == 1 else f"^rank 1: .*{wanted}"):
-            calls[call]()
-    dist.barrier()
-    optimizer.close()
-
-
-@pytest.mark.parametrize("call", ["consolidate", "sharded", "state_dict", "state_dict of a closed rank"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_state_that_one_rank_cannot_read_is_an_error_on_all_at_once(call: str, world_size: int, tmp_path: Path) -> None:
-    name, _, closed = call.partition(" ")
-    run_processes(world_size, _unreadable, tmp_path, name, bool(closed), timeout=SECONDS, group_timeout=20 * SECONDS)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -445,7 +445,8 @@ class Wiring:
         self._admit(sum(1 << index for index in states))
         mine = self._whole.own_part(states)
         self._guard.begin(self._patience_s)
-        self.placement.load(mine, groups)
+        with self.agreement.together():  # a disk may fail that could be written to when that was checked
+            self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._shown.load(states)

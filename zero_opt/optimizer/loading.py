@@ -122,7 +122,7 @@ class Loading:
 
         Raises:
             ParamsReplaced: on every rank, if the user has replaced parameters on one.
-            StateDictError: on every rank, naming what does not fit on one. StateOffloaded: likewise.
+            StateDictError: on every rank, naming what does not fit on one. StateOffloaded, StorageFailed: likewise.
         """
         error: Exception | None = None
         try:
@@ -151,6 +151,7 @@ class Loading:
             self.states = taken_states(self._recipe.offload, self.states)
             check_state(self._recipe.offload, self._recipe.precision, cls, self.groups, self.states)
             parts.placement.wait()
+            parts.placement.require_writable()
 
     def say(self, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log what starts afresh, and what is loaded with fewer bits than were saved."""
