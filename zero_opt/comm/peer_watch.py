@@ -45,9 +45,16 @@ _ENDING_S = 0.3
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
-# What a backend says of a wait that was too long; and what to do about a rank that is stopped.
+# What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
-_GO_ON = "let it go on (kill -CONT), or restart all ranks from the last checkpoint"
+# A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
+_SAID_S = 0.05
+
+
+def _go_on(ranks: Sequence[int]) -> str:
+    """Return what to do about ranks that are stopped."""
+    them = "them" if len(ranks) > 1 else "it"
+    return f"let {them} go on (kill -CONT), or restart all ranks from the last checkpoint"
 
 
 def done_within(work: Any, seconds: float) -> bool:
@@ -177,10 +184,11 @@ class Watch:
         """Seconds after which :meth:`mark` is due."""
         return min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
 
-    @property
-    def last(self) -> str:
-        """The last step that a missing rank has come to: all have come to the one before this rank's."""
-        return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
+    def last(self, ranks: Sequence[int] = ()) -> str:
+        """The last step that missing ranks have come to: all have come to the one before this rank's."""
+        if self.step:
+            return f"{'their' if len(ranks) > 1 else 'its'} last step is {self.step - 1}"
+        return f"{'they have' if len(ranks) > 1 else 'it has'} taken no step"
 
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
@@ -192,8 +200,10 @@ class Watch:
         if seconds < self._hang_timeout_s:
             return None
         self._give_up(ranks)
-        waiting = waiting or f"step {self.step} waits for it, and {self.last}"
-        return PeerSilent(f"{self.name(ranks)} has been stopped for {seconds:.0f} s while {waiting}; {_GO_ON}")
+        have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
+        waiting = waiting or f"step {self.step} waits for {them}, and {self.last(ranks)}"
+        stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s"
+        return PeerSilent(f"{stopped} while {waiting}; {_go_on(ranks)}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -208,9 +218,11 @@ class Watch:
         if not missing:
             return None
         self._give_up(missing)
+        have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
+        within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return PeerSilent(
-            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}: "
-            f"{self.alone(missing)}; look at what it does (py-spy dump), or give it longer with "
+            f"{self.name(missing)} {have} not come to step {self.step}{within}, and {self.last(missing)}: "
+            f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
             f"checks=Checks(timeout=...) ({text})"
         )
 
@@ -244,7 +256,9 @@ class Watch:
     def _held(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
         stopped = self.stopped()
-        return PeerSilent(f"{self.name(stopped)} is stopped; {_GO_ON}") if stopped else None
+        if not stopped:
+            return None
+        return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
 
     def _ended_nearby(self) -> Departure | None:
         """Return the departure of a rank of this host that has ended without an announcement."""
@@ -266,7 +280,7 @@ class Watch:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while step {self.step} waits for it, and {self.last}"
+        waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
         backend = f" ({text})" if text and departure.how is How.LOST else ""
         return PeerLost(departure.text(self.name([departure.rank]), waiting) + backend)
 
@@ -309,7 +323,7 @@ class _Patience:
         if not self._warned and self.waited > WARN_AFTER_S:
             self._warned = True
             missing = watch.missing()
-            who, last = watch.name(missing) or "another rank", watch.last
+            who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}" if missing else ""
             _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
         self._stops.look()
