@@ -25,6 +25,8 @@ from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from .departures import Departure, Departures, How
@@ -75,11 +77,13 @@ class Home(NamedTuple):
     Attributes:
         host: names the host and the process namespace.
         started: in clock ticks, to tell the process from a later one with its pid.
+        global_rank: the rank in the default process group; -1 where there is none.
     """
 
     host: str
     pid: int
     started: int
+    global_rank: int = -1
 
     @classmethod
     def of_this_process(cls) -> Home:
@@ -87,7 +91,8 @@ class Home(NamedTuple):
         host, namespace = host_if_known(), ""
         with contextlib.suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1])
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1], rank)
 
     def is_near(self, other: Home) -> bool:
         """Return whether both processes are known to be on one host, in one process namespace."""
@@ -127,6 +132,7 @@ class Watch:
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
         self._world_size = len(homes)
+        self._global = [home.global_rank for home in homes]
         self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
         self._entered = 0
         self._thread = SerialThread("zero_opt watch")
@@ -174,10 +180,15 @@ class Watch:
         return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
 
     def name(self, ranks: Sequence[int]) -> str:
-        """How messages name ranks."""
+        """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
         return ", ".join(
-            f"rank {rank} (pid {self._near[rank].pid})" if rank in self._near else f"rank {rank}" for rank in ranks
+            self._name(rank, [f"pid {self._near[rank].pid}"] if rank in self._near else []) for rank in ranks
         )
+
+    def _name(self, rank: int, notes: Sequence[str] = ()) -> str:
+        if self._global[rank] not in (-1, rank):
+            notes = [f"global rank {self._global[rank]}", *notes]
+        return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
 
     @property
     def mark_after_s(self) -> float:
@@ -282,7 +293,8 @@ class Watch:
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
         waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
         backend = f" ({text})" if text and departure.how is How.LOST else ""
-        return PeerLost(departure.text(self.name([departure.rank]), waiting) + backend)
+        name = self.name([departure.rank]) if departure.how is How.LOST else self._name(departure.rank)
+        return PeerLost(departure.text(name, waiting) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
