@@ -105,7 +105,7 @@ def test_the_thread_ends_when_its_owner_is_forgotten() -> None:
 def _exit_with(job: str, *options: str) -> None:
     """A process ends of itself although a call is under way."""
     script = (
-        "import threading, time; from zero_opt import serial_thread; serial_thread._PATIENCE_S = 0.01\n"
+        "import threading, time; from zero_opt.system import background_thread; background_thread._PATIENCE_S = 0.01\n"
         "started, gate = threading.Event(), threading.Event()\n"
         f"t = serial_thread.SerialThread('busy', {', '.join(options)})\n"
         f"t.submit(lambda: (started.set(), {job})); started.wait()"
@@ -135,7 +135,7 @@ def test_a_thread_that_has_returned_and_still_frees_what_it_held_is_waited_for()
     """Its jobs are over, and so is its function: the object is freed with what the thread has of its own."""
     script = (
         "import atexit, threading, time; atexit.register(print, 'finalized')\n"  # runs after the exit has waited
-        "from zero_opt import serial_thread; serial_thread._PATIENCE_S = 300\n"
+        "from zero_opt.system import background_thread; background_thread._PATIENCE_S = 300\n"
         "class Last:\n"
         "    def __del__(self): begun.set(); time.sleep(1); print('freed')\n"
         "begun, local = threading.Event(), threading.local()\n"

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zero_opt.errors import PeerLost, StepDesync, StepFailed
+from zero_opt.errors import PeerLost, PeerSilent, StepDesync, StepFailed
 from zero_opt.state.guard import StateGuard, Verdict
 
 
@@ -84,6 +84,47 @@ def test_a_change_that_is_taken_back_is_none() -> None:
     with guard.changing(1, step=7):
         pass
     assert (guard.changes, guard.step) == (1, 7)
+
+
+def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
+    guard = StateGuard()
+    guard.commit(step=4)
+
+    def leave(error: BaseException) -> None:
+        with guard.whole():
+            guard.begin(1)
+            raise error
+
+    guard.begin(1)
+    with pytest.raises(StepDesync, match="while step 4 is being taken; call it between steps"), guard.reading():
+        pass
+    for lost in (PeerLost("rank 1 has ended; restart"), PeerSilent("rank 1 is stopped; let it go on")):
+        with pytest.raises(type(lost)):
+            leave(lost)
+        with pytest.raises(type(lost), match=rf"step 4 was left half-way: {lost}$"), guard.reading():
+            pass
+    with pytest.raises(KeyboardInterrupt):
+        leave(KeyboardInterrupt())
+    with pytest.raises(StepDesync, match=r"step 4 was left half-way with KeyboardInterrupt.*restart"), guard.reading():
+        pass
+    guard.commit(step=5)
+    with guard.reading():
+        pass
+
+
+def test_what_cannot_be_made_up_for_is_still_lacking() -> None:
+    guard = StateGuard()
+    guard.failed(MemoryError("no more of it"))
+    with pytest.raises(OSError, match="the disk"), guard.making_up(1):
+        raise OSError("the disk")
+    guard.take_back()
+    with guard.reading():
+        assert isinstance(guard.failure, OSError)
+        assert guard.untold() is None
+    with guard.making_up(1):
+        pass
+    guard.commit(step=1)
+    assert guard.lacking() is None
 
 
 def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:

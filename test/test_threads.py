@@ -84,8 +84,8 @@ _RETURNS_DURING_FINALIZATION = """
 import builtins, os, threading, time, torch, torch.distributed as dist
 from concurrent.futures import ThreadPoolExecutor
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
-from zero_opt import serial_thread
-serial_thread._PATIENCE_S = 0.01
+from zero_opt.system import background_thread
+background_thread._PATIENCE_S = 0.01
 store = HashStore()
 with ThreadPoolExecutor(2) as pool:
     first, second = pool.map(lambda rank: ProcessGroupGloo(store, rank, 2), range(2))
@@ -94,7 +94,7 @@ def wait():
     work = first.recv([received], 1, 7)
     waits.set()
     work.wait()
-thread = serial_thread.SerialThread("waits for a message")
+thread = background_thread.SerialThread("waits for a message")
 thread.submit(wait)
 waits.wait()
 class Sends:

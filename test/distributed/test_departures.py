@@ -258,6 +258,28 @@ def test_rank_0_is_named_where_the_store_is_lost_with_it(world_size: int, tmp_pa
         assert text.startswith("rank 0 has ended, or its host does not answer, while step 2 waits for it")
 
 
+def _in_a_subgroup(rank: int, world_size: int, how: str) -> Any:
+    """Of global ranks 1 and 2, the second leaves."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    params, optimizer = _stepped(rank, "shared memory", process_group=group)
+    if rank == 2 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        _leave(optimizer, how)
+        return None
+    text = _lost_in(lambda: take_step(params, optimizer))[1]
+    optimizer.close()
+    return text
+
+
+@pytest.mark.parametrize("how", ["killed", "closes"])
+def test_a_rank_of_a_subgroup_is_named_by_its_global_rank_too(how: str) -> None:
+    found = run_processes(3, _in_a_subgroup, how, timeout=SECONDS, expect_errors=True)
+    assert re.match(r"rank 1 \(global rank 2(, pid \d+)?\) has (ended|closed)", found[1]), found[1]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the exit of ranks that have lost one
 

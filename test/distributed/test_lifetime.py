@@ -48,10 +48,11 @@ def test_a_forked_child_that_drops_it_does_not_disturb_the_parent() -> None:
 _SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist, zero_opt
-from zero_opt import process_end, serial_thread
+from zero_opt.state import process_exit
+from zero_opt.system import background_thread
 from test.distributed.scenario import BUCKET_MB
-serial_thread._PATIENCE_S = {patience}
-process_end._EXIT_S = 0.5
+background_thread._PATIENCE_S = {patience}
+process_exit._EXIT_S = 0.5
 rank, world_size = int(sys.argv[1]), 2
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], world_size), rank=rank, world_size=world_size)
 params = [torch.nn.Parameter(torch.ones(100)) for _ in range(4)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zero_opt
@@ -142,6 +143,15 @@ def test_ctrl_c_loses_no_window(
         assert_bitwise(_interrupted(tmp_path, monkeypatch, place, due, after), reference, f"{due}")
 
 
+def _asks(optimizer: zero_opt.ShardedOptimizer, rank: int) -> None:
+    """State that lacks a part of a step is refused, and why."""
+    dist.barrier()
+    failed = pytest.raises(zero_opt.StepFailed, match=r"^rank 1: the last step failed .* StorageFailed: (read|writ)ing")
+    with pytest.raises(zero_opt.StepPending, match=r"opt\.flush\(\)") if rank == 1 else failed:
+        optimizer.state_dict()
+    dist.barrier()
+
+
 def _fails_on_one(rank: int, world_size: int, path: Path) -> Any:
     """Rank 1's disk fails for three steps' worth of tries."""
     params = make_params()
@@ -158,8 +168,10 @@ def _fails_on_one(rank: int, world_size: int, path: Path) -> Any:
     told = pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 0 failed there with StorageFailed: reading")
     with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed") if rank == 1 else told:
         optimizer.step()
+    _asks(optimizer, rank)
     with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed" if rank else r"^rank 1: reading"):
         optimizer.flush()
+    _asks(optimizer, rank)
     broken[0] = False
     optimizer.flush()
     optimizer.consolidate_state_dict()
@@ -208,6 +220,8 @@ def _goes_on(rank: int, world_size: int, path: Path, fails: bool) -> Any:
     else:
         optimizer.step()
     broken[0] = False
+    if fails:
+        _asks(optimizer, rank)
     give(1)
     if fails:
         with pytest.raises(zero_opt.StepFailed, match="StorageFailed: writing"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import resource
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -375,3 +377,31 @@ def _cut_otherwise(rank: int, world_size: int) -> Any:
 def test_tensors_that_are_whole_or_cut_otherwise_load_too() -> None:
     _, plain = expected(ADAM, 2, OVERLAPPED, STEPS)
     assert_bitwise(run_processes(2, _cut_otherwise)[0], plain)
+
+
+def _no_descriptors(rank: int, world_size: int, call: str) -> Any:
+    """Rank 1 has none left when its first call needs a module that is not imported yet; later calls work."""
+    optimizer = _trained(ADAM, rank)
+    state_dict = zero_opt.sharded_state_dict(optimizer)
+    calls = {
+        "save": lambda: zero_opt.sharded_state_dict(optimizer),
+        "load": lambda: zero_opt.load_sharded_state_dict(optimizer, state_dict),
+    }
+    limits, name = resource.getrlimit(resource.RLIMIT_NOFILE), "zero_opt.state.row_sharded"
+    module = sys.modules.pop(name)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    with pytest.raises(zero_opt.OutOfResources, match=r"(?s)file descriptors.*ulimit -n") as caught:
+        calls[call]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    sys.modules[name] = module
+    calls[call]()
+    return str(caught.value), _full(optimizer)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_rank_without_descriptors_is_an_error_on_all(call: str) -> None:
+    (first, state), (second, _) = run_processes(2, _no_descriptors, call, timeout=60, group_timeout=600)
+    assert first == f"rank 1: {second}"
+    _, wanted = expected(ADAM, 2, OVERLAPPED, STEPS)
+    assert_bitwise(state["state"], wanted["state"])

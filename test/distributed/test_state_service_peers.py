@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -341,6 +342,27 @@ def _one_fails(rank: int, world_size: int) -> Any:
 
 def test_state_that_lacks_a_step_is_refused() -> None:
     assert run_processes(2, _one_fails, timeout=SECONDS) == [2, 2]
+
+
+def _lost_half_way(rank: int, world_size: int) -> str:
+    """Rank 1 is killed in step 2, which the others have begun to change their state for."""
+    params, optimizer = make_stepped(2)
+    if rank == 1:
+        placement: Any = optimizer._sharded.placement  # type: ignore[union-attr]
+        placement.step = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zero_opt.PeerLost):
+        take_step(params, optimizer)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_state_of_a_step_that_a_lost_rank_left_half_way_names_it(world_size: int) -> None:
+    found = run_processes(world_size, _lost_half_way, expect_errors=True, timeout=SECONDS)
+    assert found[1].type_name == "Died"
+    for said in (text for rank, text in enumerate(found) if rank != 1):
+        assert re.search(r"step 2 was left half-way: rank 1 .*restart all ranks from the last checkpoint", said), said
 
 
 def _from_a_thread(rank: int, world_size: int) -> Any:

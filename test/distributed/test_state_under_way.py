@@ -55,7 +55,7 @@ def _a_step_that_is_being_taken_is_not_mixed_with_the_one_before(rank: int, worl
     training.start()
     try:
         assert Held.entered.wait(SECONDS)
-        with pytest.raises(zero_opt.StepDesync, match="while step 1 is being taken"):
+        with pytest.raises(zero_opt.StepDesync, match="while step 0 is being taken"):
             optimizer.state_dict()
     finally:
         Held.may_go_on.set()

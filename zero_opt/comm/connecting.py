@@ -65,6 +65,21 @@ def require_room(world_size: int, groups: int) -> None:
     _require_threads(groups * _THREADS + _SPARE_THREADS)
 
 
+def require_descriptors(count: int, purpose: str) -> None:
+    """Raise OutOfResources unless this process may open so many more descriptors; ``purpose`` begins the message."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise OutOfResources(
+            f"{purpose} needs {count} file descriptors ({error.strerror}); raise the limit of {_DESCRIPTOR_LIMIT}"
+        ) from error
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
 def _raised(needed: int, most: int) -> str:
     """How a user raises the limit of descriptors, given the hard limit."""
     if most == resource.RLIM_INFINITY:

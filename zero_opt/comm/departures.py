@@ -42,9 +42,9 @@ class Departure(NamedTuple):
         when = f"after step {self.steps - 1}" if self.steps else "before its first step"
         batches = "do all ranks have the same number of batches? (torch.distributed.algorithms.Join takes uneven ones)"
         return {
-            How.CLOSED: f"rank {self.rank} has closed this optimizer {when}; {batches}",
-            How.ENDED: f"rank {self.rank} has ended its program {when}; {batches}",
-            How.FAILED: f"rank {self.rank} has ended its program with an exception {when}; look at its log, and "
+            How.CLOSED: f"{name} has closed this optimizer {when}; {batches}",
+            How.ENDED: f"{name} has ended its program {when}; {batches}",
+            How.FAILED: f"{name} has ended its program with an exception {when}; look at its log, and "
             "restart all ranks from the last checkpoint",
             How.LOST: f"{name} {waiting}; restart all ranks from the last checkpoint",
         }[self.how]

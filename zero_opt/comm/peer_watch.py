@@ -25,6 +25,8 @@ from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from .departures import Departure, Departures, How
@@ -45,9 +47,16 @@ _ENDING_S = 0.3
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
-# What a backend says of a wait that was too long; and what to do about a rank that is stopped.
+# What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
-_GO_ON = "let it go on (kill -CONT), or restart all ranks from the last checkpoint"
+# A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
+_SAID_S = 0.05
+
+
+def _go_on(ranks: Sequence[int]) -> str:
+    """Return what to do about ranks that are stopped."""
+    them = "them" if len(ranks) > 1 else "it"
+    return f"let {them} go on (kill -CONT), or restart all ranks from the last checkpoint"
 
 
 def done_within(work: Any, seconds: float) -> bool:
@@ -68,11 +77,13 @@ class Home(NamedTuple):
     Attributes:
         host: names the host and the process namespace.
         started: in clock ticks, to tell the process from a later one with its pid.
+        global_rank: the rank in the default process group; -1 where there is none.
     """
 
     host: str
     pid: int
     started: int
+    global_rank: int = -1
 
     @classmethod
     def of_this_process(cls) -> Home:
@@ -80,7 +91,8 @@ class Home(NamedTuple):
         host, namespace = host_if_known(), ""
         with contextlib.suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1])
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1], rank)
 
     def is_near(self, other: Home) -> bool:
         """Return whether both processes are known to be on one host, in one process namespace."""
@@ -120,6 +132,7 @@ class Watch:
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
         self._world_size = len(homes)
+        self._global = [home.global_rank for home in homes]
         self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
         self._entered = 0
         self._thread = SerialThread("zero_opt watch")
@@ -167,20 +180,26 @@ class Watch:
         return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
 
     def name(self, ranks: Sequence[int]) -> str:
-        """How messages name ranks."""
+        """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
         return ", ".join(
-            f"rank {rank} (pid {self._near[rank].pid})" if rank in self._near else f"rank {rank}" for rank in ranks
+            self._name(rank, [f"pid {self._near[rank].pid}"] if rank in self._near else []) for rank in ranks
         )
+
+    def _name(self, rank: int, notes: Sequence[str] = ()) -> str:
+        if self._global[rank] not in (-1, rank):
+            notes = [f"global rank {self._global[rank]}", *notes]
+        return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
 
     @property
     def mark_after_s(self) -> float:
         """Seconds after which :meth:`mark` is due."""
         return min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
 
-    @property
-    def last(self) -> str:
-        """The last step that a missing rank has come to: all have come to the one before this rank's."""
-        return f"its last step is {self.step - 1}" if self.step else "it has taken no step"
+    def last(self, ranks: Sequence[int] = ()) -> str:
+        """The last step that missing ranks have come to: all have come to the one before this rank's."""
+        if self.step:
+            return f"{'their' if len(ranks) > 1 else 'its'} last step is {self.step - 1}"
+        return f"{'they have' if len(ranks) > 1 else 'it has'} taken no step"
 
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
@@ -192,8 +211,10 @@ class Watch:
         if seconds < self._hang_timeout_s:
             return None
         self._give_up(ranks)
-        waiting = waiting or f"step {self.step} waits for it, and {self.last}"
-        return PeerSilent(f"{self.name(ranks)} has been stopped for {seconds:.0f} s while {waiting}; {_GO_ON}")
+        have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
+        waiting = waiting or f"step {self.step} waits for {them}, and {self.last(ranks)}"
+        stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s"
+        return PeerSilent(f"{stopped} while {waiting}; {_go_on(ranks)}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -208,9 +229,11 @@ class Watch:
         if not missing:
             return None
         self._give_up(missing)
+        have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
+        within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return PeerSilent(
-            f"{self.name(missing)} has not come to step {self.step} in {waited:.1f} s, and {self.last}: "
-            f"{self.alone(missing)}; look at what it does (py-spy dump), or give it longer with "
+            f"{self.name(missing)} {have} not come to step {self.step}{within}, and {self.last(missing)}: "
+            f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
             f"checks=Checks(timeout=...) ({text})"
         )
 
@@ -244,7 +267,9 @@ class Watch:
     def _held(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
         stopped = self.stopped()
-        return PeerSilent(f"{self.name(stopped)} is stopped; {_GO_ON}") if stopped else None
+        if not stopped:
+            return None
+        return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
 
     def _ended_nearby(self) -> Departure | None:
         """Return the departure of a rank of this host that has ended without an announcement."""
@@ -266,9 +291,10 @@ class Watch:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while step {self.step} waits for it, and {self.last}"
+        waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
         backend = f" ({text})" if text and departure.how is How.LOST else ""
-        return PeerLost(departure.text(self.name([departure.rank]), waiting) + backend)
+        name = self.name([departure.rank]) if departure.how is How.LOST else self._name(departure.rank)
+        return PeerLost(departure.text(name, waiting) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
@@ -309,7 +335,7 @@ class _Patience:
         if not self._warned and self.waited > WARN_AFTER_S:
             self._warned = True
             missing = watch.missing()
-            who, last = watch.name(missing) or "another rank", watch.last
+            who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}" if missing else ""
             _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
         self._stops.look()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.backend_exchanges import build_exchange
 from ..comm.exchange import Exchange, close_all
-from ..errors import ParamsReplaced, StepFailed, UnsupportedParam, ZeroOptError
+from ..errors import ParamsReplaced, PeerLost, StepFailed, UnsupportedParam, ZeroOptError
 from ..placement import Placement, Results, build_placement, build_results
 from ..policies import AlreadyReduced
 from ..reduction import GradShard, Parts, build_reduction
@@ -260,7 +260,8 @@ class Wiring:
             return
         if limit is not None:
             grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
-        self.stepped(self.gather.run(self.progress.step, self.step(grads, grad_scale), self._guard.lacks))
+        with self._guard.whole():
+            self.stepped(self.gather.run(self.progress.step, self.step(grads, grad_scale), self._guard.lacks))
 
     def _follow_params(self) -> None:
         moved = self.partition.refresh()
@@ -357,17 +358,19 @@ class Wiring:
 
     def _land(self) -> None:
         conflict: ZeroOptError | None = None
+        begun = False
         try:
             with self.agreement.together("flush()"):
                 self._follow_params()
                 conflict = self.placement.conflict()
-                if self.placement.pending:
-                    self._owed = True
-                    self._guard.begin(self._patience_s)
-                for _ in self.placement.land():
-                    self._guard.failed(None)
-        except Exception:
+                begun = self.placement.pending
+                self._owed |= begun
+                with self._guard.making_up(self._patience_s) if begun else nullcontext():
+                    list(self.placement.land())
+        except Exception as error:
             self._owed = True
+            if begun and not isinstance(error, PeerLost):
+                self._guard.take_back()
             raise
         if self.agreement.any(self._owed):
             spread(self.partition.buckets, self._groups.control)
@@ -445,7 +448,8 @@ class Wiring:
         self._admit(sum(1 << index for index in states))
         mine = self._whole.own_part(states)
         self._guard.begin(self._patience_s)
-        self.placement.load(mine, groups)
+        with self._guard.whole(), self.agreement.together():  # a disk may have failed since that was checked
+            self.placement.load(mine, groups)
         for group, loaded in zip(self._param_groups, groups, strict=True):
             group.update(copy.deepcopy(hypers_of(loaded)))  # an lr may be a tensor, to be written in place
         self._shown.load(states)

@@ -17,6 +17,7 @@ from ..kernels.adam_state import HALVES
 from ..placement import check_state, extra_places, home_of, is_by_columns, taken_states
 from ..sharding.flat_param import is_dtensor
 from ..sharding.wrapped_class import is_elementwise, needs_closure
+from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from .config import Recipe
@@ -46,6 +47,7 @@ def asked_by_load() -> bool:
 
 def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
+    require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
@@ -120,7 +122,7 @@ class Loading:
 
         Raises:
             ParamsReplaced: on every rank, if the user has replaced parameters on one.
-            StateDictError: on every rank, naming what does not fit on one. StateOffloaded: likewise.
+            StateDictError: on every rank, naming what does not fit on one. StateOffloaded, StorageFailed: likewise.
         """
         error: Exception | None = None
         try:
@@ -149,6 +151,7 @@ class Loading:
             self.states = taken_states(self._recipe.offload, self.states)
             check_state(self._recipe.offload, self._recipe.precision, cls, self.groups, self.states)
             parts.placement.wait()
+            parts.placement.require_writable()
 
     def say(self, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log what starts afresh, and what is loaded with fewer bits than were saved."""

@@ -346,6 +346,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
             StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
+            StorageFailed: the state of a rank cannot be read.
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
@@ -367,7 +368,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
             StepDesync: another rank is in a later step, or another thread of this one in a step. PeerLost: a rank has
                 ended, or does not get to this step in time.
-            StepFailed: the last step failed on one. StateDictError: state of one cannot be sent.
+            StepFailed: the last step failed on one. StateDictError, StorageFailed: state of one cannot be sent.
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
@@ -398,7 +399,9 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
                 hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
-            StateDictError: names what does not fit. RankMismatch: names what differs between ranks.
+            StateDictError: names what does not fit. RankMismatch: names what differs between ranks. StorageFailed: a
+                rank's file cannot be written to; if the disk has failed since that was checked, state is loaded in
+                part, so load it again. All of them on every rank.
         """
         self._require_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():

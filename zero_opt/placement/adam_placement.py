@@ -126,6 +126,9 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         self._written()
         return True
 
+    def require_writable(self) -> None:
+        """See :class:`Placement`; memory can be."""
+
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`; what is under way ends, and is forgotten."""
         self._drop_pending()

@@ -103,6 +103,9 @@ class Placement(Protocol):
     def wait(self) -> None:
         """Let a pending step end; it stays pending."""
 
+    def require_writable(self) -> None:
+        """Raise StorageFailed if the state cannot be written where it is. Called before a load, after :meth:`wait`."""
+
     def land(self) -> Iterator[int]:
         """Bring a pending step into the parameters, as :meth:`step` yields them; those changed since are left alone."""
 
@@ -165,6 +168,9 @@ class AtOnce:
 
     def wait(self) -> None:
         """See :class:`Placement`."""
+
+    def require_writable(self) -> None:
+        """See :class:`Placement`; memory can be."""
 
     def land(self) -> Iterator[int]:
         """See :class:`Placement`."""

@@ -192,6 +192,27 @@ def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
             yield run[span].cpu()
 
 
+def chunks_to_send(state: LocalState | FrozenState, entry: Entry, failed: list[Exception]) -> Iterator[Tensor]:
+    """As :func:`chunks`, for a rank that waits for all of them: once one cannot be had, zeros take their place.
+
+    The sender tells that rank afterwards, so nothing is read twice and a disk may fail at any moment.
+
+    Args:
+        failed: is given the error, and holds those of earlier entries.
+    """
+    parts = chunks(state, entry)
+    for span in spans(entry):
+        chunk: Tensor | None = None
+        if not failed:
+            try:
+                chunk = next(parts)
+            except Exception as error:  # whatever it is, the other rank waits
+                failed.append(error)
+        if chunk is None:
+            chunk = torch.zeros(span.stop - span.start, dtype=torch_dtype(entry.dtype), device="cpu")
+        yield chunk
+
+
 class Consolidation:
     """One collective pass over all ranks' state."""
 
@@ -206,18 +227,24 @@ class Consolidation:
 
         Raises:
             ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
-            StateDictError: on every rank, if state of one cannot be sent.
+            StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
+                cannot be read.
         """
         payloads = self._group.all_gather_bytes(self._listing(to))
         result = FullState(self._partition.flats) if self._group.rank == to else None
-        window = Window()
+        window, failed = Window(), list[Exception]()
         for src, payload in enumerate(payloads):
             if src != to:
                 for entry in listed(payload):
-                    self._transfer(entry, src, to, None if result is None else result.place(entry), window)
+                    mine = chunks_to_send(self._state, entry, failed) if self._group.rank == src else iter(())
+                    self._transfer(entry, (src, to), mine, None if result is None else result.place(entry), window)
             elif result is not None:
-                result.add_own(self._state)
+                try:
+                    result.add_own(self._state)
+                except Exception as error:  # whatever it is, the other ranks still send
+                    failed.append(error)
         window.drain()
+        self._agreement.raise_first_error(next(iter(failed), None))
         return None if result is None else result.by_param()
 
     def _listing(self, to: int) -> bytes:
@@ -229,11 +256,13 @@ class Consolidation:
         self._agreement.on_contents([("rank to consolidate to", to)])
         return mine
 
-    def _transfer(self, entry: Entry, src: int, to: int, target: Tensor | None, window: Window) -> None:
-        mine = chunks(self._state, entry) if self._group.rank == src else iter(())
+    def _transfer(
+        self, entry: Entry, ends: tuple[int, int], mine: Iterator[Tensor], target: Tensor | None, window: Window
+    ) -> None:
+        """Move the elements of an entry between the ranks ``ends``, from and to."""
         for span in spans(entry):
             chunk = next(mine, None if target is None else target[span])
-            window.add(self._group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
+            window.add(self._group.move(chunk, *ends, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
 
 
 def small_value(entry: Entry) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import Agreement
+from ..comm.connecting import require_descriptors
 from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
 from ..placement import Placement, tensors_of
 from ..sharding.flat_param import is_dtensor
@@ -19,6 +21,17 @@ if TYPE_CHECKING:
     from .row_sharded import ShardedState
 
 States = dict[int, dict[str, Any]]
+# The most files that an import has open at one time, with some to spare.
+_IMPORT_DESCRIPTORS = 8
+
+
+def require_importable() -> None:
+    """Raise OutOfResources if ``row_sharded`` is yet to be imported, and files cannot be opened for that.
+
+    It imports much of torch, which may not be importable again once that has failed half-way.
+    """
+    if f"{__package__}.row_sharded" not in sys.modules:
+        require_descriptors(_IMPORT_DESCRIPTORS, "the first import of torch.distributed.tensor")
 
 
 class WholeState:
@@ -89,7 +102,14 @@ class WholeState:
         return self._by_rows().snapshot()
 
     def _by_rows(self) -> ShardedState:
-        from .row_sharded import ShardedState  # takes seconds to import, and few need it
+        """Return what moves rows. Collective.
+
+        Raises:
+            OutOfResources: on every rank, if one lacks descriptors for the import.
+        """
+        with self._agreement.together():
+            require_importable()
+            from .row_sharded import ShardedState  # takes seconds to import, and few need it
 
         return ShardedState(self._agreement, self._partition, self._placement)
 

@@ -32,6 +32,14 @@ def _nothing() -> None:
     """Return no method: there are no edits."""
 
 
+def step_failed(where: str, failure: Exception) -> StepFailed:
+    """Return the error for a rank that asks for state after a step has failed."""
+    return StepFailed(
+        f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
+        "that step: load a checkpoint, or step again"
+    )
+
+
 class Verdict(enum.Enum):
     """What to answer a rank that wants this rank's state at a point of training."""
 
@@ -66,6 +74,7 @@ class StateGuard:
         self._condition = threading.Condition()
         self._readers = 0
         self._changing = self._final = False
+        self._broken: tuple[type[BaseException], str] | None = None
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -86,9 +95,9 @@ class StateGuard:
                     )
                 if waited > WARN_AFTER_S and not warned:
                     warned = True
-                    _log.warning("step %d waits for a state_dict() of the state before it", self.step + 1)
+                    _log.warning("step %d waits for a state_dict() of the state before it", self.step)
                 self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
-            self._changing = True
+            self._changing, self._broken = True, None
 
     @contextmanager
     def changing(self, patience_s: float, step: int) -> Iterator[None]:
@@ -97,10 +106,38 @@ class StateGuard:
         try:
             yield
         except BaseException:
-            with self._condition:
-                self._changing = False
+            self.take_back()
             raise
         self.commit(step)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What leaves a change half-way within it is what ranks are told that ask for the state then."""
+        try:
+            yield
+        except BaseException as error:
+            if self._changing:
+                self._broken = type(error), str(error)  # a traceback would lead to the model
+            raise
+
+    @contextmanager
+    def making_up(self, patience_s: float) -> Iterator[None]:
+        """Begin to bring in what the last step lacks; where that fails, the state lacks it still.
+
+        The caller tells all ranks, and ends the change: with :meth:`commit`, or :meth:`take_back` if it fails on one.
+        """
+        self.begin(patience_s)
+        try:
+            yield
+        except Exception as error:
+            self.failure, self._told = error, True
+            raise
+        self.failed(None)
+
+    def take_back(self) -> None:
+        """End a change of which nothing counts."""
+        with self._condition:
+            self._changing = False
 
     def commit(self, step: int) -> None:
         """Complete the change, as far as this rank has enqueued it, after ``step`` optimizer steps."""
@@ -217,17 +254,26 @@ class StateGuard:
         """Read the state as it is; yields after how many changes.
 
         Raises:
-            StepDesync: it is being changed, or a change has failed half-way.
+            StepDesync: it is being changed, or a change has failed half-way. PeerLost: because a rank was lost.
         """
         with self._condition:
             if self._changing:
-                raise StepDesync(
-                    f"state_dict() was called while step {self.step + 1} is being taken, or after it failed half-way; "
-                    "call it between steps"
-                )
+                raise self._refusal()
             self._readers += 1
             changes = self.changes
         try:
             yield changes
         finally:
             self.leave()
+
+    def _refusal(self) -> PeerLost | StepDesync:
+        """Return why the state cannot be read while it is being changed."""
+        if self._broken is None:
+            return StepDesync(f"state_dict() was called while step {self.step} is being taken; call it between steps")
+        kind, text = self._broken
+        left = f"this rank's state is that of no step, since step {self.step} was left half-way"
+        if issubclass(kind, PeerLost):
+            return kind(f"{left}: {text}")
+        return StepDesync(
+            f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint, or load it on all ranks"
+        )

@@ -111,9 +111,10 @@ class ShardedState:
         Extra memory: the result, and a few tensors on their way.
 
         Raises:
-            StateDictError: on every rank, if state of one cannot be sent.
+            StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
+                cannot be read.
         """
-        mine = b""
+        mine, failed = b"", list[Exception]()
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition)
             mine = listing(local)
@@ -134,11 +135,10 @@ class ShardedState:
                         form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype, device="cpu"
                     )
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
-                source = local.run(entry).cpu() if owner == self._group.rank else None
-                if source is not None:
-                    require_readable(source)
+                source = _run_to_send(local, entry, failed) if owner == self._group.rank else None
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._window.drain()
+        self._agreement.raise_first_error(next(iter(failed), None))
         return {index: result[index] for index in sorted(result)}
 
     def _form(self, entry: Entry) -> Form:
@@ -243,6 +243,18 @@ class ShardedState:
             return
         tensor = source if rank == src else target
         self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
+
+
+def _run_to_send(state: LocalState, entry: Entry, failed: list[Exception]) -> Tensor:
+    """An entry's elements in host memory; zeros once one cannot be had, as in :func:`chunks_to_send`."""
+    if not failed:
+        try:
+            run = state.run(entry)
+            require_readable(run)
+            return run.cpu()
+        except Exception as error:  # whatever it is, the other ranks wait
+            failed.append(error)
+    return torch.zeros(entry.numel, dtype=torch_dtype(entry.dtype), device="cpu")
 
 
 def _form_of(value: DTensor) -> Form:

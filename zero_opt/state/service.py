@@ -11,7 +11,7 @@ group; and a store is polled, or has one server on one rank.)
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers it directly, from a thread of its
 own: READY or why not, then its list of entries. Once the asking rank has made room for all of them it says "go" to one
-rank after the other, which sends its elements. Until then, and until a rank has sent all, its state may not change.
+rank after the other, which sends its elements, then what went wrong. Its state may not change until it has sent all.
 
 [Note: the end]
 A rank that closes says so round the ring, and serves on until all have; the process's exit waits for that. No thread
@@ -41,12 +41,12 @@ from ..comm.departures import Departure, Departures, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
 from ..comm.transfers import Message, Transfer, Window
-from ..errors import PeerLost, StateNotConsolidated, StepDesync, StepFailed, ZeroOptError, error_of_rank
+from ..errors import PeerLost, StateNotConsolidated, StepDesync, ZeroOptError, error_of_rank
 from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from . import process_exit
-from .consolidate import FrozenState, FullState, LocalState, chunks, listed, listing, spans
-from .guard import StateGuard, Verdict
+from .consolidate import FrozenState, FullState, LocalState, chunks_to_send, listed, listing, spans
+from .guard import StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
     DEPARTED,
@@ -59,6 +59,7 @@ from .messages import (
     Answer,
     RingMessage,
     answer_tag,
+    error_text,
     words_of,
 )
 
@@ -88,13 +89,6 @@ class _Offer(NamedTuple):
     payload: bytes
     text: Tensor
     sending: Transfer
-
-
-def _step_failed(where: str, failure: Exception) -> StepFailed:
-    return StepFailed(
-        f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
-        "that step: load a checkpoint, or step again"
-    )
 
 
 class StateService:
@@ -213,6 +207,11 @@ class StateService:
         if into.numel():
             self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
 
+    def _receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
+        text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._receive(text, src, tag)
+        return tensor_bytes(text)
+
     def _pass_on(self, words: Tensor) -> None:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
 
@@ -326,13 +325,17 @@ class StateService:
             state = self._own_state("it", capture, failure)
             return (FrozenState(state) if freeze else state), listing(state)
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
-            return None, json.dumps([type(error).__name__, str(error)]).encode()
+            return None, error_text(error)
 
     def _send_elements(self, offer: _Offer, state: _State) -> None:
-        window = Window()
+        """Send the elements, and then, as JSON, what went wrong with them."""
+        window, failed, tag = Window(), list[Exception](), answer_tag(offer.pull)
         for entry in listed(offer.payload):
-            for chunk in chunks(state, entry):
-                window.add(self._side.send_to(chunk, offer.dst, answer_tag(offer.pull)), chunk)
+            for chunk in chunks_to_send(state, entry, failed):
+                window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
+        text = bytes_tensor(error_text(failed[0]) if failed else b"null")
+        for message in (words_of(text.numel()), text):
+            window.add(self._side.send_to(message, offer.dst, tag), message)
         window.drain()
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -344,7 +347,7 @@ class StateService:
 
         Raises:
             StepDesync: another rank is ahead of this one. PeerLost: one has ended, or has not come as far in time.
-            StateDictError: state of one cannot be sent. StepFailed and others: why one has no state of this step.
+            StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: one has none of this step.
             StateNotConsolidated: closed, or in a fork.
         """
         flats = self._flats
@@ -381,7 +384,7 @@ class StateService:
                 "from a checkpoint"
             )
         if failure is not None:
-            raise _step_failed(name, failure) from failure
+            raise step_failed(name, failure) from failure
         return capture()
 
     def _ask(self, changes: int) -> list[bytes | None]:
@@ -405,8 +408,7 @@ class StateService:
         """A rank's listing. ``heard`` has the step of each that has not given its own."""
         tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
         while answer.code == LATER or answer.pull != self._pulls:
-            # Of a pull that was given up.
-            self._receive(torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu"), rank, tag)
+            self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
             words = words_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
@@ -421,12 +423,11 @@ class StateService:
                 f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
                 "every rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
-        text = torch.empty(answer.nbytes, dtype=torch.uint8, device="cpu")
-        self._receive(text, rank, tag)
+        payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
-            raise error_of_rank(rank, *json.loads(tensor_bytes(text)))
+            raise error_of_rank(rank, *json.loads(payload))
         del heard[rank]
-        return tensor_bytes(text)
+        return payload
 
     def _place(self, result: FullState, own: LocalState, payload: bytes | None) -> list[Tensor]:
         """Make room for what a rank has; the runs that its messages go to."""
@@ -441,16 +442,20 @@ class StateService:
         return runs
 
     def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete = answer_tag(self._pulls), Window(), False
+        tag, window, complete, size = answer_tag(self._pulls), Window(), False, words_of(0)
         try:
             self._send(rank, tag + 1, GO, self._pulls)
             for run in runs:
                 window.add(self._side.receive_from(run, rank, tag), run)
             window.drain()
+            self._receive(size, rank, tag)
+            error = json.loads(self._receive_bytes(int(size), rank, tag))
             complete = True
         finally:
             if not complete:  # the other rank waits for this one to take the rest
                 self._side.interrupt()
+        if error is not None:
+            raise error_of_rank(rank, *error)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Pages of memory that are a file's: whether they can be read, before somebody does."""
+"""Pages of memory that are a file's: whether they can be read or written, before somebody does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..errors import StorageFailed
+from ..errors import StorageFailed, mib
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, since Linux 5.14
 _UNREADABLE = (errno.EFAULT, 133)  # EHWPOISON, which errno does not name everywhere
 
 
@@ -31,12 +31,33 @@ def require_readable(run: Tensor) -> None:
     Args:
         run: contiguous, on any device.
     """
+    _populate(
+        run, _POPULATE_READ, "read from", "if the disk does not come back, load a checkpoint into a new optimizer"
+    )
+
+
+def require_writable(run: Tensor) -> bool:
+    """Raise StorageFailed if memory of a tensor cannot be written; whoever wrote to it would be killed (SIGBUS).
+
+    Its pages are dirty after that, with the bytes that they had: the file system has room for them.
+
+    Args:
+        run: contiguous, on any device.
+
+    Returns:
+        Whether that is known: kernels before 5.14 cannot tell.
+    """
+    remedy = "make room if the disk is full; if it does not come back, load a checkpoint into a new optimizer"
+    return _populate(run, _POPULATE_WRITE, "written to", remedy)
+
+
+def _populate(run: Tensor, advice: int, what: str, remedy: str) -> bool:
     if not run.is_cpu or not run.numel():
-        return
+        return True
     start = run.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = run.data_ptr() + run.numel() * run.element_size() - start
-    if _madvise()(start, nbytes, _POPULATE_READ) and ctypes.get_errno() in _UNREADABLE:
-        raise StorageFailed(
-            f"{nbytes / 2**20:.1f} MiB of optimizer state cannot be read from the file that holds it; if the disk does "
-            "not come back, load a checkpoint"
-        )
+    if not _madvise()(start, nbytes, advice):
+        return True
+    if ctypes.get_errno() in _UNREADABLE:
+        raise StorageFailed(f"{mib(nbytes)} of optimizer state cannot be {what} the file that holds it; {remedy}")
+    return False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,14 @@ from torch import Tensor
 from ...kernels.adam_state import MOMENTS
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
+from ...system.readable_pages import require_readable, require_writable
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import Window
 
+# Bytes that are asked about at a time, whole blocks.
+_ASKED_BYTES = 4 * 2**20
 _BLOCK_NUMEL = BLOCK_BYTES // torch.float32.itemsize
 
 
@@ -40,6 +43,22 @@ class FileShard(StateShard):
     def result(self, position: int) -> Tensor:
         """See :class:`MasterShard`; a step itself writes to the parameters."""
         return self.master(position).to(self.param_dtype)
+
+    def load(self, position: int, saved: Mapping[str, Any]) -> None:
+        """See :class:`StateShard`.
+
+        Raises:
+            StorageFailed: the file cannot be written there; nothing of the slice was.
+        """
+        for role in self._arrays:
+            require_writable(self._slice(role, position))
+        super().load(position, saved)
+
+    def saved_master(self, position: int, master: Tensor) -> Tensor:
+        """See :class:`FollowedParams`."""
+        if self.edited(position):  # it is read here
+            require_readable(self.master(position))
+        return super().saved_master(position, master)
 
     def bind(self, arrays: dict[str, Tensor]) -> None:
         """Make the views anew over these arrays, (shard numel,) each."""
@@ -109,6 +128,12 @@ class Extent:
             where = slice(at, at + shard.bucket.shard_numel)
             arrays = {role: found.view(torch.float32)[where] for role, found in self._bytes.items()}
             shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
+
+    def require_writable(self, file: StateFile) -> None:
+        """Raise StorageFailed unless all arrays can be written to, as :meth:`StateFile.require_writable` does."""
+        for role, array in self._bytes.items():
+            for start in range(0, self.nbytes, _ASKED_BYTES):
+                file.require_writable(self.starts[role] + start, array[start : start + _ASKED_BYTES])
 
     @property
     def end(self) -> int:

@@ -142,6 +142,11 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         if self._pending is not None:
             self._pending.windows.drain()
 
+    def require_writable(self) -> None:
+        """See :class:`Placement`. Reads all state, and marks it to be written back."""
+        for extent in self._extents:
+            extent.require_writable(self._disk.file)
+
     def _drop_pending(self) -> None:
         self.wait()
         self._pending = None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StorageFailed, StorageFull, mib
+from ...system.readable_pages import require_writable
 from ...system.shared_memory import above_stdio
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
@@ -143,6 +144,16 @@ class StateFile:
                 "process (ulimit -a)"
             ) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def require_writable(self, start: int, part: Tensor) -> None:
+        """Raise StorageFailed if part of a view, from byte ``start`` of the file on, cannot be written; whole blocks.
+
+        Where the kernel cannot tell, the bytes are read and written back. No transfer is under way.
+        """
+        if not require_writable(part):
+            data = memoryview(mmap.mmap(-1, part.numel()))
+            self.read(start, data)
+            self.write(start, data)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 

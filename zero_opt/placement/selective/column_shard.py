@@ -13,6 +13,7 @@ from ...kernels.adam_state import HALVES
 from ...layout import ParamSlice, plan_flat
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
+from ...system.readable_pages import require_readable, require_writable
 from ..in_process.units import slices_of
 from ..interface import ParamState, Stretch
 from ..masters import FollowedParams, follow_param
@@ -219,8 +220,12 @@ class ColumnShard(FollowedParams):
 
         Args:
             home: the state as the placement has it.
+
+        Raises:
+            StorageFailed: the placement has it in a file that cannot be read.
         """
         found = self.slices[position]
+        require_readable(home[key])
         at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel, dtype=torch.float32, device="cpu")
         if key == "master":  # the home may not have seen yet what the user has written to the parameter
             at_home = at_home.clone()
@@ -239,7 +244,13 @@ class ColumnShard(FollowedParams):
         self.place(position, values, home)
 
     def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
-        """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are."""
+        """Write the state of a slice, (numel,) per key, and its parameter, to where its columns are.
+
+        Raises:
+            StorageFailed: the placement has it in a file that cannot be written; nothing was.
+        """
+        for key in values:
+            require_writable(home[key])
         found, run = self.slices[position], self.param_run(position)
         values = {key: value.to(torch.float32) for key, value in values.items()}
         # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.

@@ -211,11 +211,11 @@ class SelectivePlacement:
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`. Collective."""
+        self._schedule = self._agreed_schedule(states)  # what comes after it may fail on one rank
         self._submitted, self._landing = {}, set()
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
         self._small.load({index: state for index, state in states.items() if index not in self._places}, groups)
         self._home.load({}, groups)
-        self._schedule = self._agreed_schedule(states)
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
@@ -295,6 +295,10 @@ class SelectivePlacement:
     def wait(self) -> None:
         """See :class:`Placement`."""
         self._home.wait()
+
+    def require_writable(self) -> None:
+        """See :class:`Placement`."""
+        self._home.require_writable()
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """See :class:`Placement`. Collective, where columns are to be selected."""

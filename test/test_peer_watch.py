@@ -1,0 +1,51 @@
+"""What a rank says of others that it has waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from zero_opt.comm.departures import Departures
+from zero_opt.comm.peer_watch import Home, Watch
+
+
+class _EmptyStore:
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+@pytest.fixture(params=["one host"])
+def watch(request: pytest.FixtureRequest) -> Iterator[Watch]:
+    homes = [Home(f"host {0 if request.param == 'one host' else pid}", pid, pid) for pid in (10, 11, 12)]
+    watch = Watch(_EmptyStore(), 0, homes, (60.0, 30.0), Departures())
+    yield watch
+    watch.close()
+
+
+def test_stopped_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch) -> None:
+    one, two = str(watch.hung([1], 31.0)), str(watch.hung([1, 2], 31.0))
+    assert one.startswith(
+        "rank 1 (pid 11) has been stopped for 31 s while step 0 waits for it, and it has taken no step"
+    )
+    assert "; let it go on (kill -CONT), or restart" in one
+    assert two.startswith(
+        "rank 1 (pid 11), rank 2 (pid 12) have been stopped for 31 s while step 0 waits for them, and "
+    )
+    assert "and they have taken no step; let them go on (kill -CONT), or restart" in two
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+@pytest.mark.parametrize("step", [0, 4])
+def test_missing_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch, step: int) -> None:
+    watch.step = step
+    error = RuntimeError("Timed out waiting 60000ms")
+    both = str(watch._lost(error, 60.0))
+    last = "their last step is 3" if step else "they have taken no step"
+    assert f"rank 1, rank 2 have not come to step {step} in 60.0 s, and {last}: rank 0 called" in both
+    assert "look at what they do" in both
+    watch.departures.silent[:] = [2]
+    last = "its last step is 3" if step else "it has taken no step"
+    at_once = str(watch._lost(error, 0.0))
+    assert at_once.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
+    assert "look at what it does" in at_once
