@@ -231,3 +231,11 @@ class StateGuard:
             yield changes
         finally:
             self.leave()
+
+
+def step_failed(where: str, failure: Exception) -> StepFailed:
+    """Return the error about state that lacks a part of the last step."""
+    return StepFailed(
+        f"the last step failed on {where} with {type(failure).__name__}: {failure}; its state lacks a part of "
+        "that step: load a checkpoint, or step again"
+    )
