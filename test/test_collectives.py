@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,7 +17,7 @@ from test.distributed.harness import run_processes, run_threads
 from zero_opt.comm.connecting import made_by_all
 from zero_opt.comm.groups import Group, connect, tensor_bytes
 from zero_opt.comm.rendezvous import resolve_group
-from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
+from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, ProcessGroupError
 from zero_opt.sharding.broadcast import broadcast_params
 
 
@@ -191,6 +193,28 @@ def _broadcast_dtypes(rank: int, world_size: int) -> list[object]:
 def test_buffers_of_every_dtype() -> None:
     for buffers in run_processes(2, _broadcast_dtypes):
         assert buffers == [*[[[1, 1]] * 3] * len(DTYPES), 1, [], [1 - 1j] * 2]
+
+
+def _broadcast_beside_a_killed_rank(rank: int, world_size: int) -> str:
+    """The last rank is killed: of two the other knows which it is, of three nobody does."""
+    model = torch.nn.Linear(50, 50)
+    broadcast_params(model)
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def broadcast_often() -> None:  # a source does not wait for receivers
+        for _ in range(1000):
+            broadcast_params(model)
+
+    with pytest.raises(PeerLost) as caught:
+        broadcast_often()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "another rank")])
+def test_a_broadcast_names_no_rank_that_lives(world_size: int, who: str) -> None:
+    said = run_processes(world_size, _broadcast_beside_a_killed_rank, timeout=300, expect_errors=True, group_timeout=30)
+    assert all(text.startswith(f"{who} has ended or does not answer") for text in said[:-1]), said
 
 
 def _bad_source(rank: int, world_size: int) -> None:

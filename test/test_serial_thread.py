@@ -107,7 +107,7 @@ def _exit_with(job: str, *options: str) -> None:
     script = (
         "import threading, time; from zero_opt.system import background_thread; background_thread._PATIENCE_S = 0.01\n"
         "started, gate = threading.Event(), threading.Event()\n"
-        f"t = serial_thread.SerialThread('busy', {', '.join(options)})\n"
+        f"t = background_thread.SerialThread('busy', {', '.join(options)})\n"
         f"t.submit(lambda: (started.set(), {job})); started.wait()"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
@@ -139,7 +139,7 @@ def test_a_thread_that_has_returned_and_still_frees_what_it_held_is_waited_for()
         "class Last:\n"
         "    def __del__(self): begun.set(); time.sleep(1); print('freed')\n"
         "begun, local = threading.Event(), threading.local()\n"
-        "t = serial_thread.SerialThread('last'); t.submit(lambda: setattr(local, 'last', Last()))\n"
+        "t = background_thread.SerialThread('last'); t.submit(lambda: setattr(local, 'last', Last()))\n"
         "t.close(); begun.wait()"
     )
     ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=300, capture_output=True, text=True)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 import zero_opt
 from test.distributed.harness import run_processes
-from test.distributed.stepped import make_stepped, take_step
+from test.distributed.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import peer_watch
 from zero_opt.state import process_exit
 
@@ -227,6 +228,79 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed_first(world_size: i
     assert name == "PeerLost"
     who = rf"rank 1 \(pid {pid}\) has ended" if PLACES[place][1] else "rank 1 has ended, or its host does not answer,"
     assert re.match(f"{who} while step 2 waits for it, and its last step is 1", text), text
+
+
+def _kill_beside_a_child(folder: str) -> None:
+    """End this process as SIGKILL does, while a process that it has forked holds its connections open."""
+    child = os.fork()
+    if child == 0:
+        while os.path.exists(folder):
+            time.sleep(0.1)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _asks_in_a_thread(params: Any, optimizer: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(optimizer.state_dict).result()
+
+
+UNBROKEN: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: call for name, call in CALLS.items() if name != "flush"},
+    "state_dict": lambda params, optimizer: optimizer.state_dict(),
+    "state_dict in a thread": _asks_in_a_thread,
+}
+
+
+def _one_is_killed_whose_child_lives(rank: int, world_size: int, folder: str, call: str) -> Any:
+    params, optimizer = _stepped(rank, "backend")
+    pids = optimizer._group.all_gather_bytes(str(os.getpid()).encode())
+    if rank == 1:
+        _kill_beside_a_child(folder)
+    first = _lost_in(lambda: UNBROKEN[call](params, optimizer))
+    return first, _lost_in(optimizer.state_dict), int(pids[1])
+
+
+@pytest.mark.parametrize("call", UNBROKEN)
+def test_a_killed_rank_is_noticed_whose_child_holds_its_connections(call: str, tmp_path: Path) -> None:
+    folder = tmp_path / "running"
+    folder.mkdir()
+    try:
+        found = run_processes(
+            3, _one_is_killed_whose_child_lives, str(folder), call, timeout=SECONDS, expect_errors=True, may_hang={1}
+        )
+    finally:
+        folder.rmdir()
+    for *said, pid in found[:1] + found[2:]:
+        for name, text in said:
+            assert name == "PeerLost"
+            assert re.match(
+                rf"rank 1 \(pid {pid}\) has ended while step 2 waits for it, and its last step is 1", text
+            ), text
+
+
+def _asked_by_one_that_is_killed(rank: int, world_size: int, folder: str) -> Any:
+    """Rank 1 is killed while rank 0 is ready to send it state, which may not change until then."""
+    params, optimizer = _stepped(rank, "backend")
+    if rank == 1:
+        service_of(optimizer)._place = lambda *_: _kill_beside_a_child(folder)
+        optimizer.state_dict()
+    while not service_of(optimizer)._guard._readers:
+        time.sleep(0.01)
+    return _lost_in(lambda: take_step(params, optimizer))
+
+
+def test_a_step_that_waits_for_a_killed_reader_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "running"
+    folder.mkdir()
+    try:
+        (name, text), _ = run_processes(
+            2, _asked_by_one_that_is_killed, str(folder), timeout=SECONDS, expect_errors=True, may_hang={1}
+        )
+    finally:
+        folder.rmdir()
+    assert name == "PeerLost"
+    assert re.match(r"rank 1 \(pid \d+\) has ended while step 2 waits for it, and its last step is 1", text), text
 
 
 def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -101,3 +103,29 @@ def _one_is_late(rank: int, world_size: int) -> Tensor:
 def test_a_late_rank_is_waited_for() -> None:
     first, second = run_processes(2, _one_is_late)
     assert_bitwise(first, second)
+
+
+def _one_does_not_come(rank: int, world_size: int) -> Any:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["told 0", "told 2"], timedelta(seconds=300))
+        return None
+    rendezvous.WARN_AFTER_S = 1.5  # type: ignore[attr-defined]
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        _train(None, rank)
+    store.set(f"told {rank}", "")
+    return type(caught.value).__name__, str(caught.value), logged
+
+
+def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error() -> None:
+    first, _, last = run_processes(3, _one_does_not_come, timeout=300, group_timeout=8)
+    for name, text, logged in (first, last):
+        assert name == "PeerSilent"
+        assert text.startswith("rank 1 did not come to ShardedOptimizer() in "), text
+        assert "must construct it" in text and "init_process_group(timeout=...)" in text
+        (warning,) = logged
+        assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning

@@ -18,7 +18,7 @@ import torch
 LAUNCHER = """
 import atexit, json, os, signal, sys, threading, time
 import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp, zero_opt
-from zero_opt import process_end
+from zero_opt.state import process_exit
 
 def train(rank, folder):
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ for name, case in cases.items():
         pid = os.fork()
         if pid == 0:
             signal.alarm(280)
-            process_end._QUIET_S = case["quiet"]
+            process_exit._QUIET_S = case["quiet"]
             os.dup2(os.open(folder + f"/said_{number}", os.O_CREAT | os.O_WRONLY), 2)
             if case["children"]:
                 mp.start_processes(child, (folder, case["programs"]), nprocs=2, start_method="fork")
@@ -133,10 +133,10 @@ LEAVES = """
     class Lasts:
         def __del__(self, sleep=time.sleep):
             sleep(3)
-    store, process_end._ENDING_S = dist.FileStore(folder + f"/absent_{rank}", 1), 90
-    process_end.running, builtins.lasts = Leaves(process_end.running), Lasts()
+    store, process_exit._ENDING_S = dist.FileStore(folder + f"/absent_{rank}", 1), 90
+    process_exit.running, builtins.lasts = Leaves(process_exit.running), Lasts()
     opt.close()
-    while process_end.running: time.sleep(0.01)
+    while process_exit.running: time.sleep(0.01)
 """
 
 

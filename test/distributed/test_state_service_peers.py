@@ -192,6 +192,33 @@ def test_a_rank_that_is_killed_is_noticed_at_once(when: str) -> None:
     assert found[2].type_name == "Died"
 
 
+def _closed_beside_a_pull(rank: int, world_size: int) -> str:
+    """Rank 1 is killed; rank 0 asks for state, and its service notices and closes its connections meanwhile."""
+    _, optimizer = make_stepped()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["asks"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    asked = service_of(optimizer)
+    ask = asked._ask
+
+    def late(changes: int) -> Any:
+        store.set("asks", "")
+        while asked._side._pg is not None:
+            time.sleep(0.01)
+        return ask(changes)
+
+    asked._ask = late
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    return str(caught.value)
+
+
+def test_a_pull_whose_connections_are_closed_names_the_lost_rank() -> None:
+    said, _ = run_processes(2, _closed_beside_a_pull, timeout=300, expect_errors=True)
+    assert re.match(r"rank 1 \(pid \d+\) has ended", said), said
+
+
 def _one_is_slow(rank: int, world_size: int) -> Any:
     params, optimizer = make_stepped()
     wiring: Any = optimizer._sharded

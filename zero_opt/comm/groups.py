@@ -31,7 +31,7 @@ from . import rendezvous
 from .connecting import Connecting
 from .departures import Departures
 from .device_backends import abort_device_backend, add_device_backend
-from .peer_watch import Stops, WaitingThread, Watch, done_within, home_payload, homes_from
+from .peer_watch import Stops, WaitingThread, Watch, done_within, home_payload, homes_from, looked_beside
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 
 # Its private parts carry no types.
@@ -74,13 +74,18 @@ def _timeout_of(parent: dist.ProcessGroup) -> float:
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
-    return _gathered(f"rank {src}", _broadcasting(pg, tensor, src), tensor)
+    return _gathered(_whom(pg), _broadcasting(pg, tensor, src), tensor)
+
+
+def _whom(pg: dist.ProcessGroup) -> str:
+    """Return whom a collective waits for: any rank, since backends pass messages on from rank to rank."""
+    return f"rank {1 - pg.rank()}" if pg.size() == 2 else ALL
 
 
 def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return start(f"rank {src}", pg.broadcast, [tensor], options)
+    return start(_whom(pg), pg.broadcast, [tensor], options)
 
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
@@ -299,7 +304,7 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         self._require_own()
-        self._finish(_broadcasting(self.pg, tensor, src), f"rank {src}", tensor)
+        self._finish(_broadcasting(self.pg, tensor, src), _whom(self.pg), tensor)
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
@@ -402,6 +407,12 @@ class SideGroup(Group):
     def lookout(self, waiting: str = "") -> Callable[[], None]:
         """See :class:`Group`."""
         return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which any thread may wait for messages of ranks of this host that stop, or are killed."""
+        if threading.current_thread() is threading.main_thread():  # see Message.wait()
+            return contextlib.nullcontext()
+        return looked_beside(self.lookout("this rank waits for its message"), self.interrupt)
 
     def _take_leave(self) -> None:
         if self.farewell is not None:

@@ -4,7 +4,7 @@
 A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
 the process group was made with how many such calls it has entered; those that have not put down as many are the ones
 that are missing. Nothing is written, nor read, while ranks come within that second. Of a rank in this host the kernel
-knows besides whether it is stopped or has ended.
+knows besides whether it is stopped or has ended, also where a process that it has forked keeps its connections open.
 
 [Note: who has left]
 A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
@@ -19,8 +19,9 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
+from ..system.threads import BackgroundThreads
 from .departures import Departure, Departures, How
 from .shared_memory_exchange import host_if_known
 
@@ -44,8 +46,12 @@ _LOOK_S = 0.5
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
 _ENDING_S = 0.3
+# How long the announcement of a process that has ended may take, where another process holds its connections open.
+_ANNOUNCED_S = 1.0
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
+# Threads that look beside a wait.
+_looking = BackgroundThreads()
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
@@ -179,6 +185,15 @@ class Watch:
         """The ranks of this host that are stopped."""
         return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
 
+    def ended(self) -> list[int]:
+        """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
+        return [r for r, home in self._near.items() if not self.departures.knows(r) and home.state() in _ENDED]
+
+    def gone(self, rank: int) -> PeerLost:
+        """Leave, and return the error, once a rank has ended and its connections have not broken."""
+        self.departures.find(Departure(rank, How.LOST))
+        return self._left(self.departures.lost() or Departure(rank, How.LOST))
+
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
         return ", ".join(
@@ -252,9 +267,9 @@ class Watch:
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
-            waited, silent = time.monotonic() - begun, self._ended_nearby()
-            if silent is not None and self.departures.lost() is None:
-                self.departures.find(silent)
+            waited, ended = time.monotonic() - begun, self.ended()
+            if ended and self.departures.lost() is None:
+                self.departures.find(Departure(ended[0], How.LOST))
             departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
@@ -270,13 +285,6 @@ class Watch:
         if not stopped:
             return None
         return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
-
-    def _ended_nearby(self) -> Departure | None:
-        """Return the departure of a rank of this host that has ended without an announcement."""
-        for rank, home in self._near.items():
-            if not self.departures.knows(rank) and home.state() in _ENDED:
-                return Departure(rank, How.LOST)
-        return None
 
     def lives(self, rank: int) -> bool:
         """Return whether a rank of this host still runs a little after its connection has broken."""
@@ -326,7 +334,7 @@ class _Patience:
         """A slice is over.
 
         Raises:
-            PeerSilent: a rank is stopped.
+            PeerSilent: a rank is stopped. PeerLost: one has ended.
         """
         watch = self._watch
         if not self._marked and self.waited > watch.mark_after_s:
@@ -342,18 +350,26 @@ class _Patience:
 
 
 class Stops:
-    """How long ranks of this host have been stopped, while one waits."""
+    """How long ranks of this host have been stopped, or have ended unannounced, while one waits.
+
+    The connections of a rank that was killed stay open as long as a process that it has forked lives.
+    """
 
     def __init__(self, watch: Watch, waiting: str = "") -> None:
         self._watch, self._waiting, self._looked = watch, waiting, time.monotonic()
         self._since: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
 
     def look(self) -> None:
-        """Raise PeerSilent if a rank has been stopped too long; to be called again and again."""
+        """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
+        self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
+        for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
+            if now - since >= _ANNOUNCED_S:
+                raise self._watch.gone(rank)
         self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
         if self._since:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
@@ -393,6 +409,35 @@ class WaitingThread:
     def close(self) -> None:
         """Wait for nothing more."""
         self._thread.close()
+
+
+@contextlib.contextmanager
+def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
+    """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
+
+    What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
+    """
+    over, raised = threading.Event(), list[PeerLost]()
+
+    def look_on() -> None:
+        while not over.wait(_LOOK_S):
+            try:
+                look()
+            except PeerLost as error:
+                raised.append(error)
+                interrupt()
+                return
+
+    with contextlib.suppress(RuntimeError):  # the interpreter's exit has begun; or there are no threads left
+        _looking.start(threading.Thread(target=look_on, name="zero_opt look"))
+    try:
+        yield
+    except PeerLost:
+        if raised:
+            raise raised[0] from None
+        raise
+    finally:
+        over.set()
 
 
 def first_line(error: Exception) -> str:

@@ -11,7 +11,9 @@ second nothing is written, nor read; later the looks are further and further apa
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 import uuid
@@ -24,9 +26,11 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigTypeError, ProcessGroupError, RankMismatch, ZeroOptError, error_of_rank
+from ..errors import ConfigTypeError, PeerLost, PeerSilent, ProcessGroupError, RankMismatch, ZeroOptError, error_of_rank
 from ..system.background_thread import SerialThread
-from .peer_watch import SLICE_S
+from .peer_watch import SLICE_S, WARN_AFTER_S, first_line
+
+_log = logging.getLogger("zero_opt")
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -41,6 +45,8 @@ _STAY_S, _GIVEN_UP_S = 4.0, 3.5
 _ANSWER_S = 2.0
 # How many ranks are looked at while nobody is known to have refused: each look asks the store once per rank.
 _NEIGHBOURS = 4
+# What to do about a rank that does not come.
+_CONSTRUCT = "every rank of the process group must construct it: look at what they do (py-spy dump, ps)"
 _Answer = TypeVar("_Answer")
 Key = tuple[str, tuple[int, ...]]
 
@@ -130,7 +136,8 @@ def common_name(parent: dist.ProcessGroup, exchange: Exchanging, obstacle: ZeroO
 
     Raises:
         ConfigTypeError, ProcessGroupError: another rank's argument is no group. RankMismatch: it is another group.
-        ZeroOptError: a rank's obstacle.
+        PeerSilent: a rank does not come within the group's timeout. PeerLost: one has ended. ZeroOptError: a rank's
+            obstacle.
     """
     key = _key_of(parent)
     _met[key] += 1
@@ -142,6 +149,8 @@ def common_name(parent: dist.ProcessGroup, exchange: Exchanging, obstacle: ZeroO
         while not under_way.done_within(SLICE_S):
             wait.look(time.monotonic() - begun)
         names = under_way.names()
+    except PeerLost as error:
+        raise wait.lost(error, time.monotonic() - begun) from error
     finally:
         wait.over()
     refusals = [_Board().refusal(rank, key) for rank, name in zip(key[1], names, strict=True) if name == _NO_NAME]
@@ -185,9 +194,16 @@ class _Board:
         """This rank waits in a group."""
         self._store.set(f"waits/{self.rank}", json.dumps([*key, _met[key]]))
 
-    def wait_nowhere(self) -> None:
-        """This rank waits no longer."""
-        self._store.set(f"waits/{self.rank}", json.dumps(["", [], 0]))
+    def wait_nowhere(self, key: Key) -> None:
+        """This rank has waited in a group, and waits no longer."""
+        self._store.set(f"waits/{self.rank}", json.dumps([key[0], [], _met[key]]))
+
+    def absent(self, key: Key) -> list[int]:
+        """The ranks of a group, counted within it, that have not said that they wait where this one does, or did."""
+        said: dict[int, Any] = {
+            rank: self._said(f"waits/{rank}") or ("", [], 0) for rank in key[1] if rank != self.rank
+        }
+        return [key[1].index(rank) for rank, (name, _, number) in said.items() if (name, number) != (key[0], _met[key])]
 
     def waiting_for_me(self, ranks: Sequence[int]) -> Iterator[tuple[int, Key]]:
         """Of these ranks, which wait for this one, and in what group."""
@@ -246,7 +262,7 @@ class _Wait:
     def __init__(self, key: Key, exchange: Exchanging) -> None:
         self._key, self._exchange = key, exchange
         self._board: _Board | None = None
-        self._due, self._refused = _LOOK_AFTER_S, False
+        self._due, self._refused, self._warned = _LOOK_AFTER_S, False, False
 
     def look(self, waited: float) -> None:
         """Look around, if it is time to, ``waited`` seconds after the beginning.
@@ -256,6 +272,8 @@ class _Wait:
         """
         if waited < self._due:
             return
+        if waited > WARN_AFTER_S and not self._warned:
+            self._warn(waited)
         first, self._board = self._board is None, self._board or _Board()
         board = self._board
         if first:
@@ -289,7 +307,35 @@ class _Wait:
     def over(self) -> None:
         """This rank does not wait any more."""
         if self._board is not None:
-            _answered(self._board.wait_nowhere)
+            board = self._board
+            _answered(lambda: board.wait_nowhere(self._key))
+
+    def _absent(self) -> str:
+        """Names of the ranks that have not come."""
+        board, ranks = self._board, list[int]()
+        if board is not None:
+            with contextlib.suppress(RuntimeError):  # the store's server is lost
+                ranks = _answered(lambda: board.absent(self._key)) or []
+        return (
+            ", ".join(f"rank {rank}" for rank in ranks) or f"one or more of the other ranks ({len(self._key[1]) - 1})"
+        )
+
+    def _warn(self, waited: float) -> None:
+        """Say once whom this rank waits for."""
+        self._warned = True
+        _log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._absent(), _CONSTRUCT)
+
+    def lost(self, error: PeerLost, waited: float) -> PeerLost:
+        """Return what the backend's error means."""
+        if "imed out" not in first_line(error) and "imeout" not in first_line(error):
+            return PeerLost(
+                "a rank of the process group has ended, or does not answer, while this one waited in "
+                f"ShardedOptimizer(); look at the ranks' logs, and restart all ({first_line(error)})"
+            )
+        return PeerSilent(
+            f"{self._absent()} did not come to ShardedOptimizer() in {waited:.1f} s; {_CONSTRUCT}, or give them longer "
+            f"with init_process_group(timeout=...) ({first_line(error)})"
+        )
 
 
 def _difference(*there: tuple[int, Key]) -> str:

@@ -41,7 +41,7 @@ from ..comm.departures import Departure, Departures, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
 from ..comm.transfers import Message, Transfer, Window
-from ..errors import PeerLost, StateNotConsolidated, StepDesync, ZeroOptError, error_of_rank
+from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, StepDesync, ZeroOptError, error_of_rank
 from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from . import process_exit
@@ -194,6 +194,8 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.over()
+        if self._asking.acquire(timeout=_INTERRUPTED_S):  # what pull() waits for ends with the connections
+            self._asking.release()
         self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
         process_exit.running.discard(self)
@@ -222,9 +224,11 @@ class StateService:
                 self._passed.popleft()[0].wait_here(seconds)
 
     def _tell(self, departure: Departure) -> None:
-        """Tell the other ranks of a departure."""
+        """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
         with contextlib.suppress(RuntimeError):
             self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure)))
+        if departure.how is How.LOST:
+            self._side.interrupt()
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
@@ -244,7 +248,7 @@ class StateService:
     def _answer(self, message: RingMessage) -> None:
         """Answer one pull from beginning to end."""
         self._use_device()
-        with self._served(message.origin):
+        with self._served(message.origin), self._side.looking():
             offer = self._offer(message)
             if offer is not None:
                 self._deliver(offer)
@@ -361,14 +365,15 @@ class StateService:
             self._pulls += 1
             unasked = set(self._others)
             try:
-                payloads = self._ask(changes)
-                result = FullState(flats)
-                targets = [self._place(result, own, payload) for payload in payloads]
-                for rank in self._others:
-                    unasked.discard(rank)
-                    self._fetch(rank, targets[rank])
-            except PeerLost as error:
-                if error.__cause__ is None:  # no connection has broken
+                with self._side.looking():
+                    payloads = self._ask(changes)
+                    result = FullState(flats)
+                    targets = [self._place(result, own, payload) for payload in payloads]
+                    for rank in self._others:
+                        unasked.discard(rank)
+                        self._fetch(rank, targets[rank])
+            except (PeerLost, OptimizerClosed) as error:
+                if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
                 raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
             finally:
