@@ -6,10 +6,15 @@ Every message is a few int64 numbers, except listings and the elements themselve
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..comm.transfers import Transfer
+
+if TYPE_CHECKING:
+    from .consolidate import FrozenState, LocalState
 
 # Messages round the ring; the last goes to the next rank alone.
 OPEN, DEPARTED, BROKEN = 0, 1, 2
@@ -68,3 +73,18 @@ def error_text(error: Exception) -> bytes:
 def answer_tag(pull: int) -> int:
     """Return the tag of what an asked rank sends; what the asking rank sends has the next tag."""
     return RING_TAG + 1 + 2 * (pull % _PULL_TAGS)
+
+
+class Offer(NamedTuple):
+    """What a rank has been told that it can have.
+
+    Attributes:
+        state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.
+    """
+
+    dst: int
+    pull: int
+    state: LocalState | FrozenState | None
+    payload: bytes
+    text: Tensor
+    sending: Transfer

@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from .messages import (
     RING_TAG,
     STOP,
     Answer,
+    Offer,
     RingMessage,
     answer_tag,
     error_text,
@@ -74,21 +75,6 @@ _FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTED_S = 5.0
 _State = LocalState | FrozenState
-
-
-class _Offer(NamedTuple):
-    """What a rank has been told that it can have.
-
-    Attributes:
-        state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.
-    """
-
-    dst: int
-    pull: int
-    state: _State | None
-    payload: bytes
-    text: Tensor
-    sending: Transfer
 
 
 class StateService:
@@ -253,7 +239,7 @@ class StateService:
             if offer is not None:
                 self._deliver(offer)
 
-    def _deliver_later(self, offer: _Offer) -> None:
+    def _deliver_later(self, offer: Offer) -> None:
         with self._served(offer.dst):
             self._deliver(offer)
 
@@ -284,7 +270,7 @@ class StateService:
         finally:
             self._answering.discard(threading.current_thread())
 
-    def _offer(self, message: RingMessage) -> _Offer | None:
+    def _offer(self, message: RingMessage) -> Offer | None:
         """Say whether the state can be had, and list it. Waits for nobody after close()."""
         dst, pull, guard = message.origin, message.pull, self._guard
         tag, verdict = answer_tag(pull), guard.admit(message.changes)
@@ -301,12 +287,12 @@ class StateService:
             code = ERROR if state is None else Verdict.READY.value
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
-            return _Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
+            return Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()
             raise
 
-    def _deliver(self, offer: _Offer) -> None:
+    def _deliver(self, offer: Offer) -> None:
         """Send the elements once the asking rank says so."""
         try:
             said, of = STOP, -1
@@ -331,7 +317,7 @@ class StateService:
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
             return None, error_text(error)
 
-    def _send_elements(self, offer: _Offer, state: _State) -> None:
+    def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, what went wrong with them."""
         window, failed, tag = Window(), list[Exception](), answer_tag(offer.pull)
         for entry in listed(offer.payload):
