@@ -49,14 +49,27 @@ class Compiled(nn.Sequential):
         super().__init__(*(nn.Linear(20, 20) for _ in range(3)))
 
 
+class GivenCompiled(Compiled):
+    """The optimizer is given what torch.compile has made of it."""
+
+
+class CompiledInside(Compiled):
+    """A part of it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self[1] = torch.compile(self[1], backend="eager")
+
+
 def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list[Tensor]:
     slowly(pytest.MonkeyPatch())
     warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # Dynamo's own, of tensors that it makes
     torch.manual_seed(0)
     model, found = kind(), []
-    call = torch.compile(model, backend="eager") if kind is Compiled else model
+    compiles = kind in (Compiled, GivenCompiled)
+    call = torch.compile(model, backend="eager") if compiles else model
     call(torch.ones(3, 20))
-    optimizer = optimizer_of(model, late, NOW)
+    optimizer = optimizer_of(call if kind is GivenCompiled else model, late, NOW)
     for step in range(4):
         x = values(step, 1, rank, 0, (3, 20))
         model.train()
@@ -65,7 +78,7 @@ def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list
         out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if kind is not Compiled:  # which it would be anew, for another mode
+        if not issubclass(kind, Compiled):  # which it would be anew, for another mode
             with torch.no_grad():
                 model.eval()
                 found.append(call(x).clone())
@@ -73,7 +86,7 @@ def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list
     return found
 
 
-@pytest.mark.parametrize("kind", [Pruned, ByMode, Compiled])
+@pytest.mark.parametrize("kind", [Pruned, ByMode, Compiled, GivenCompiled, CompiledInside])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_forwards_that_read_parameters_in_other_ways(world_size: int, kind: type[nn.Module]) -> None:
     within, late = (run_processes(world_size, _read, kind, way, timeout=SECONDS) for way in (False, True))

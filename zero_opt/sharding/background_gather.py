@@ -56,8 +56,10 @@ class BackgroundGather(ParamGather):
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
         self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
         self._step = 0
-        self._called: set[nn.Module] = set()
-        self._needs: dict[nn.Module, set[int]] = {}
+        # By id: torch.compile, which traces the hooks, refuses a module that it comes to in two ways.
+        self._called: set[int] = set()
+        self._present: dict[int, nn.Module] = {}
+        self._needs: dict[int, set[int]] = {}
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook_modules()
@@ -65,7 +67,8 @@ class BackgroundGather(ParamGather):
 
     def _hook_modules(self) -> None:
         """Let all modules wait that there are by now."""
-        me, fresh = weakref.ref(self), [module for module in self._model.modules() if module not in self._hooked]
+        me = weakref.ref(self)
+        fresh = [m for m in self._model.modules() if m not in self._hooked and not _is_compiled_form(m)]
         for module in fresh:
             self._hooked.add(module)
             # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
@@ -122,6 +125,9 @@ class BackgroundGather(ParamGather):
     def _plan_waits(self) -> None:
         """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
         self._hook_modules()
+        present = {id(module): module for module in self._model.modules()}
+        self._called.intersection_update(present)
+        self._present = present  # those of before have lived until here, so that an id has meant one module
         places = self._partition.places
         of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
 
@@ -129,21 +135,21 @@ class BackgroundGather(ParamGather):
             needed = {of_param[param] for param in module.parameters(recurse=False) if param in of_param}
             for child in module.children():
                 below = own(child)
-                if child not in self._called:
+                if id(child) not in self._called:
                     needed |= below
-            self._needs[module] = needed
+            self._needs[id(module)] = needed
             return needed
 
         own(self._model)
 
     def called(self, module: nn.Module) -> None:
         """A module's forward begins: wait for what it needs."""
-        self._called.add(module)
+        self._called.add(id(module))
         if not self._model.training:
             self.flush()
         elif module is self._model and self._arriving:  # modules may have been added to it
             self._plan_waits()
-        for index in self._needs.get(module, ()):
+        for index in self._needs.get(id(module), ()):
             self._arrive(index)
 
     def bring(self, params: Collection[torch.Tensor]) -> None:
@@ -267,4 +273,11 @@ def build_gather(
     """
     if model is None:
         return ParamGather(partition, exchanges)
+    while _is_compiled_form(model):
+        model = model.get_submodule("_orig_mod")
     return BackgroundGather(partition, exchanges, thread, model, results)
+
+
+def _is_compiled_form(module: nn.Module) -> bool:
+    """Return whether it is what ``torch.compile`` makes of a module; that module's own forward is called, and waits."""
+    return "_orig_mod" in module._modules
