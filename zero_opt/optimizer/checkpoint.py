@@ -92,8 +92,8 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
             raise StateDictError(
                 f"the checkpoint has state {missing[0]!r} of parameter {index}, but the state dict it was loaded into "
                 "has no place for it; make one with zero_opt.sharded_state_dict(opt) of an optimizer with the same "
-                "class, options and trainable parameters. Of a class that is not torch.optim's, load a full state dict "
-                "with opt.load_state_dict()"
+                "class and options, in which that parameter is trainable (freeze it after the load). Of a class that "
+                "is not torch.optim's, load a full state dict with opt.load_state_dict()"
             )
         real[index] = {key: found[key] for key in keys}
     return real
