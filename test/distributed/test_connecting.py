@@ -235,15 +235,15 @@ def _late(rank: int, world_size: int) -> list[float]:
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5, momentum=0.9, reduction=reduction)
     for late in (1, 2, 0):
         if rank == late % world_size:
-            time.sleep(3)
+            time.sleep(1.5)
         torch.stack([param.sum() for param in params]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(1.5)
     optimizer.consolidate_state_dict(to=0)
     if rank == 1:
-        time.sleep(3)
+        time.sleep(1.5)
     dist.barrier()
     found = [float(param.detach()[0]) for param in params]
     optimizer.close()

@@ -115,6 +115,8 @@ def _check(runs: Sequence[list[Any]], cases: Sequence[Case], reductions: Sequenc
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda policy: type(policy).__name__)
 def test_elementwise_classes(world_size: int, reduction: Any, foreach: bool) -> None:
     cases = [*elementwise(foreach), *native()]
+    if world_size > 2:  # what more ranks change is the same for every class: three ranks take one half, four the other
+        cases = cases[world_size % 2 :: 2]
     _check(run_threads(world_size, _train_all, cases, [reduction]), cases, [reduction])
 
 
