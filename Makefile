@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 NATIVE := $(wildcard native/*)
 RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
-JOBS ?= 3
+JOBS ?= 4
 
 .PHONY: demo test test-accelerator test-clients test-gpu lint types unit crash soak sanitize bench setup clean
 
