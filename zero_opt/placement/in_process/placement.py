@@ -164,7 +164,7 @@ class DevicePlacement(AtOnce):
             bare_step(self._optimizer)
             for part, memory in parts:
                 part.grad = None
-                if part.data_ptr() != memory.data_ptr():  # the class has assigned part.data
+                if memory is not part and part.data_ptr() != memory.data_ptr():  # the class has assigned part.data
                     part.data = memory.copy_(part)
             self._require_params_alone()
             for work in works:
