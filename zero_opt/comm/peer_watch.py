@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
-from ..system.threads import BackgroundThreads
 from .departures import Departure, Departures, How
 from .shared_memory_exchange import host_if_known
 
@@ -50,8 +49,6 @@ _ENDING_S = 0.3
 _ANNOUNCED_S = 1.0
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
 _NEWS_S = 20.0
-# Threads that look beside a wait.
-_looking = BackgroundThreads()
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
@@ -418,6 +415,7 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
     What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
     """
     over, raised = threading.Event(), list[PeerLost]()
+    thread = SerialThread("zero_opt look", over.set)
 
     def look_on() -> None:
         while not over.wait(_LOOK_S):
@@ -429,7 +427,7 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
                 return
 
     with contextlib.suppress(RuntimeError):  # the interpreter's exit has begun; or there are no threads left
-        _looking.start(threading.Thread(target=look_on, name="zero_opt look"))
+        thread.submit(look_on)
     try:
         yield
     except PeerLost:
@@ -438,6 +436,7 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
         raise
     finally:
         over.set()
+        thread.close()
 
 
 def first_line(error: Exception) -> str:
