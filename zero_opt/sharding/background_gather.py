@@ -67,8 +67,10 @@ class BackgroundGather(ParamGather):
 
     def _hook_modules(self) -> None:
         """Let all modules wait that there are by now."""
-        me = weakref.ref(self)
-        fresh = [m for m in self._model.modules() if m not in self._hooked and not _is_compiled_form(m)]
+        me, present = weakref.ref(self), {id(module): module for module in self._model.modules()}
+        self._called.intersection_update(present)
+        self._present = present  # those of before have lived until here, so that an id has meant one module
+        fresh = [m for m in present.values() if m not in self._hooked and not _is_compiled_form(m)]
         for module in fresh:
             self._hooked.add(module)
             # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
@@ -125,9 +127,7 @@ class BackgroundGather(ParamGather):
     def _plan_waits(self) -> None:
         """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
         self._hook_modules()
-        present = {id(module): module for module in self._model.modules()}
-        self._called.intersection_update(present)
-        self._present = present  # those of before have lived until here, so that an id has meant one module
+        self._needs.clear()
         places = self._partition.places
         of_param = {flat.param: places[index][0] for index, flat in self._partition.flats.items()}
 
