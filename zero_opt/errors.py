@@ -152,6 +152,11 @@ class NativeUnavailable(ZeroOptError, RuntimeError):
     """``zero_opt._native`` is not built for this platform."""
 
 
+def name_and_text(error: BaseException) -> list[str]:
+    """Return what another rank is sent of an error, for :func:`error_of_rank`."""
+    return [type(error).__name__, str(error)]
+
+
 def error_of_rank(rank: int, name: str, message: str) -> ZeroOptError:
     """What stands here for an error of another rank, given the name of its class; one of ours if it is known."""
     kind = globals().get(name)

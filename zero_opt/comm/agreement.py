@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank
+from ..errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
 from .groups import Group, bytes_tensor, tensor_bytes
 
 _HEADER = struct.Struct("<qqqBdQqQ")
@@ -241,7 +241,7 @@ class Agreement:
             call: what the user called, if this is the first message between ranks in that call.
             own: this rank raises it in place of whatever error is first.
         """
-        text = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
+        text = b"" if error is None else json.dumps(name_and_text(error)).encode()
         for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
             if not other:
                 continue

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank
+from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank, name_and_text
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from . import rendezvous
 
@@ -164,7 +164,7 @@ class Connecting:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot connect, unless another has said so before."""
-        said = json.dumps([self._rank, type(error).__name__, str(error)])
+        said = json.dumps([self._rank, *name_and_text(error)])
         with suppress(RuntimeError):  # no store, no other rank
             self._board.compare_set(_FAILED, "", said)
 

@@ -26,7 +26,16 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigTypeError, PeerLost, PeerSilent, ProcessGroupError, RankMismatch, ZeroOptError, error_of_rank
+from ..errors import (
+    ConfigTypeError,
+    PeerLost,
+    PeerSilent,
+    ProcessGroupError,
+    RankMismatch,
+    ZeroOptError,
+    error_of_rank,
+    name_and_text,
+)
 from ..system.background_thread import SerialThread
 from .peer_watch import SLICE_S, WARN_AFTER_S, first_line
 
@@ -216,7 +225,7 @@ class _Board:
     def refuse(self, error: ZeroOptError) -> None:
         """This rank will not come to where others may wait for it."""
         number = self._refusals(self.rank) + 1
-        self._store.set(f"refused/{self.rank}", json.dumps([number, type(error).__name__, str(error)]))
+        self._store.set(f"refused/{self.rank}", json.dumps([number, *name_and_text(error)]))
         self._store.add("refusals", 1)
 
     def _refusals(self, rank: int) -> int:

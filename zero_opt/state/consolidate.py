@@ -7,7 +7,8 @@ Every rank lists what it has as JSON; the receiver makes room for it; then eleme
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -192,25 +193,27 @@ def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
             yield run[span].cpu()
 
 
-def chunks_to_send(state: LocalState | FrozenState, entry: Entry, failed: list[Exception]) -> Iterator[Tensor]:
-    """As :func:`chunks`, for a rank that waits for all of them: once one cannot be had, zeros take their place.
+def read_to_send(read: Callable[[], Tensor], numel: int, dtype: torch.dtype, failed: list[Exception]) -> Tensor:
+    """Return what ``read`` does, for a rank that waits for it: once that has failed, zeros in its place.
 
     The sender tells that rank afterwards, so nothing is read twice and a disk may fail at any moment.
 
     Args:
-        failed: is given the error, and holds those of earlier entries.
+        failed: is given the error, and holds those of earlier calls.
     """
+    if not failed:
+        try:
+            return read()
+        except Exception as error:  # whatever it is, the other rank waits
+            failed.append(error)
+    return torch.zeros(numel, dtype=dtype, device="cpu")
+
+
+def chunks_to_send(state: LocalState | FrozenState, entry: Entry, failed: list[Exception]) -> Iterator[Tensor]:
+    """As :func:`chunks`, each by :func:`read_to_send`."""
     parts = chunks(state, entry)
     for span in spans(entry):
-        chunk: Tensor | None = None
-        if not failed:
-            try:
-                chunk = next(parts)
-            except Exception as error:  # whatever it is, the other rank waits
-                failed.append(error)
-        if chunk is None:
-            chunk = torch.zeros(span.stop - span.start, dtype=torch_dtype(entry.dtype), device="cpu")
-        yield chunk
+        yield read_to_send(partial(next, parts), span.stop - span.start, torch_dtype(entry.dtype), failed)
 
 
 class Consolidation:

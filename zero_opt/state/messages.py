@@ -5,7 +5,6 @@ Every message is a few int64 numbers, except listings and the elements themselve
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,11 +62,6 @@ class Answer(NamedTuple):
 def words_of(*numbers: int) -> Tensor:
     """Return the integers as a tensor that can be sent."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def error_text(error: Exception) -> bytes:
-    """Return an error as the JSON that :func:`error_of_rank` takes, after the rank."""
-    return json.dumps([type(error).__name__, str(error)]).encode()
 
 
 def answer_tag(pull: int) -> int:

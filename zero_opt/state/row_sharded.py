@@ -10,6 +10,7 @@ Imported when first needed: ``torch.distributed.tensor`` takes longer to import 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ..layout import ParamSlice, Span
 from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
-from .consolidate import Entry, LocalState, listed, listing, small_value
+from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
 from .state_dict import cut, torch_dtype
 
 States = dict[int, dict[str, Any]]
@@ -135,7 +136,10 @@ class ShardedState:
                         form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype, device="cpu"
                     )
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
-                source = _run_to_send(local, entry, failed) if owner == self._group.rank else None
+                source = None
+                if owner == self._group.rank:
+                    read = partial(_read, local, entry)
+                    source = read_to_send(read, entry.numel, torch_dtype(entry.dtype), failed)
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
@@ -245,16 +249,11 @@ class ShardedState:
         self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
-def _run_to_send(state: LocalState, entry: Entry, failed: list[Exception]) -> Tensor:
-    """An entry's elements in host memory; zeros once one cannot be had, as in :func:`chunks_to_send`."""
-    if not failed:
-        try:
-            run = state.run(entry)
-            require_readable(run)
-            return run.cpu()
-        except Exception as error:  # whatever it is, the other ranks wait
-            failed.append(error)
-    return torch.zeros(entry.numel, dtype=torch_dtype(entry.dtype), device="cpu")
+def _read(state: LocalState, entry: Entry) -> Tensor:
+    """An entry's elements in host memory."""
+    run = state.run(entry)
+    require_readable(run)
+    return run.cpu()
 
 
 def _form_of(value: DTensor) -> Form:

@@ -41,7 +41,15 @@ from ..comm.departures import Departure, Departures, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
 from ..comm.transfers import Message, Transfer, Window
-from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, StepDesync, ZeroOptError, error_of_rank
+from ..errors import (
+    OptimizerClosed,
+    PeerLost,
+    StateNotConsolidated,
+    StepDesync,
+    ZeroOptError,
+    error_of_rank,
+    name_and_text,
+)
 from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from . import process_exit
@@ -60,7 +68,6 @@ from .messages import (
     Offer,
     RingMessage,
     answer_tag,
-    error_text,
     words_of,
 )
 
@@ -315,7 +322,7 @@ class StateService:
             state = self._own_state("it", capture, failure)
             return (FrozenState(state) if freeze else state), listing(state)
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
-            return None, error_text(error)
+            return None, json.dumps(name_and_text(error)).encode()
 
     def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, what went wrong with them."""
@@ -323,7 +330,7 @@ class StateService:
         for entry in listed(offer.payload):
             for chunk in chunks_to_send(state, entry, failed):
                 window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
-        text = bytes_tensor(error_text(failed[0]) if failed else b"null")
+        text = bytes_tensor(json.dumps(name_and_text(failed[0]) if failed else None).encode())
         for message in (words_of(text.numel()), text):
             window.add(self._side.send_to(message, offer.dst, tag), message)
         window.drain()
