@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "zero_opt"
 PAGE = ROOT / "docs" / "rooms.md"
-# From top to bottom: each may import those below it. setup.cfg has the same order as a contract.
-FLOORS = (
-    *("__init__", "__main__", "cpu_adam", "tools", "optimizer", "state", "placement", "reduction", "sharding"),
-    *("comm", "kernels", "system", "policies", "layout", "errors"),
-)
+
+
+def floors() -> tuple[str, ...]:
+    """Return the rooms from top to bottom, as the contract in setup.cfg has them."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    return ("__init__", *config["importlinter:contract:rooms"]["layers"].replace("(", "").replace(")", "").split())
+
+
+FLOORS = floors()
 
 
 def modules() -> dict[str, Path]:
