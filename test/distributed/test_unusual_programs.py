@@ -36,6 +36,15 @@ def _made(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> zer
     return zero_opt.ShardedOptimizer(model.parameters(), cls, lr=0.01, **options)
 
 
+def _after_a_step(rank: int, offload: Any) -> tuple[nn.Sequential, zero_opt.ShardedOptimizer]:
+    model = _net()
+    optimizer = _made(model, offload=offload)
+    _backward(model, 0, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
 def _values(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
@@ -127,11 +136,7 @@ def test_at_world_size_1_it_is_saved_and_loaded_as_in_torch() -> None:
 
 
 def _without_lr(rank: int, world_size: int, offload: Any) -> None:
-    model = _net()
-    optimizer = _made(model, offload=offload)
-    _backward(model, 0, rank)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = _after_a_step(rank, offload)
     before = _values(model)
     del optimizer.param_groups[0]["lr"]
     _backward(model, 1, rank)
@@ -146,11 +151,7 @@ def test_a_hyperparameter_that_is_deleted_is_missed(offload: Any) -> None:
 
 
 def _spoilt_state(rank: int, world_size: int, offload: Any, spoil: str) -> str:
-    model = _net()
-    optimizer = _made(model, offload=offload)
-    _backward(model, 0, rank)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = _after_a_step(rank, offload)
     before = _values(model)
     for param in model.parameters():
         if spoil == "without a moment":
@@ -181,11 +182,7 @@ def test_state_that_a_worker_has_no_place_for_is_refused() -> None:
 
 
 def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tuple[int, ...]) -> None:
-    model = _net()
-    optimizer = _made(model, offload=offload)
-    _backward(model, 0, rank)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = _after_a_step(rank, offload)
     if rank in who and how == "all":
         optimizer.state.clear()
     elif rank in who:
