@@ -4,11 +4,12 @@
 PROGRAM.cpp, scenario.cpp and the extension's objects, with the same compiler and flags.
 ``python -m test.crash.build BUILD PROGRAM FOLDER ISA`` then builds one in FOLDER, from the variants of native sources
 that lie there and, for the rest, those objects; it has the kernels of the one instruction set that are made from there.
-What is up to date is left alone.
+What is up to date is left alone. Builds below one BUILD take turns, since the processes that run tests begin together.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from pathlib import Path
 
@@ -22,6 +23,13 @@ PARTS = ("control", "dispatch", "draft_queue", "logged_step", "step", "thread_po
 def main(build: str, program: str, folder: str = "", isa: str = "") -> None:
     """Build it."""
     tools = Toolchain(Path(build))
+    with open(tools.folder / "lock", "w") as lock:
+        # Without it one process writes a program that another runs: "Text file busy", or half an object.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _build(tools, program, folder, isa)
+
+
+def _build(tools: Toolchain, program: str, folder: str, isa: str) -> None:
     shipped = tools.shipped()
     objects = {part: shipped[part] for part in PARTS}
     own, kernels, target = [OWN / f"{program}.cpp", OWN / "scenario.cpp"], [], tools.folder / program
