@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 CLIENTS := .venv-clients
-NATIVE := $(wildcard native/*)
+NATIVE := $(wildcard native/*/*)
 RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4

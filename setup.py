@@ -23,7 +23,9 @@ REQUIRED = os.environ.get("ZERO_OPT_NATIVE") == "require"
 BUILD_ERRORS = (BaseError, CCompilerError, OSError)
 EXACT_MATHS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CXX = ["-std=c++17", "-fvisibility=hidden"]
-HEADERS = sorted(glob.glob("native/*.hpp") + glob.glob("native/*.inl"))
+HEADERS = sorted(glob.glob("native/*/*.hpp") + glob.glob("native/*/*.inl"))
+# All but those of the per-ISA libraries.
+SOURCES = sorted(set(glob.glob("native/*/*.cpp")) - set(glob.glob("native/kernels/isa_*.cpp")))
 ISA_FLAGS = {
     "baseline": [],
     "v3": ["-march=x86-64-v3", "-mprefer-vector-width=256"],
@@ -40,7 +42,9 @@ def isas() -> list[str]:
 def kernel_library(isa: str) -> tuple[str, dict[str, object]]:
     """The static library holding the kernels of one instruction set."""
     flags = CXX + EXACT_MATHS + ISA_FLAGS[isa]
-    return f"zero_opt_{isa}", {"sources": [f"native/isa_{isa}.cpp"], "cflags": flags, "obj_deps": {"": HEADERS}}
+    sources, dependencies = [f"native/kernels/isa_{isa}.cpp"], {"": HEADERS}
+    settings = {"sources": sources, "include_dirs": ["native"], "cflags": flags, "obj_deps": dependencies}
+    return f"zero_opt_{isa}", settings
 
 
 def extension() -> Extension:
@@ -49,23 +53,8 @@ def extension() -> Extension:
 
     return Extension(
         "zero_opt._native",
-        sources=[
-            f"native/{name}.cpp"
-            for name in (
-                "bindings",
-                "control",
-                "dispatch",
-                "draft_queue",
-                "held_threads",
-                "host_exchange",
-                "peer_words",
-                "logged_step",
-                "step",
-                "thread_pool",
-                "worker",
-            )
-        ],
-        include_dirs=[pybind11.get_include()],
+        sources=SOURCES,
+        include_dirs=["native", pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off", "-pthread"],
         extra_link_args=["-pthread"],

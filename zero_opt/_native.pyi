@@ -136,7 +136,7 @@ class HostBucket:
 PEER_WORDS_NBYTES: int  # size of the words at the front of every rank's arena, which HostRanks writes
 
 class HostRanks:
-    """The ranks of a host, by the addresses at which their arenas are mapped here; see native/host_exchange.hpp.
+    """The ranks of a host, by the addresses at which their arenas are mapped here: native/exchange/host_exchange.hpp.
 
     ``ident`` is (step, epoch, sequence), each from 0 and below 2^64; of two exchanges the later one's is greater. Both
     methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that peer,
@@ -270,7 +270,7 @@ class Control:
 def worker_run(
     arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], threads: int
 ) -> None:
-    """The life of a worker process, which ends in here; see native/worker.hpp. ``cpus`` may be empty: all there are."""
+    """The life of a worker process, which ends in here: see native/worker/worker.hpp. Empty ``cpus``: all there are."""
 
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""

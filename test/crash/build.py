@@ -3,7 +3,8 @@
 ``python -m test.crash.build BUILD PROGRAM`` builds the extension below BUILD, as setup.py does, and there PROGRAM from
 PROGRAM.cpp, scenario.cpp and the extension's objects, with the same compiler and flags.
 ``python -m test.crash.build BUILD PROGRAM FOLDER ISA`` then builds one in FOLDER, from the variants of native sources
-that lie there and, for the rest, those objects; it has the kernels of the one instruction set that are made from there.
+that lie there at their paths below native/ and, for the rest, those objects; it has the kernels of the one instruction
+set that are made with the variants.
 What is up to date is left alone. Builds below one BUILD take turns, since the processes that run tests begin together.
 """
 
@@ -35,9 +36,8 @@ def _build(tools: Toolchain, program: str, folder: str, isa: str) -> None:
     own, kernels, target = [OWN / f"{program}.cpp", OWN / "scenario.cpp"], [], tools.folder / program
     if folder:
         variants = Toolchain(Path(folder))
-        sources = [path for path in variants.folder.glob("*.cpp") if path.stem in PARTS]
-        objects |= {source.stem: variants.compiled([source])[0] for source in sources}
-        kernels, target = variants.kernels([isa], variants.folder), variants.folder / program
+        objects |= {path.stem: variants.compiled([path])[0] for path in variants.folder.glob("*/*.cpp")}
+        kernels, target = variants.kernels([isa]), variants.folder / program
     # Without lazy binding: the step itself is to be traced.
     tools.link([*tools.compiled(own), *kernels, *objects.values()], target, ["-Wl,-z,now"])
 

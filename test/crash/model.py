@@ -1,7 +1,7 @@
 """Trainer, worker and the arena between them, as a machine of which every state can be visited.
 
-An action stands for a piece of native/redo_log.hpp, native/worker.cpp, native/control.cpp or
-zero_opt/placement/worker/process.py, and is named after it. Memory is what matters of the arena: the words, and for
+An action stands for a piece of native/kernels/redo_log.hpp, native/worker/worker.cpp, native/worker/control.cpp
+or zero_opt/placement/worker/process.py, and is named after it. Memory is what matters of the arena: the words, and for
 each block of state the number of steps applied to it, or that it is half written. Every action leaves the memory as a
 process would that died right after it. Polls that find nothing are no actions; since none waits without a bound, what a
 process polls for it finds.
@@ -228,7 +228,7 @@ class Model:
     def _spawned(self, state: State, trainer: Trainer) -> State:
         return state._replace(worker=Worker("born"), trainer=trainer)
 
-    # -- native/worker.cpp --------------------------------------------------------------------------------------------
+    # -- native/worker/worker.cpp -------------------------------------------------------------------------------------
 
     def _worker(self, state: State, worker: Worker) -> Iterator[tuple[str, Memory, Worker]]:
         """Also of one that has been killed: its threads go on until they are gone."""
@@ -264,7 +264,7 @@ class Model:
     def _finished(self, worker: Worker) -> Worker:
         return worker._replace(stage="idle", lanes=(), ready=True)
 
-    # -- native/redo_log ----------------------------------------------------------------------------------------------
+    # -- native/kernels/redo_log --------------------------------------------------------------------------------------
 
     def _finish_step(self, memory: Memory, worker: Worker) -> Iterator[tuple[str, Memory, Worker]]:
         over = True

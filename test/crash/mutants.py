@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL = "redo_log.inl"
+PROTOCOL, IN_REGISTERS = "kernels/redo_log.inl", "kernels/block_in_registers.inl"
 BEGIN = "  Staging staging;\n"
 BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
@@ -39,7 +39,7 @@ class Mutant:
         name: what is wrong.
         replacements: texts and what comes in their place.
         deaths: how many it takes to show; with 0, a step that nobody disturbs is wrong.
-        file: of the native sources.
+        file: path below native/.
         shape: of the sweep that notices.
     """
 
@@ -97,12 +97,12 @@ MUTANTS = (
     Mutant(
         "a moment of the usual runs is written home at once",
         ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.", "home_arrays.")),),
-        file="straight.inl",
+        file=IN_REGISTERS,
     ),
     Mutant(
         "a moment of the usual runs is not in the log",
         ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.exp_avg", "log.max_exp_avg_sq")),),
-        file="straight.inl",
+        file=IN_REGISTERS,
     ),
     Mutant(
         "a successor begins a block early", ((SUCCESSOR, "  if (0 < done && done <= count) --done;\n" + SUCCESSOR),)
@@ -137,33 +137,35 @@ MUTANTS = (
     Mutant(
         "a step is complete before it is made",
         ((COMPLETED, ""), (LANES, COMPLETED + LANES)),
-        file="logged_step.cpp",
+        file="worker/logged_step.cpp",
     ),
     Mutant(
         "drafts are done before they are made",
         ((MAKE_DRAFTS, DRAFTS_DONE.replace("done,", "batch.last() + origin,") + MAKE_DRAFTS),),
-        file="draft_queue.cpp",
+        file="worker/draft_queue.cpp",
         shape="drafted",
     ),
-    Mutant("a draft goes home, too", ((DRAFTED, DRAFTED + "    at.home(fresh);\n"),), 0, "draft.inl", "drafted"),
+    Mutant(
+        "a draft goes home, too", ((DRAFTED, DRAFTED + "    at.home(fresh);\n"),), 0, "kernels/draft.inl", "drafted"
+    ),
     Mutant(
         "a sum is added to what a dead worker has left of it",
         (("    squares[i] = kernels", "    squares[i] += kernels"),),
-        file="draft_queue.cpp",
+        file="worker/draft_queue.cpp",
         shape="drafted",
     ),
     Mutant(
         "a sum is left out by the lane that has its first block",
         (("(range.first + kSumBlocks - 1) / kSumBlocks", "(range.first + kSumBlocks) / kSumBlocks"),),
         deaths=0,
-        file="draft_queue.cpp",
+        file="worker/draft_queue.cpp",
         shape="drafted",
     ),
     Mutant(
         "a draft is made a block short",
         ((DRAFT_ENDS, DRAFT_ENDS.replace("range.last", "(range.last - (range.last > 1))")),),
         deaths=0,
-        file="draft.inl",
+        file="kernels/draft.inl",
         shape="drafted",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from test.crash.mutants import PROTOCOL, Mutant
+from test.crash.mutants import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
@@ -34,13 +34,10 @@ def built_mutant(mutant: Mutant, isa: str) -> Path:
     """The sweep over a wrong variant of the redo log, for one instruction set."""
     built("sweep")
     folder = BUILD / "mutants" / mutant.name.replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    # A file includes those that lie beside it before others of the same name.
-    for name in {mutant.file, PROTOCOL, "draft.inl", "in_place.inl", f"isa_{isa}.cpp"}:
-        text = (NATIVE / name).read_text()
-        text, target = mutant.applied(text) if name == mutant.file else text, folder / name
-        if not target.exists() or target.read_text() != text:
-            target.write_text(text)
+    text, target = mutant.applied((NATIVE / mutant.file).read_text()), folder / mutant.file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or target.read_text() != text:
+        target.write_text(text)
     _build("sweep", str(folder), isa)
     return folder / "sweep"
 

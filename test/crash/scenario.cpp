@@ -9,9 +9,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "dispatch.hpp"
-#include "logged_step.hpp"
-#include "step.hpp"
+#include "kernels/dispatch.hpp"
+#include "step/step.hpp"
+#include "worker/logged_step.hpp"
 
 namespace crash {
 namespace {

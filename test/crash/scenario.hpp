@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "control.hpp"
+#include "worker/control.hpp"
 
 namespace crash {
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.crash.mutants import MUTANTS, Mutant
+from test.crash.mutants import IN_REGISTERS, MUTANTS, Mutant
 from test.crash.programs import LONG, NATIVE, Counts, built, built_mutant, sweep
 from zero_opt import _native
 
@@ -18,7 +18,7 @@ SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact")
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.
-TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], next(m for m in MUTANTS if m.file == "straight.inl"), MUTANTS[-1])
+TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], next(m for m in MUTANTS if m.file == IN_REGISTERS), MUTANTS[-1])
 NONE = Counts(0, 0, 0)
 
 

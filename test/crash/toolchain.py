@@ -49,38 +49,38 @@ class Toolchain:
         """Build the extension as setup.py does; its objects by name, without those of the libraries."""
         for name in ("build_clib", "build_ext"):
             self._distribution.run_command(name)
-        return {path.stem: str(path) for path in (self.folder / "objects" / "native").glob("*.o")}
+        sources = map(Path, self._command.extensions[0].sources)
+        return {path.stem: str(self.folder / "objects" / path.with_suffix(".o")) for path in sources}
 
     def compiled(self, sources: Iterable[Path], flags: Sequence[str] = ()) -> list[str]:
-        """Objects of some sources, made as those of the extension, if what there is is older."""
+        """Objects of some sources, made as those of the extension, if what there is is older.
+
+        What lies below the folder at a native header's path is included in its place.
+        """
         extension = self._command.extensions[0]
         found = []
         for source in sources:
             target = self.folder / (source.stem + ".o")
-            own = [*source.parent.glob("*.hpp"), *source.parent.glob("*.inl"), Path(__file__).parent / "scenario.hpp"]
-            if _older(target, [source, *own, *NATIVE.glob("*.hpp"), *NATIVE.glob("*.inl")]):
+            own = [*self.folder.glob("*/*.inl"), *source.parent.glob("*.hpp"), Path(__file__).parent / "scenario.hpp"]
+            if _older(target, [source, *own, *NATIVE.glob("*/*.hpp"), *NATIVE.glob("*/*.inl")]):
                 # distutils puts an object where its source lies, below the output's folder.
                 with contextlib.chdir(source.parent):
                     self._compiler().compile(
                         [source.name],
                         output_dir=str(self.folder),
                         macros=extension.define_macros,
-                        include_dirs=[str(NATIVE), str(Path(__file__).parent)],
+                        include_dirs=[str(self.folder), str(NATIVE), str(Path(__file__).parent)],
                         extra_postargs=[*extension.extra_compile_args, *self.flags, *flags],
                     )
             found.append(str(target))
         return found
 
-    def kernels(self, isas: Collection[str], folder: Path = NATIVE) -> list[str]:
-        """Objects of the kernels for some instruction sets from sources in a folder, with the flags of their libraries.
-
-        What they include is looked for there first.
-        """
+    def kernels(self, isas: Collection[str]) -> list[str]:
+        """Objects of the kernels for some instruction sets, with the flags of their libraries."""
         found = []
         for name, library in self._distribution.libraries:
             if name.rpartition("_")[2] in isas:
-                sources = [folder / Path(source).name for source in library["sources"]]
-                found += self.compiled(sources, library["cflags"])
+                found += self.compiled([ROOT / source for source in library["sources"]], library["cflags"])
         return found
 
     def link(self, objects: Sequence[str], program: Path, flags: Sequence[str] = ()) -> None:

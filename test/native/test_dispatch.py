@@ -20,7 +20,7 @@ V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 PROGRAM = r"""
 #include <cstdio>
 
-#include "dispatch.hpp"
+#include "kernels/dispatch.hpp"
 
 namespace zero_opt {
 extern const Kernels kKernelsBaseline, kKernelsV3, kKernelsV4;
@@ -66,7 +66,7 @@ ZIG = pytest.mark.skipif(
 def test_a_compiler_that_denies_all_instruction_sets_changes_nothing(compiler: list[str], tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(PROGRAM)
     flags = ["-std=c++17", "-O2", "-Wno-missing-field-initializers", "-DZERO_OPT_X86_ISAS=1", f"-I{NATIVE}"]
-    sources = [str(NATIVE / "dispatch.cpp"), str(tmp_path / "main.cpp")]
+    sources = [str(NATIVE / "kernels" / "dispatch.cpp"), str(tmp_path / "main.cpp")]
     caches = {"ZIG_GLOBAL_CACHE_DIR": str(tmp_path / "cache"), "ZIG_LOCAL_CACHE_DIR": str(tmp_path / "cache")}
     environment = {key: value for key, value in os.environ.items() if key != "ZERO_OPT_ISA"}
     command = [*compiler, *flags, *sources, "-o", str(tmp_path / "main")]

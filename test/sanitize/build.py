@@ -20,8 +20,9 @@ def main(folder: str, program: str, sanitizers: str, mutant: str = "") -> None:
     """Build it."""
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
     tools = Toolchain(Path(folder), flags)
-    skipped = {"bindings", *(f"isa_{isa}" for isa in ISAS), *(["control"] if mutant else [])}
-    sources = [path for path in sorted(NATIVE.glob("*.cpp")) if path.stem not in skipped]
+    skipped = {*(f"isa_{isa}" for isa in ISAS), *(["control"] if mutant else [])}
+    unbound = [path for path in sorted(NATIVE.glob("*/*.cpp")) if path.parent.name != "bindings"]
+    sources = [path for path in unbound if path.stem not in skipped]
     own = [OWN / f"{program}.cpp", OWN.parent / "crash" / "scenario.cpp", *map(Path, [mutant] if mutant else [])]
     objects = [*tools.compiled([*sources, *own]), *tools.kernels(ISAS)]
     wraps = [f"-Wl,--wrap={name}" for name in WRAPPED] if program == "race" else []

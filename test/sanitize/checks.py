@@ -52,7 +52,7 @@ def test_no_two_sides_race(what: str) -> None:
 def test_a_race_is_noticed() -> None:
     folder = BUILD / "unordered"
     folder.mkdir(parents=True, exist_ok=True)
-    text = (ROOT / "native" / "control.cpp").read_text()
+    text = (ROOT / "native" / "worker" / "control.cpp").read_text()
     assert text.count(PUBLISHED) == 1
     mutant = folder / "control_unordered.cpp"
     if not mutant.exists() or mutant.read_text() != text.replace(PUBLISHED, UNORDERED):

@@ -12,8 +12,8 @@
 #include <unistd.h>
 
 #include "scenario.hpp"
-#include "step.hpp"
-#include "thread_pool.hpp"
+#include "step/step.hpp"
+#include "threads/thread_pool.hpp"
 
 namespace {
 

@@ -17,10 +17,10 @@
 #include <thread>
 #include <vector>
 
-#include "control.hpp"
-#include "host_exchange.hpp"
+#include "exchange/host_exchange.hpp"
 #include "scenario.hpp"
-#include "worker.hpp"
+#include "worker/control.hpp"
+#include "worker/worker.hpp"
 
 namespace {
 

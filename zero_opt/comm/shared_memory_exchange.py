@@ -1,7 +1,7 @@
 """Ranks on one host exchange buckets through shared memory: each maps the others' staging and reads it there.
 
 Gradients go from where autograd left them through two small slots of staging, and parameters to where they are; see
-native/host_exchange.hpp for how, and for why two slots are enough.
+native/exchange/host_exchange.hpp for how, and for why two slots are enough.
 """
 
 from __future__ import annotations

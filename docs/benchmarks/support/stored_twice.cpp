@@ -1,6 +1,6 @@
 // Steps as the redo log makes them, without any of its promises: every block is stored in a buffer, then where it belongs.
-#include "straight.inl"
-#include "thread_pool.hpp"
+#include "kernels/block_in_registers.inl"
+#include "threads/thread_pool.hpp"
 
 namespace {
 

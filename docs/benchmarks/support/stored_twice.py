@@ -32,7 +32,7 @@ def stored_twice(threads: int) -> Callable[[Mapping[str, Tensor]], None] | None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "stored_twice.so"
-        sources = [Path(__file__).with_suffix(".cpp"), ROOT / "native" / "thread_pool.cpp"]
+        sources = [Path(__file__).with_suffix(".cpp"), ROOT / "native" / "threads" / "thread_pool.cpp"]
         command = [compiler, *FLAGS, *ISA_FLAGS[_native.isa()], "-pthread", f"-I{ROOT / 'native'}", "-w"]
         try:
             subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)

@@ -1,0 +1,207 @@
+// The usual runs, stepped a whole block at a time, in place or into a log: included once by each isa_*.cpp, by those who
+// do either.
+#pragma once
+
+#include "kernels/redo_log.hpp"
+#include "kernels/staged_step.inl"
+
+#if defined(ZERO_OPT_HAS_WIDE)
+
+namespace zero_opt {
+namespace {
+
+// Whether a run's whole blocks can be stepped by Straight: fp32 moments, lerps that start from the moment, and parameters
+// of the gradient's 16-bit format, if that is one; of split masters the usual step only.
+inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
+  if (run.moment_format != Format::kFloat32 || !(scalars.weight1 < 0.5f)) return false;
+  if (run.from.remainder != nullptr) return run.out == nullptr && converts(scalars, run.from.max_exp_avg_sq != nullptr);
+  return run.out == nullptr || run.out_format == run.grad_format ||
+         (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32);
+}
+
+// Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a
+// constant, from which the compiler makes straight code that decides nothing: for so few elements that would take as long
+// as the step.
+template <Format kGrad, bool kL2, bool kAmsgrad, bool kSplit>
+struct Straight {
+  static constexpr std::int64_t kParts = kLogNumel / kWide;
+
+  AdamScalars scalars;
+  LaneArrays home_arrays;
+  const float* grad;
+  const std::uint16_t* half_grad;  // in place of grad: bf16, or fp16
+  std::uint16_t* out;
+  bool streams, to_bf16, past_caches = false;
+  WideFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
+
+  Straight(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
+    point_at_param(run.from, begin, home_arrays);
+    point_at_moments(run.from, Format::kFloat32, begin, home_arrays);
+    grad = static_cast<const float*>(run.grad) + begin;
+    half_grad = static_cast<const std::uint16_t*>(run.grad) + begin;
+    out = run.out == nullptr ? nullptr : static_cast<std::uint16_t*>(run.out) + begin;
+    streams = run.numel >= kStreamNumel && reinterpret_cast<std::uintptr_t>(out) % kLine == 0;
+    to_bf16 = run.out_format == Format::kBfloat16;
+  }
+
+  // A block into the arrays it was read from. Returns how many of its gradients are not finite.
+  ZERO_OPT_INLINE std::int64_t step() { return step_to(home_arrays); }
+
+  // The same, into a log; in registers it stays.
+  ZERO_OPT_INLINE std::int64_t step(LogBlock& log) {
+    LaneArrays arrays = {};
+    arrays.param = log.param;
+    arrays.half_param = reinterpret_cast<std::uint16_t*>(log.param);
+    arrays.remainder = log.remainder;
+    arrays.exp_avg = log.exp_avg;
+    arrays.exp_avg_sq = log.exp_avg_sq;
+    arrays.max_exp_avg_sq = log.max_exp_avg_sq;
+    return step_to(arrays);
+  }
+
+  // Blocks go home past the caches from here on, if they are whole lines there.
+  void leave_caches() {
+    const auto place = [](const float* array) { return reinterpret_cast<std::uintptr_t>(array); };
+    const std::uintptr_t arrays = place(home_arrays.param) | place(home_arrays.exp_avg) | place(home_arrays.exp_avg_sq) |
+                                  place(home_arrays.max_exp_avg_sq);
+    past_caches = arrays % kLine == 0;
+  }
+
+  ZERO_OPT_INLINE void home(const LogBlock&) { past_caches ? home<true>() : home<false>(); }
+
+  ZERO_OPT_INLINE void next() {
+    if (kSplit) {
+      home_arrays.half_param += kLogNumel;
+      home_arrays.remainder += kLogNumel;
+    } else {
+      home_arrays.param += kLogNumel;
+    }
+    home_arrays.exp_avg += kLogNumel;
+    home_arrays.exp_avg_sq += kLogNumel;
+    if (kAmsgrad) home_arrays.max_exp_avg_sq += kLogNumel;
+    grad += kLogNumel;
+    half_grad += kLogNumel;
+    if (out != nullptr) out += kLogNumel;
+  }
+
+ private:
+  ZERO_OPT_INLINE std::int64_t step_to(const LaneArrays& to) {
+    alignas(kLine) float widened_grad[kLogNumel];
+    const float* grads = grad;
+    if constexpr (kGrad == Format::kFloat16) {
+      widen_fp16(half_grad, kLogNumel, widened_grad);
+      grads = widened_grad;
+    }
+    WideWords spoilt = {};
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) {
+      const std::int64_t at = part * kWide;
+      WideFloats g;
+      if constexpr (kGrad == Format::kBfloat16) {
+        g = scalars.grad_factor * (WideFloats)(widened(half_grad + at) << 16);
+      } else {
+        g = scalars.grad_factor * read_floats_at(grads + at);
+      }
+      spoilt |= words_of(g * 0.0f);
+      Element<WideFloats> old = {};
+      old.param = kSplit ? joined_at(home_arrays.half_param + at, home_arrays.remainder + at)
+                         : read_floats_at(home_arrays.param + at);
+      old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
+      old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
+      if constexpr (kAmsgrad) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
+      const Element<WideFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
+      param[part] = stepped.param;
+      exp_avg[part] = stepped.exp_avg;
+      exp_avg_sq[part] = stepped.exp_avg_sq;
+      max_exp_avg_sq[part] = stepped.max_exp_avg_sq;
+      write<false>(part, to);
+    }
+    if (out != nullptr) write_out();
+    return any_set(spoilt & kMagnitude) ? count(grads) : 0;
+  }
+
+  __attribute__((noinline)) std::int64_t count(const float* grads) const {
+    Lanes seen = {};
+    seen.numel = kLogNumel;
+    seen.grad = grads;
+    if (kGrad == Format::kBfloat16) seen.half_grad = half_grad;
+    return count_nonfinite(scalars.grad_factor, seen);
+  }
+
+  ZERO_OPT_INLINE void write_out() const {
+    if (kGrad == Format::kBfloat16 || (kGrad == Format::kFloat32 && to_bf16)) {
+      for (std::int64_t part = 0; part < kParts; part += 2) {
+        write_bf16(param[part], param[part + 1], out + part * kWide, streams);
+      }
+      return;
+    }
+    alignas(kLine) float wide[kLogNumel];
+    alignas(kLine) std::uint16_t narrow[kLogNumel];
+    __builtin_memcpy(wide, param, sizeof(wide));
+    narrow_fp16(wide, kLogNumel, narrow);
+    write_lines(narrow, sizeof(narrow), out, streams);
+  }
+
+  template <bool kPast>
+  ZERO_OPT_INLINE void home() const {
+#pragma GCC unroll 8
+    for (std::int64_t part = 0; part < kParts; ++part) write<kPast>(part, home_arrays);
+  }
+
+  template <bool kPast>
+  ZERO_OPT_INLINE static void put(WideFloats values, float* to) {
+    kPast ? stream((WideWords)values, to) : store(values, to);
+  }
+
+  // Vector ``part``, or, of halves, it and the one before.
+  template <bool kPast>
+  ZERO_OPT_INLINE void write(std::int64_t part, const LaneArrays& to) const {
+    const std::int64_t at = part * kWide;
+    if constexpr (!kSplit) {
+      put<kPast>(param[part], to.param + at);
+    } else if (part % 2 != 0) {
+      write_split(param[part - 1], param[part], to.half_param + at - kWide, to.remainder + at - kWide);
+    }
+    put<kPast>(exp_avg[part], to.exp_avg + at);
+    put<kPast>(exp_avg_sq[part], to.exp_avg_sq + at);
+    if constexpr (kAmsgrad) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
+  }
+};
+
+template <Format kGrad, typename Use>
+void with_straight_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+  const bool amsgrad = run.from.max_exp_avg_sq != nullptr;
+  if (run.from.remainder != nullptr) {
+    use(Straight<kGrad, false, false, true>(scalars, run, begin));
+  } else if (scalars.has_l2) {
+    amsgrad ? use(Straight<kGrad, true, true, false>(scalars, run, begin))
+            : use(Straight<kGrad, true, false, false>(scalars, run, begin));
+  } else {
+    amsgrad ? use(Straight<kGrad, false, true, false>(scalars, run, begin))
+            : use(Straight<kGrad, false, false, false>(scalars, run, begin));
+  }
+}
+
+// Calls ``use`` with the run's own Straight, at element begin.
+template <typename Use>
+void with_straight(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+  if (run.grad_format == Format::kFloat32) with_straight_of<Format::kFloat32>(scalars, run, begin, use);
+  if (run.grad_format == Format::kBfloat16) with_straight_of<Format::kBfloat16>(scalars, run, begin, use);
+  if (run.grad_format == Format::kFloat16) with_straight_of<Format::kFloat16>(scalars, run, begin, use);
+}
+
+}  // namespace
+}  // namespace zero_opt
+#else
+
+namespace zero_opt {
+namespace {
+
+inline bool goes_straight(const AdamRun&, const AdamScalars&) { return false; }
+
+template <typename Use>
+void with_straight(const AdamScalars&, const AdamRun&, std::int64_t, const Use&) {}
+
+}  // namespace
+}  // namespace zero_opt
+#endif

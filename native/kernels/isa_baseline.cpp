@@ -1,0 +1,15 @@
+// The kernels compiled for whatever the platform guarantees: SSE2 on x86-64, NEON on aarch64.
+#include "kernels/copy.inl"
+#include "kernels/draft.inl"
+#include "kernels/in_place.inl"
+#include "kernels/mean.inl"
+#include "kernels/redo_log.inl"
+#include "kernels/staged_step.inl"
+
+namespace zero_opt {
+
+extern const Kernels kKernelsBaseline;
+const Kernels kKernelsBaseline = {
+    "baseline", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
+
+}  // namespace zero_opt

@@ -1,0 +1,15 @@
+// The kernels compiled for x86-64-v4 (AVX-512 F, BW, CD, DQ, VL).
+#include "kernels/copy.inl"
+#include "kernels/draft.inl"
+#include "kernels/in_place.inl"
+#include "kernels/mean.inl"
+#include "kernels/redo_log.inl"
+#include "kernels/staged_step.inl"
+
+namespace zero_opt {
+
+extern const Kernels kKernelsV4;
+const Kernels kKernelsV4 = {
+    "v4", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
+
+}  // namespace zero_opt
