@@ -5,14 +5,14 @@
 #include "kernels/redo_log.hpp"
 #include "kernels/staged_step.inl"
 
-#if defined(ZERO_OPT_HAS_WIDE)
+#if defined(ZERO_OPT_HAS_AVX2)
 
 namespace zero_opt {
 namespace {
 
-// Whether a run's whole blocks can be stepped by Straight: fp32 moments, lerps that start from the moment, and parameters
-// of the gradient's 16-bit format, if that is one; of split masters the usual step only.
-inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
+// Whether a run's whole blocks can be stepped by BlockInRegisters: fp32 moments, lerps that start from the moment, and
+// parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
+inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
   if (run.moment_format != Format::kFloat32 || !(scalars.weight1 < 0.5f)) return false;
   if (run.from.remainder != nullptr) return run.out == nullptr && converts(scalars, run.from.max_exp_avg_sq != nullptr);
   return run.out == nullptr || run.out_format == run.grad_format ||
@@ -20,11 +20,11 @@ inline bool goes_straight(const AdamRun& run, const AdamScalars& scalars) {
 }
 
 // Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a
-// constant, from which the compiler makes straight code that decides nothing: for so few elements that would take as long
-// as the step.
+// constant, from which the compiler makes straight-line code that decides nothing: for so few elements that would take
+// as long as the step.
 template <Format kGrad, bool kL2, bool kAmsgrad, bool kSplit>
-struct Straight {
-  static constexpr std::int64_t kParts = kLogNumel / kWide;
+struct BlockInRegisters {
+  static constexpr std::int64_t kParts = kLogNumel / kAvxNumel;
 
   AdamScalars scalars;
   LaneArrays home_arrays;
@@ -32,9 +32,9 @@ struct Straight {
   const std::uint16_t* half_grad;  // in place of grad: bf16, or fp16
   std::uint16_t* out;
   bool streams, to_bf16, past_caches = false;
-  WideFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
+  AvxFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
 
-  Straight(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
+  BlockInRegisters(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
     point_at_param(run.from, begin, home_arrays);
     point_at_moments(run.from, Format::kFloat32, begin, home_arrays);
     grad = static_cast<const float*>(run.grad) + begin;
@@ -92,24 +92,24 @@ struct Straight {
       widen_fp16(half_grad, kLogNumel, widened_grad);
       grads = widened_grad;
     }
-    WideWords spoilt = {};
+    AvxWords spoilt = {};
 #pragma GCC unroll 8
     for (std::int64_t part = 0; part < kParts; ++part) {
-      const std::int64_t at = part * kWide;
-      WideFloats g;
+      const std::int64_t at = part * kAvxNumel;
+      AvxFloats g;
       if constexpr (kGrad == Format::kBfloat16) {
-        g = scalars.grad_factor * (WideFloats)(widened(half_grad + at) << 16);
+        g = scalars.grad_factor * (AvxFloats)(widened(half_grad + at) << 16);
       } else {
         g = scalars.grad_factor * read_floats_at(grads + at);
       }
       spoilt |= words_of(g * 0.0f);
-      Element<WideFloats> old = {};
+      Element<AvxFloats> old = {};
       old.param = kSplit ? joined_at(home_arrays.half_param + at, home_arrays.remainder + at)
                          : read_floats_at(home_arrays.param + at);
       old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
       old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
       if constexpr (kAmsgrad) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
-      const Element<WideFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
+      const Element<AvxFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
       param[part] = stepped.param;
       exp_avg[part] = stepped.exp_avg;
       exp_avg_sq[part] = stepped.exp_avg_sq;
@@ -131,7 +131,7 @@ struct Straight {
   ZERO_OPT_INLINE void write_out() const {
     if (kGrad == Format::kBfloat16 || (kGrad == Format::kFloat32 && to_bf16)) {
       for (std::int64_t part = 0; part < kParts; part += 2) {
-        write_bf16(param[part], param[part + 1], out + part * kWide, streams);
+        write_bf16(param[part], param[part + 1], out + part * kAvxNumel, streams);
       }
       return;
     }
@@ -149,18 +149,18 @@ struct Straight {
   }
 
   template <bool kPast>
-  ZERO_OPT_INLINE static void put(WideFloats values, float* to) {
-    kPast ? stream((WideWords)values, to) : store(values, to);
+  ZERO_OPT_INLINE static void put(AvxFloats values, float* to) {
+    kPast ? stream((AvxWords)values, to) : store(values, to);
   }
 
   // Vector ``part``, or, of halves, it and the one before.
   template <bool kPast>
   ZERO_OPT_INLINE void write(std::int64_t part, const LaneArrays& to) const {
-    const std::int64_t at = part * kWide;
+    const std::int64_t at = part * kAvxNumel;
     if constexpr (!kSplit) {
       put<kPast>(param[part], to.param + at);
     } else if (part % 2 != 0) {
-      write_split(param[part - 1], param[part], to.half_param + at - kWide, to.remainder + at - kWide);
+      write_split(param[part - 1], param[part], to.half_param + at - kAvxNumel, to.remainder + at - kAvxNumel);
     }
     put<kPast>(exp_avg[part], to.exp_avg + at);
     put<kPast>(exp_avg_sq[part], to.exp_avg_sq + at);
@@ -169,25 +169,25 @@ struct Straight {
 };
 
 template <Format kGrad, typename Use>
-void with_straight_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+void with_block_in_registers_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
   const bool amsgrad = run.from.max_exp_avg_sq != nullptr;
   if (run.from.remainder != nullptr) {
-    use(Straight<kGrad, false, false, true>(scalars, run, begin));
+    use(BlockInRegisters<kGrad, false, false, true>(scalars, run, begin));
   } else if (scalars.has_l2) {
-    amsgrad ? use(Straight<kGrad, true, true, false>(scalars, run, begin))
-            : use(Straight<kGrad, true, false, false>(scalars, run, begin));
+    amsgrad ? use(BlockInRegisters<kGrad, true, true, false>(scalars, run, begin))
+            : use(BlockInRegisters<kGrad, true, false, false>(scalars, run, begin));
   } else {
-    amsgrad ? use(Straight<kGrad, false, true, false>(scalars, run, begin))
-            : use(Straight<kGrad, false, false, false>(scalars, run, begin));
+    amsgrad ? use(BlockInRegisters<kGrad, false, true, false>(scalars, run, begin))
+            : use(BlockInRegisters<kGrad, false, false, false>(scalars, run, begin));
   }
 }
 
-// Calls ``use`` with the run's own Straight, at element begin.
+// Calls ``use`` with the run's own BlockInRegisters, at element begin.
 template <typename Use>
-void with_straight(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
-  if (run.grad_format == Format::kFloat32) with_straight_of<Format::kFloat32>(scalars, run, begin, use);
-  if (run.grad_format == Format::kBfloat16) with_straight_of<Format::kBfloat16>(scalars, run, begin, use);
-  if (run.grad_format == Format::kFloat16) with_straight_of<Format::kFloat16>(scalars, run, begin, use);
+void with_block_in_registers(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+  if (run.grad_format == Format::kFloat32) with_block_in_registers_of<Format::kFloat32>(scalars, run, begin, use);
+  if (run.grad_format == Format::kBfloat16) with_block_in_registers_of<Format::kBfloat16>(scalars, run, begin, use);
+  if (run.grad_format == Format::kFloat16) with_block_in_registers_of<Format::kFloat16>(scalars, run, begin, use);
 }
 
 }  // namespace
@@ -197,10 +197,10 @@ void with_straight(const AdamScalars& scalars, const AdamRun& run, std::int64_t 
 namespace zero_opt {
 namespace {
 
-inline bool goes_straight(const AdamRun&, const AdamScalars&) { return false; }
+inline bool steps_in_registers(const AdamRun&, const AdamScalars&) { return false; }
 
 template <typename Use>
-void with_straight(const AdamScalars&, const AdamRun&, std::int64_t, const Use&) {}
+void with_block_in_registers(const AdamScalars&, const AdamRun&, std::int64_t, const Use&) {}
 
 }  // namespace
 }  // namespace zero_opt

@@ -179,7 +179,7 @@ template <typename Work>
 inline void for_blocks(std::int64_t numel, const Work& work) {
   for (std::int64_t start = 0; start < numel; start += kCutNumel) {
     if (numel - start >= kCutNumel) {
-      work(start, kCutNumel);  // a constant, from which the compiler makes straight code
+      work(start, kCutNumel);  // a constant, from which the compiler makes straight-line code
     } else {
       work(start, numel - start);
     }

@@ -47,11 +47,11 @@ void run_draft(char* base, const DraftRun& draft, const BlockRange& range) {
   LogBlock fresh;
   const std::int64_t begin = range.first * kLogNumel;
   const std::int64_t end = range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;
-  const std::int64_t whole = goes_straight(run, draft.scalars) ? (end - begin) / kLogNumel * kLogNumel : 0;
+  const std::int64_t whole = steps_in_registers(run, draft.scalars) ? (end - begin) / kLogNumel * kLogNumel : 0;
   if (whole > 0) {
     const Block all = {&draft.run, begin, begin + whole};
-    with_straight(draft.scalars, run, begin,
-                  [&](const auto& at) { draft_blocks(at, to, run.moment_format, all, fresh); });
+    with_block_in_registers(draft.scalars, run, begin,
+                            [&](const auto& at) { draft_blocks(at, to, run.moment_format, all, fresh); });
   }
   if (begin + whole < end) {
     const Block first = {&draft.run, begin + whole, end_of_block(run.numel, begin + whole)};

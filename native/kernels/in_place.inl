@@ -28,9 +28,9 @@ std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t b
   Staging staging;
   if (as_it_lies(run)) return adam_by_staging(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
-  if (in_place(run) && !takes_fp16(run) && goes_straight(run, scalars)) {
+  if (in_place(run) && !takes_fp16(run) && steps_in_registers(run, scalars)) {
     const std::int64_t whole = (end - begin) / kLogNumel * kLogNumel;
-    with_straight(scalars, run, begin, [&](auto at) {
+    with_block_in_registers(scalars, run, begin, [&](auto at) {
       for (std::int64_t done = 0; done < whole; done += kLogNumel, at.next()) {
         nonfinite += at.step();
       }

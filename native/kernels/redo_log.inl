@@ -108,7 +108,8 @@ AdamRun run_in_place(char* base, const StepRun& run) {
           run.moment_format, run.out_format};
 }
 
-// Steps the blocks of any run, from a given one on. As Straight, but that a block may be shorter than the others.
+// Steps the blocks of any run, from a given one on. As BlockInRegisters, but that a block may be shorter than the
+// others.
 struct Staged {
   const AdamScalars& scalars;
   AdamRun run;
@@ -157,7 +158,7 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
     from = block.run;
     const AdamScalars& scalars = step.scalars[from->scalars];
     const AdamRun run = run_in_place(step.base, *from);
-    const std::int64_t whole = goes_straight(run, scalars) ? (run.numel - block.begin) / kLogNumel : 0;
+    const std::int64_t whole = steps_in_registers(run, scalars) ? (run.numel - block.begin) / kLogNumel : 0;
     const std::int64_t blocks = whole > 0 ? whole : log_blocks(run.numel - block.begin);
     const std::int64_t end = blocks < count - done ? done + blocks : count;
     const auto log_all = [&](auto at) {
@@ -165,7 +166,7 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
       log_blocks_of(at, step.sequence, done, end, lane);
     };
     if (whole > 0) {
-      with_straight(scalars, run, block.begin, log_all);
+      with_block_in_registers(scalars, run, block.begin, log_all);
     } else {
       log_all(Staged{scalars, run, block, staging});
     }

@@ -165,7 +165,7 @@ std::int64_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
   std::int64_t nonfinite = 0;
   for (const std::int64_t end = start + n; start < end;) {
     std::int64_t most = kStaged;
-#if defined(ZERO_OPT_HAS_WIDE)
+#if defined(ZERO_OPT_HAS_AVX2)
     if (steps_blocks8(scalars, run)) {
       start += adam_blocks8(scalars, run, start, end) * kCutNumel;
       most = kCutNumel;

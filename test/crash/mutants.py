@@ -23,7 +23,7 @@ COUNT = "    log.nonfinite = nonfinite;\n"
 COMMIT = "    commit(lane, progress_word(sequence, ++done));\n"
 HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
-STRAIGHT_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
+REGISTER_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
 LANES = "  share_out(lanes, head.numel > kAloneNumel ? threads : 1, work);\n"
 DRAFTS_DONE = "    control.drafts_done.store(done, std::memory_order_release);\n"
@@ -96,12 +96,12 @@ MUTANTS = (
     ),
     Mutant(
         "a moment of the usual runs is written home at once",
-        ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.", "home_arrays.")),),
+        ((REGISTER_MOMENT, REGISTER_MOMENT.replace("log.", "home_arrays.")),),
         file=IN_REGISTERS,
     ),
     Mutant(
         "a moment of the usual runs is not in the log",
-        ((STRAIGHT_MOMENT, STRAIGHT_MOMENT.replace("log.exp_avg", "log.max_exp_avg_sq")),),
+        ((REGISTER_MOMENT, REGISTER_MOMENT.replace("log.exp_avg", "log.max_exp_avg_sq")),),
         file=IN_REGISTERS,
     ),
     Mutant(

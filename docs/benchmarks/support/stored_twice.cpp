@@ -13,7 +13,7 @@ constexpr std::int64_t kTakenNumel = 32768;
 
 void step_blocks(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
   zero_opt::LogBlock buffers[2];
-  zero_opt::with_straight(scalars, run, begin, [&](auto at) {
+  zero_opt::with_block_in_registers(scalars, run, begin, [&](auto at) {
     for (std::int64_t number = 0; begin < end; begin += kLogNumel, ++number, at.next()) {
       zero_opt::LogBlock& buffer = buffers[number % 2];
       at.step(buffer);

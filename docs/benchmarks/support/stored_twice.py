@@ -1,4 +1,4 @@
-"""What a redo log costs at least: the kernel's own straight code, with every result stored twice, and no log."""
+"""What a redo log costs at least: the kernel's own steps in registers, with every result stored twice, and no log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ISA_FLAGS = {
 
 
 def stored_twice(threads: int) -> Callable[[Mapping[str, Tensor]], None] | None:
-    """A step of arrays in place; None without a compiler, or without straight code for this processor.
+    """A step of arrays in place; None without a compiler, or without such steps on this processor.
 
     It takes tensors by role: param, exp_avg and exp_avg_sq in fp32; grad in fp32, or in bf16, and out likewise.
     """
