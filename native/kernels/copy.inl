@@ -1,7 +1,7 @@
-// A copy past the caches: included once by each isa_*.cpp, after staged_step.inl.
+// A copy past the caches: included once by each isa_*.cpp, like adam.inl.
 #pragma once
 
-#include "kernels/staged_step.inl"
+#include "kernels/stream.inl"
 
 namespace zero_opt {
 namespace {

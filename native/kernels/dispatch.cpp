@@ -1,6 +1,5 @@
 #include "kernels/dispatch.hpp"
 
-#include <cmath>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -53,33 +52,6 @@ const Kernels& chosen_kernels() {
     return *available_kernels().back();
   }();
   return chosen;
-}
-
-std::uint32_t dither_of(double step) {
-  // One round of splitmix64 (Steele, Lea and Flood 2014).
-  std::uint64_t mixed = static_cast<std::uint64_t>(step) * 0x9e3779b97f4a7c15ull;
-  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ull;
-  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebull;
-  return static_cast<std::uint32_t>(mixed >> 32);
-}
-
-AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
-  const double bias_correction1 = 1.0 - std::pow(hypers.beta1, step);
-  const double bias_correction2 = 1.0 - std::pow(hypers.beta2, step);
-  AdamScalars scalars;
-  scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
-  scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
-  scalars.reciprocal = 1.0f / scalars.bias_correction2_sqrt;
-  scalars.decay = hypers.decoupled ? static_cast<float>(1.0 - hypers.lr * hypers.weight_decay) : 1.0f;
-  scalars.has_l2 = !hypers.decoupled && hypers.weight_decay != 0.0;
-  scalars.l2 = static_cast<float>(hypers.weight_decay);
-  scalars.weight1 = static_cast<float>(1.0 - hypers.beta1);
-  scalars.weight2 = static_cast<float>(1.0 - hypers.beta2);
-  scalars.beta2 = static_cast<float>(hypers.beta2);
-  scalars.eps = static_cast<float>(hypers.eps);
-  scalars.grad_factor = static_cast<float>(hypers.maximize ? -hypers.grad_scale : hypers.grad_scale);
-  scalars.dither = dither_of(step);
-  return scalars;
 }
 
 }  // namespace zero_opt

@@ -1,7 +1,6 @@
 // Which kernels to run: a table chosen once, at run time.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -23,18 +22,5 @@ const Kernels& kernels_named(const std::string& name);
 
 // The table of ZERO_OPT_ISA if that is set and not empty, else the fastest one. Chosen at the first call.
 const Kernels& chosen_kernels();
-
-// The hyperparameters of one group at one step, as the user wrote them.
-struct AdamHypers {
-  double lr, beta1, beta2, eps, weight_decay;
-  double grad_scale;  // what gradients are multiplied by first
-  bool decoupled, maximize;
-};
-
-// The scalars of step t, counted from 1.
-AdamScalars adam_scalars(const AdamHypers& hypers, double step);
-
-// A number that is another one for every step.
-std::uint32_t dither_of(double step);
 
 }  // namespace zero_opt

@@ -26,6 +26,10 @@ inline float bf16_to_float(std::uint16_t bits) { return float_of(static_cast<std
 
 inline std::uint32_t words_of(float value) { return bits_of(value); }
 
+inline bool is_nonfinite(float value) {
+  return static_cast<std::int32_t>(bits_of(value) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
+}
+
 // A bf16 number in the upper half of a word, and anything below, for a float, or for each of a vector of them. Every NaN
 // becomes the positive quiet one, as in torch.
 template <typename Word, typename Value>

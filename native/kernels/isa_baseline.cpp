@@ -1,10 +1,11 @@
 // The kernels compiled for whatever the platform guarantees: SSE2 on x86-64, NEON on aarch64.
+#include "kernels/convert.inl"
 #include "kernels/copy.inl"
 #include "kernels/draft.inl"
+#include "kernels/grad_sum.inl"
 #include "kernels/in_place.inl"
 #include "kernels/mean.inl"
 #include "kernels/redo_log.inl"
-#include "kernels/staged_step.inl"
 
 namespace zero_opt {
 

@@ -1,10 +1,11 @@
 // The kernels compiled for x86-64-v4 (AVX-512 F, BW, CD, DQ, VL).
+#include "kernels/convert.inl"
 #include "kernels/copy.inl"
 #include "kernels/draft.inl"
+#include "kernels/grad_sum.inl"
 #include "kernels/in_place.inl"
 #include "kernels/mean.inl"
 #include "kernels/redo_log.inl"
-#include "kernels/staged_step.inl"
 
 namespace zero_opt {
 

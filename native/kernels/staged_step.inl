@@ -9,13 +9,13 @@
 #include "kernels/adam.inl"
 #include "kernels/block8_in_registers.inl"
 #include "kernels/compact.inl"
+#include "kernels/convert.inl"
 #include "kernels/float_formats.inl"
 #include "kernels/stream.inl"
 
 namespace zero_opt {
 namespace {
 
-constexpr std::int64_t kStaged = 512;
 static_assert(kStaged % kCutNumel == 0, "the blocks of 8-bit moments must not be cut");
 
 struct alignas(64) Staging {
@@ -25,41 +25,6 @@ struct alignas(64) Staging {
   float exp_avg[kStaged];
   float exp_avg_sq[kStaged];
 };
-
-inline void widen_fp16(const std::uint16_t* __restrict__ from, std::int64_t n, float* __restrict__ to) {
-  for (std::int64_t i = 0; i < n; ++i) to[i] = fp16_to_float(from[i]);  // vectorise
-}
-
-inline void narrow_bf16(const float* __restrict__ from, std::int64_t n, std::uint16_t* __restrict__ to) {
-  for (std::int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(from[i]);  // vectorise
-}
-
-inline void narrow_fp16(const float* __restrict__ from, std::int64_t n, std::uint16_t* __restrict__ to) {
-  for (std::int64_t i = 0; i < n; ++i) to[i] = float_to_fp16(from[i]);  // vectorise
-}
-
-inline void copy_floats(const float* __restrict__ from, std::int64_t n, float* __restrict__ to) {
-  for (std::int64_t i = 0; i < n; ++i) to[i] = from[i];
-}
-
-// n fp32 values from element start of an array: the array itself, or ``staged`` filled from it.
-const float* read_floats(const void* array, Format format, std::int64_t start, std::int64_t n, float* staged) {
-  if (format == Format::kFloat32) return static_cast<const float*>(array) + start;
-  const std::uint16_t* narrow = static_cast<const std::uint16_t*>(array) + start;
-  format == Format::kBfloat16 ? unpack_bf16(narrow, n, staged) : widen_fp16(narrow, n, staged);
-  return staged;
-}
-
-void write_floats(void* array, Format format, std::int64_t start, std::int64_t n, const float* values) {
-  std::uint16_t* narrow = static_cast<std::uint16_t*>(array) + start;
-  if (format == Format::kFloat32) {
-    copy_floats(values, n, static_cast<float*>(array) + start);
-  } else if (format == Format::kBfloat16) {
-    narrow_bf16(values, n, narrow);
-  } else {
-    narrow_fp16(values, n, narrow);
-  }
-}
 
 void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
   const std::int64_t width = bytes_of(run.out_format);
@@ -110,16 +75,6 @@ void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& la
     lanes.remainder = arrays.remainder + start;
   }
   if (arrays.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = arrays.max_exp_avg_sq + start;
-}
-
-inline bool is_nonfinite(float value) {
-  return static_cast<std::int32_t>(bits_of(value) & kMagnitude) >= static_cast<std::int32_t>(kInfinity);
-}
-
-inline std::int32_t count_nonfinite(const float* grad, std::int64_t n) {
-  std::int32_t count = 0;
-  for (std::int64_t i = 0; i < n; ++i) count += is_nonfinite(grad[i]);  // vectorise
-  return count;
 }
 
 // After the factor.
@@ -176,96 +131,6 @@ std::int64_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
     start += next;
   }
   return nonfinite;
-}
-
-// Squares of floats are exact in double, so a contraction could change nothing. The sums run in kSumLanes lanes,
-// element i in lane i % kSumLanes, whatever the width of the registers; the compiler would not keep an array of
-// lanes in registers, so here the vectors are spelled out.
-constexpr std::int64_t kSumLanes = 32, kVectorLanes = 8;
-typedef float Floats __attribute__((vector_size(kVectorLanes * sizeof(float))));
-typedef double Doubles __attribute__((vector_size(kVectorLanes * sizeof(double))));
-
-// Conversions are spelled out for the wide registers: of __builtin_convertvector GCC 12 makes two or four narrow ones.
-inline void load(const float* from, Floats& values) { __builtin_memcpy(&values, from, sizeof(values)); }
-
-inline void load(const std::uint16_t* from, Floats& values) {
-#if defined(__AVX2__)
-  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  reinterpret_cast<__m256i&>(values) = _mm256_slli_epi32(words, 16);
-#else
-  unpack_bf16(from, kVectorLanes, reinterpret_cast<float*>(&values));
-#endif
-}
-
-inline void add_squares(const Floats& values, Doubles& sums) {
-#if defined(__AVX512F__)
-  const __m512d wide = _mm512_maskz_cvtps_pd(0xff, reinterpret_cast<const __m256&>(values));
-  reinterpret_cast<__m512d&>(sums) = _mm512_fmadd_pd(wide, wide, reinterpret_cast<const __m512d&>(sums));
-#else
-  const Doubles wide = __builtin_convertvector(values, Doubles);
-  sums += wide * wide;
-#endif
-}
-
-// Floats, or bf16 as its bits; n is a multiple of kSumLanes.
-template <typename Number>
-inline void add_squares(const Number* grad, std::int64_t n, double* lanes) {
-  Doubles sums[kSumLanes / kVectorLanes];
-  __builtin_memcpy(sums, lanes, sizeof(sums));
-  for (std::int64_t start = 0; start < n; start += kSumLanes) {
-    for (std::int64_t part = 0; part < kSumLanes / kVectorLanes; ++part) {
-      Floats values;
-      load(grad + start + part * kVectorLanes, values);
-      add_squares(values, sums[part]);
-    }
-  }
-  __builtin_memcpy(lanes, sums, sizeof(sums));
-}
-
-// Calls work(values, n) for every kStaged elements of an array, as floats.
-template <typename Work>
-inline void for_floats(const void* array, Format format, std::int64_t begin, std::int64_t end, const Work& work) {
-  alignas(64) float staged[kStaged];
-  for (std::int64_t start = begin; start < end; start += kStaged) {
-    const std::int64_t n = end - start < kStaged ? end - start : kStaged;
-    work(read_floats(array, format, start, n, staged), n);
-  }
-}
-
-GradSum grad_sum(const void* grad, Format format, std::int64_t numel) {
-  alignas(64) double lanes[kSumLanes] = {};
-  const std::int64_t whole = numel - numel % kSumLanes;
-  if (format == Format::kBfloat16) {
-    add_squares(static_cast<const std::uint16_t*>(grad), whole, lanes);
-  } else {
-    for_floats(grad, format, 0, whole, [&](const float* values, std::int64_t n) { add_squares(values, n, lanes); });
-  }
-  for_floats(grad, format, whole, numel, [&](const float* values, std::int64_t n) {
-    for (std::int64_t i = 0; i < n; ++i) {
-      const double value = values[i];
-      lanes[i] += value * value;
-    }
-  });
-  for (std::int64_t width = kSumLanes / 2; width > 0; width /= 2) {
-    for (std::int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  GradSum found = {lanes[0], 0};
-  // The squares of finite floats do not add up to an infinity in double.
-  if (!(found.squares <= __DBL_MAX__)) {
-    for_floats(grad, format, 0, numel,
-               [&](const float* values, std::int64_t n) { found.nonfinite += count_nonfinite(values, n); });
-  }
-  return found;
-}
-
-void convert(const ConvertRun& run) {
-  if (run.to_format == Format::kFloat32) {
-    float* to = static_cast<float*>(run.to);
-    const float* from = read_floats(run.from, run.from_format, 0, run.numel, to);
-    if (from != to) copy_floats(from, run.numel, to);
-  } else {
-    write_floats(run.to, run.to_format, 0, run.numel, static_cast<const float*>(run.from));
-  }
 }
 
 }  // namespace

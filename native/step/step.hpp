@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dispatch.hpp"
+#include "kernels/kernels.hpp"
+#include "step/adam_scalars.hpp"
 
 namespace zero_opt {
 

@@ -18,7 +18,7 @@ from test.crash.toolchain import Toolchain
 
 OWN = Path(__file__).resolve().parent
 # What a worker is made of, without Python.
-PARTS = ("control", "dispatch", "draft_queue", "logged_step", "step", "thread_pool")
+PARTS = ("adam_scalars", "control", "dispatch", "draft_queue", "logged_step", "step", "thread_pool")
 
 
 def main(build: str, program: str, folder: str = "", isa: str = "") -> None:
