@@ -1,4 +1,5 @@
-"""The project's own lint: size limits, names that only certain modules may use, and no wait without a bound.
+"""The project's own lint: size limits, names that only certain modules may use, no wait without a bound, and native
+includes that only go down.
 
 Run as a script it prints every finding as path:line: message and fails if there is one.
 """
@@ -73,6 +74,10 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
 
 # In native code: what waits for another process, with no bound.
 NATIVE_WAIT = re.compile(r"\bpoll\([^;]*,\s*-1\)|\bF_(OFD_)?SETLKW\b|\bwaitpid\(|\bsem_wait\(|\bpause\(\)|\bsigwait\(")
+
+# The folders of native/, top to bottom: files include those of their own folder and of rows below.
+NATIVE_FLOORS = (("bindings",), ("worker", "exchange"), ("step",), ("kernels", "threads"))
+NATIVE_INCLUDE = re.compile(r'\s*#\s*include\s*"(?:(\w+)/)?')
 
 # Functions that make a tensor on torch's default device and of its default dtype, unless they are given.
 CONSTRUCTORS = re.compile(
@@ -235,6 +240,22 @@ def native_wait_findings(source: str) -> Iterator[Finding]:
             yield number, f"{found[0]} waits without a bound"
 
 
+def include_findings(source: str, folder: str) -> Iterator[Finding]:
+    """Every include in a native file of a folder that does not go down, or is not spelled from native/ on."""
+    floors = {name: floor for floor, names in enumerate(NATIVE_FLOORS) for name in names}
+    if folder not in floors:
+        yield 1, f"{folder} is no folder of native/: see NATIVE_FLOORS"
+        return
+    for number, line in enumerate(source.splitlines(), 1):
+        found = NATIVE_INCLUDE.match(line)
+        if found is None or found[1] == folder:
+            continue
+        if found[1] not in floors:
+            yield number, 'spell includes from native/ on: "folder/name"'
+        elif floors[found[1]] <= floors[folder]:
+            yield number, f"{folder}/ includes {found[1]}/, which is not below it"
+
+
 def check_file(path: Path, root: Path) -> Iterator[Finding]:
     """All findings in one file under ``root``."""
     source = path.read_text(encoding="utf-8")
@@ -242,6 +263,7 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
     yield from size_findings(source, tree)
     if tree is None:
         yield from native_wait_findings(source)
+        yield from include_findings(source, path.parent.name)
     package = root / PACKAGE
     if tree is None or not path.is_relative_to(package):
         return

@@ -129,6 +129,25 @@ def test_tensors_of_the_programs_default_device_or_dtype(source: str, missing: l
     assert [message.partition("without ")[2].partition(" takes")[0] for message in found] == missing
 
 
+@pytest.mark.parametrize(
+    ("folder", "include", "count"),
+    [
+        ("worker", '#include "worker/control.hpp"', 0),
+        ("worker", '#include "step/step.hpp"', 0),
+        ("bindings", '  # include "threads/thread_pool.hpp"', 0),
+        ("kernels", "#include <cstdint>", 0),
+        ("step", '#include "worker/control.hpp"', 1),
+        ("worker", '#include "exchange/peer_words.hpp"', 1),
+        ("kernels", '#include "threads/thread_pool.hpp"', 1),
+        ("kernels", '#include "adam.inl"', 1),
+        ("kernels", '#include "../kernels/adam.inl"', 1),
+        ("maths", "", 1),
+    ],
+)
+def test_native_includes_go_down(folder: str, include: str, count: int) -> None:
+    assert len(list(rules.include_findings(include, folder))) == count
+
+
 def test_native_waits_without_a_bound() -> None:
     source = "poll(&fd, 1, kSliceMs);\npoll(&fd, 1, -1);\nfcntl(fd, F_SETLK, &lock);\nfcntl(fd, F_SETLKW, &lock);\n"
     assert [line for line, _ in rules.native_wait_findings(source)] == [2, 4]
