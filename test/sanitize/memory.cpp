@@ -11,6 +11,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "kernels/dispatch.hpp"
 #include "scenario.hpp"
 #include "step/step.hpp"
 #include "threads/thread_pool.hpp"

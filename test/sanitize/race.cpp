@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "exchange/host_exchange.hpp"
+#include "kernels/dispatch.hpp"
 #include "scenario.hpp"
 #include "worker/control.hpp"
 #include "worker/worker.hpp"
