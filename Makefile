@@ -62,7 +62,7 @@ test-hosts: setup
 soak: setup
 	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak/test_soak.py
 	ZERO_OPT_SOAK_EXITS=2000 ZERO_OPT_SOAK_LOAD=10 $(BIN)/python -m pytest -s test/soak/test_exits.py
-	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/distributed/test_stateful.py
+	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/whole/test_stateful.py
 
 # The native code under ThreadSanitizer, AddressSanitizer and UBSan, and built by another compiler.
 sanitize: setup

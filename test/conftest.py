@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from test.audit import AUDIT
-from test.leftovers import left
+from test.support.audit import AUDIT
+from test.support.leftovers import left
 
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
 # rank also keeps several ranks quick on two cores.

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from test.accelerator import C, enable
-from test.accelerator.cases import CASES
-from test.accelerator.places import Place
-from test.accelerator.training import Case, run
-from test.distributed.harness import bitwise_difference, run_processes
+from test.support.device_cases.cases import CASES
+from test.support.device_cases.places import Place
+from test.support.device_cases.training import Case, run
+from test.support.harness import bitwise_difference, run_processes
 
 DEVICE = "sim"
 BACKEND = "cpu:gloo,sim:simcomm"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from test.accelerator import unavailable
-from test.accelerator.cases import GROUPS
 from test.accelerator.runner import Plan, wrong_lines
+from test.support.device_cases.cases import GROUPS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import zero_opt
 from test.accelerator import C, enable, unavailable
 from test.accelerator.runner import BACKEND, DEVICE
-from test.distributed.harness import run_processes
+from test.support.harness import run_processes
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_opt
 from test.accelerator import C, enable, unavailable
-from test.accelerator.places import on_host
 from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
-from test.accelerator.training import BUCKET_MB
-from test.distributed.harness import assert_bitwise, run_processes
+from test.support.device_cases.places import on_host
+from test.support.device_cases.training import BUCKET_MB
+from test.support.harness import assert_bitwise, run_processes
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from test import accelerator as sim
 from test.accelerator import build
-from test.distributed.rank_processes import run_processes
+from test.support.rank_processes import run_processes
 
 if sim.unavailable():
     pytest.skip(sim.unavailable() or "", allow_module_level=True)

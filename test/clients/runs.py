@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 import zero_opt
-from test.distributed.harness import assert_bitwise, run_processes
+from test.support.harness import assert_bitwise, run_processes
 
 WORLD_SIZE = 2
 # Of one program. They take a few seconds, on a machine that others may be using.

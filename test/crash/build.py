@@ -1,7 +1,7 @@
 """Programs of this folder, linked with the objects that setup.py makes for the extension.
 
 ``python -m test.crash.build BUILD PROGRAM`` builds the extension below BUILD, as setup.py does, and there PROGRAM from
-PROGRAM.cpp, scenario.cpp and the extension's objects, with the same compiler and flags.
+PROGRAM.cpp, test/support/native/scenario.cpp and the extension's objects, with the same compiler and flags.
 ``python -m test.crash.build BUILD PROGRAM FOLDER ISA`` then builds one in FOLDER, from the variants of native sources
 that lie there at their paths below native/ and, for the rest, those objects; it has the kernels of the one instruction
 set that are made with the variants.
@@ -14,7 +14,7 @@ import fcntl
 import sys
 from pathlib import Path
 
-from test.crash.toolchain import Toolchain
+from test.support.native.toolchain import SCENARIO, Toolchain
 
 OWN = Path(__file__).resolve().parent
 # What a worker is made of, without Python.
@@ -33,7 +33,7 @@ def main(build: str, program: str, folder: str = "", isa: str = "") -> None:
 def _build(tools: Toolchain, program: str, folder: str, isa: str) -> None:
     shipped = tools.shipped()
     objects = {part: shipped[part] for part in PARTS}
-    own, kernels, target = [OWN / f"{program}.cpp", OWN / "scenario.cpp"], [], tools.folder / program
+    own, kernels, target = [OWN / f"{program}.cpp", SCENARIO], [], tools.folder / program
     if folder:
         variants = Toolchain(Path(folder))
         objects |= {path.stem: variants.compiled([path])[0] for path in variants.folder.glob("*/*.cpp")}

@@ -1,1 +1,1 @@
-"""Tests that need several ranks, and the harness that gives them those ranks."""
+"""Tests that need several ranks, most of them processes, by the room of the package that they are about."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
-from test.accelerator import programs
-from test.accelerator.cases import CASES
-from test.accelerator.places import Place
-from test.accelerator.training import Case, run
 from test.gpu.processes import NCCL
+from test.support.device_cases import programs
+from test.support.device_cases.cases import CASES
+from test.support.device_cases.places import Place
+from test.support.device_cases.training import Case, run
 
 DEVICE = "cuda"
 # A case has at most six steps, each of which rounds a value a few times.

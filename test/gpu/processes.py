@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from test.distributed.harness import run_processes
+from test.support.harness import run_processes
 
 # NCCL for tensors on a GPU, gloo for those in host memory.
 NCCL = "cpu:gloo,cuda:nccl"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from test.accelerator.cases import CASES, GROUPS
-from test.distributed.harness import bitwise_difference, run_processes
 from test.gpu.places import CPU, KINDS, Kind, bits_of_the_cpu, far, run_cases, tolerance
+from test.support.device_cases.cases import CASES, GROUPS
+from test.support.harness import bitwise_difference, run_processes
 
 # How many cases share forked ranks: CUDA and NCCL take seconds to start.
 CHUNK = 16

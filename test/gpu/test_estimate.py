@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_opt
-from test.distributed.harness import run_processes
+from test.support.harness import run_processes
 
 SHAPES = ((1000, 500), (333,), (700, 700))
 MASTERS = zero_opt.MixedPrecision(torch.float32)

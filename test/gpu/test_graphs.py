@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import zero_opt
-from test.accelerator.places import on_host
-from test.distributed.harness import assert_bitwise, run_processes
 from test.gpu.processes import NCCL, SECONDS, own_gpu, two_gpus
+from test.support.device_cases.places import on_host
+from test.support.harness import assert_bitwise, run_processes
 
 BUCKET_MB = 2048 / 2**20
 STEPS = 5

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import zero_opt
-from test.distributed.harness import assert_bitwise, run_processes
+from test.support.harness import assert_bitwise, run_processes
 
 
 def gradient(step: int, rank: int, param: Tensor) -> Tensor:

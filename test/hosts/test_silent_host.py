@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import zero_opt
-from test.distributed.harness import run_processes
-from test.distributed.stepped import make_stepped, take_step
 from test.hosts.namespaces import fall_silent, join_host, require_namespaces
+from test.support.harness import run_processes
+from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import shared_memory_exchange
 from zero_opt.comm.keepalive import ending_with_hosts
 from zero_opt.optimizer import process_groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from test.crash.toolchain import NATIVE, Toolchain
+from test.support.native.toolchain import NATIVE, SCENARIO, Toolchain
 
 OWN = Path(__file__).resolve().parent
 ISAS = ("baseline", "v3", "v4")
@@ -23,7 +23,7 @@ def main(folder: str, program: str, sanitizers: str, mutant: str = "") -> None:
     skipped = {*(f"isa_{isa}" for isa in ISAS), *(["control"] if mutant else [])}
     unbound = [path for path in sorted(NATIVE.glob("*/*.cpp")) if path.parent.name != "bindings"]
     sources = [path for path in unbound if path.stem not in skipped]
-    own = [OWN / f"{program}.cpp", OWN.parent / "crash" / "scenario.cpp", *map(Path, [mutant] if mutant else [])]
+    own = [OWN / f"{program}.cpp", SCENARIO, *map(Path, [mutant] if mutant else [])]
     objects = [*tools.compiled([*sources, *own]), *tools.kernels(ISAS)]
     wraps = [f"-Wl,--wrap={name}" for name in WRAPPED] if program == "race" else []
     tools.link(objects, tools.folder / program, wraps)

@@ -1,0 +1,256 @@
+"""Groups that all ranks make or none, and that give back what they took."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_opt
+from test.support.harness import run_processes
+from zero_opt.comm import connecting
+from zero_opt.comm.connecting import made_by_all
+from zero_opt.comm.groups import Group, connect
+from zero_opt.system.background_thread import SerialThread
+
+SECONDS = 600  # nothing hangs
+
+
+def _made(**reduction: Any) -> zero_opt.ShardedOptimizer:
+    param = torch.nn.Parameter(torch.ones(1000))
+    policy = zero_opt.Overlapped(**reduction)
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=0.5, reduction=policy)
+    param.sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# -- what a rank lacks ------------------------------------------------------------------------------------------------
+
+
+def _few_descriptors() -> Callable[[], None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_descriptors() + 10, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _few_threads() -> Callable[[], None]:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("zero_opt"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refused  # type: ignore[method-assign]
+    return lambda: setattr(threading.Thread, "start", start)
+
+
+def _lacks(rank: int, world_size: int, take: Callable[[], Callable[[], None]]) -> tuple[str, str]:
+    """The last rank lacks something; then it has it again."""
+    give_back = take() if rank == world_size - 1 else int
+    with pytest.raises(zero_opt.OutOfResources) as found:
+        _made()
+    give_back()
+    dist.barrier()
+    _made().close()
+    return str(found.value), type(found.value).__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("take", "words"),
+    [(_few_descriptors, "file descriptors, but this process has"), (_few_threads, "more threads and got 0")],
+    ids=["descriptors", "threads"],
+)
+def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(
+    world_size: int, take: Callable[[], Callable[[], None]], words: str
+) -> None:
+    found = run_processes(world_size, _lacks, take, timeout=SECONDS)
+    for rank, (message, _) in enumerate(found):
+        assert words in message and "ulimit" in message
+        assert message.startswith(f"rank {world_size - 1}: ") == (rank != world_size - 1)
+
+
+# -- what fails in the middle -----------------------------------------------------------------------------------------
+
+
+class _Group:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _make(rank: int, error: Exception, count: int, other: _Group) -> None:
+    """Make two groups, with the other ranks; rank 1 fails after so many."""
+    assert dist.group.WORLD is not None
+    begun = connect(dist.group.WORLD, groups=2)
+    with made_by_all(begun) as made:
+        made.append(other)
+        for index in range(3):
+            if rank == 1 and index == count:
+                raise error
+            if index < 2:
+                made.append(Group(dist.group.WORLD, None, f"group {index}", begun))
+
+
+def _fails_after(rank: int, world_size: int, error: Exception, count: int) -> tuple[str, bool]:
+    """The other ranks wait for rank 1's address, or until all have made their groups."""
+    other = _Group()
+    with pytest.raises(zero_opt.ZeroOptError) as found:
+        _make(rank, error, count, other)
+    dist.barrier()
+    return f"{type(found.value).__name__}: {found.value}", other.closed
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(24, "Too many open files"), "OutOfResources: "),
+        (RuntimeError("can't start new thread"), "OutOfResources: "),
+        (MemoryError("no memory"), "ProcessGroupError: "),
+        (RuntimeError("gloo: connectFullMesh failed: Connection refused"), "ProcessGroupError: "),
+        (zero_opt.OutOfMemory("no room"), "OutOfMemory: "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_in_the_middle_ends_the_waits_of_all(error: Exception, expected: str, count: int) -> None:
+    found = run_processes(3, _fails_after, error, count, timeout=SECONDS)
+    text = "torchrun" if "refused" in str(error) else str(error)
+    for rank, (message, closed) in enumerate(found):
+        assert message.startswith(expected if rank == 1 else f"{expected}rank 1: ")
+        assert text in message
+        assert closed
+
+
+def _is_missing(rank: int, world_size: int, place: str) -> tuple[str, float]:
+    """The last rank says nothing, as one that is killed: the others wait for its address, or for the end."""
+    connecting._CONNECT_S = 2.0
+    if rank == world_size - 1:
+        setattr(connecting.Connecting, place, _nothing)
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.ZeroOptError) as found:
+        _made()
+    return f"{type(found.value).__name__}: {found.value}", time.monotonic() - begun
+
+
+def _nothing(*_: Any) -> None:
+    time.sleep(6.0)
+    raise zero_opt.ProcessGroupError("it would have been killed by now")
+
+
+@pytest.mark.parametrize("place", ["addresses", "meet"])
+def test_a_rank_that_is_killed_while_ranks_connect_ends_the_waits_of_the_others(place: str) -> None:
+    for message, seconds in run_processes(3, _is_missing, place, timeout=SECONDS)[:-1]:
+        assert message.startswith("ProcessGroupError: ") and "not all ranks have connected within 3 s" in message
+        assert seconds < 5.0
+
+
+def _cannot_start(rank: int, world_size: int) -> str:
+    optimizer = _made(exchange="backend")
+    give_back = _few_threads()
+    thread = SerialThread("zero_opt test")
+    with pytest.raises(zero_opt.OutOfResources) as found:
+        thread.submit(int)
+    give_back()
+    optimizer.close()
+    return str(found.value)
+
+
+def test_a_thread_that_cannot_be_started_under_way() -> None:
+    for message in run_processes(2, _cannot_start, timeout=SECONDS):
+        assert "can't start new thread" in message and "ulimit -u" in message
+
+
+# -- what close() gives back ------------------------------------------------------------------------------------------
+
+
+def _closes_many(rank: int, world_size: int, exchange: str) -> list[tuple[int, int]]:
+    """Return descriptors and threads before, and after one and ten optimizers that are made and closed."""
+    found: list[tuple[int, int]] = []
+    for count in (0, 1, 9):
+        kept = [_made(exchange=exchange) for _ in range(count)]  # what a user still refers to
+        for optimizer in kept:
+            optimizer.close()
+        _until_served()
+        dist.barrier()
+        end = time.monotonic() + SECONDS / 4
+        while found and _threads() > found[0][1] and time.monotonic() < end:
+            time.sleep(0.01)  # the kernel takes a moment to forget a thread that has been joined
+        found.append((_descriptors(), _threads()))
+    return found
+
+
+def _until_served() -> None:
+    """Wait for the threads that serve state until all ranks have closed."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("zero_opt"):
+            thread.join(SECONDS)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_close_gives_back_descriptors_and_threads(exchange: str) -> None:
+    for before, one, ten in run_processes(2, _closes_many, exchange, timeout=SECONDS):
+        assert one == before
+        assert ten == before
+
+
+@pytest.mark.parametrize(
+    ("needed", "most", "way"),
+    [
+        (50, 1 << 20, "with 'ulimit -n 4096' or"),
+        (9000, 1 << 20, "with 'ulimit -n 9000' or"),
+        (50, 1000, "with 'ulimit -n 1000' or"),
+        (9000, resource.RLIM_INFINITY, "with 'ulimit -n 9000' or"),
+        (1001, 1000, "which only root can: the hard limit is 1,000 "),
+    ],
+)
+def test_nobody_is_told_to_go_beyond_the_hard_limit(needed: int, most: int, way: str) -> None:
+    assert connecting._raised(needed, most).startswith(way)
+
+
+def _late(rank: int, world_size: int) -> list[float]:
+    """Rank 1 is later than ranks may be that connect: with gradients, with parameters, and with state."""
+    connecting._CONNECT_S = 1.0
+    connecting._CONNECT_RANK_S = 0.0
+    params = [torch.nn.Parameter(torch.ones(500)) for _ in range(3)]
+    reduction = zero_opt.Overlapped(bucket_mb=0.001, exchange="backend")
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5, momentum=0.9, reduction=reduction)
+    for late in (1, 2, 0):
+        if rank == late % world_size:
+            time.sleep(1.5)
+        torch.stack([param.sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        time.sleep(1.5)
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 1:
+        time.sleep(1.5)
+    dist.barrier()
+    found = [float(param.detach()[0]) for param in params]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_wait_for_each_other_longer_than_they_may_take_to_connect(world_size: int) -> None:
+    found = run_processes(world_size, _late, group_timeout=SECONDS, timeout=SECONDS)
+    assert found == [found[0]] * world_size and len(set(found[0])) == 1

@@ -1,0 +1,383 @@
+"""A rank that waits: for one that is stopped, or silent, or slow; and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_opt
+from test.support.harness import Failure, run_processes
+from test.support.scenario import BUCKET_MB
+from zero_opt.comm import peer_watch, shared_memory_exchange
+from zero_opt.state import service
+
+MOST_SECONDS = 5
+OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
+
+
+def _optimizer(reduction: Any = OVERLAPPED, **checks: Any) -> tuple[torch.nn.Parameter, Any]:
+    param = torch.nn.Parameter(torch.ones(300))
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.Adam, reduction=reduction, checks=zero_opt.Checks(**checks))
+    for _ in range(3):
+        param.grad = torch.ones(300)
+        opt.step()
+        opt.zero_grad()
+    return param, opt
+
+
+@contextlib.contextmanager
+def _wake_later(pid: int, seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        os.kill(pid, signal.SIGCONT)
+
+
+def _peer_pid(rank: int, opt: Any) -> int:
+    gathered: list[bytes] = opt._group.all_gather_bytes(str(os.getpid()).encode())
+    return int(gathered[1 - rank])
+
+
+def _stopped(rank: int, world_size: int) -> Any:
+    param, opt = _optimizer(hang_timeout=0.5)
+    pid = _peer_pid(rank, opt)
+    param.grad = torch.ones(300)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    before, begin = param.detach().clone(), time.monotonic()
+    with _wake_later(pid, 20), pytest.raises(zero_opt.PeerSilent) as caught:
+        opt.step()
+    assert torch.equal(param, before)
+    return str(caught.value), time.monotonic() - begin, pid
+
+
+def test_a_stopped_rank_is_named_after_hang_timeout() -> None:
+    message, seconds, pid = run_processes(2, _stopped, expect_errors=True, timeout=15)[0]
+    assert 0.5 < seconds < MOST_SECONDS
+    assert re.match(rf"rank 1 \(pid {pid}\) has been stopped for \d+ s while step 3 waits for it", message)
+    assert "its last step is 2" in message and "kill -CONT" in message
+
+
+def _stopped_in_an_exchange(rank: int, world_size: int) -> Any:
+    param, opt = _optimizer(hang_timeout=0.5)
+    pid, gather = _peer_pid(rank, opt), shared_memory_exchange.HostExchange.gather_runs
+
+    def stop(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return gather(*args)
+
+    if rank == 1:
+        shared_memory_exchange.HostExchange.gather_runs = stop  # type: ignore[method-assign]
+    param.grad = torch.ones(300)
+    begin = time.monotonic()
+    with _wake_later(pid, 20), pytest.raises(zero_opt.PeerSilent) as caught:
+        opt.step()
+    return str(caught.value), time.monotonic() - begin, pid
+
+
+def test_a_rank_that_stops_in_an_exchange_in_memory_is_named_after_hang_timeout() -> None:
+    message, seconds, pid = run_processes(2, _stopped_in_an_exchange, expect_errors=True, timeout=60)[0]
+    assert 0.5 < seconds < MOST_SECONDS
+    assert re.match(rf"rank 1 \(pid {pid}\) has been stopped for \d+ s while step 3 waits for it", message)
+
+
+def _stopped_before_it_is_asked(rank: int, world_size: int, in_a_thread: bool) -> Any:
+    service._MARGIN_S = 1.0
+    _, opt = _optimizer(**({"timeout": 2.0} if in_a_thread else {"hang_timeout": 0.5}))
+    pid = _peer_pid(rank, opt)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    with _wake_later(pid, 30), ThreadPoolExecutor(1) as pool, pytest.raises(zero_opt.PeerLost) as caught:
+        _ = pool.submit(opt.state_dict).result() if in_a_thread else opt.state_dict()
+    return type(caught.value).__name__, str(caught.value), pid
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_stopped_rank_that_is_asked_for_its_state_is_not_said_to_have_ended(in_a_thread: bool) -> None:
+    name, message, pid = run_processes(2, _stopped_before_it_is_asked, in_a_thread, expect_errors=True, timeout=120)[0]
+    told = "is stopped" if in_a_thread else r"has been stopped for \d+ s while this rank waits for its message"
+    assert name == "PeerSilent"
+    assert re.match(rf"rank 1 \(pid {pid}\) {told}; let it go on \(kill -CONT\)", message)
+
+
+def _silent(rank: int, world_size: int, missing: int) -> Any:
+    param, opt = _optimizer(timeout=1.0)
+    if rank == missing:
+        time.sleep(1.8)
+        return None
+    param.grad = torch.ones(300)
+    begin = time.monotonic()
+    with pytest.raises(zero_opt.StepDesync) as caught:
+        opt.step()
+    assert isinstance(caught.value, zero_opt.PeerLost)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_does_not_come_is_named_with_its_last_step_on_every_other(missing: int) -> None:
+    outcomes = run_processes(3, _silent, missing, expect_errors=True, timeout=15)
+    for rank in {0, 1, 2} - {missing}:
+        name, message, seconds = outcomes[rank]
+        assert name == "PeerSilent" and seconds < MOST_SECONDS
+        assert re.match(
+            rf"rank {missing} \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2: "
+            rf"rank {rank} called step\(\), rank {missing} did not",
+            message,
+        )
+        assert message.index("Checks(timeout=") < message.index("gloo")
+
+
+def _alone_between_steps(rank: int, world_size: int, call: str) -> str:
+    """One rank alone calls, after three steps, what all ranks must call."""
+    _, opt = _optimizer(timeout=1.0)
+    saved = opt.state_dict()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["done"], timedelta(seconds=300))
+        return ""
+    with pytest.raises(zero_opt.PeerSilent) as caught:
+        {"load": lambda: opt.load_state_dict(saved), "consolidate": opt.consolidate_state_dict}[call]()
+    store.set("done", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["load", "consolidate"])
+def test_a_call_between_steps_counts_the_steps_before_it(call: str) -> None:
+    message = run_processes(2, _alone_between_steps, call, expect_errors=True, timeout=300)[0]
+    assert re.match(r"rank 1 \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message), message
+
+
+def _alone(rank: int, world_size: int, call: str) -> Any:
+    """Rank 0 calls something of all ranks while rank 1 reads its state, and goes on to the next backward."""
+    param, opt = _optimizer(timeout=5.0)
+    store = dist.distributed_c10d._get_default_store()
+    param.sum().backward()
+    if rank == 1:
+        assert len(opt.state_dict()["state"]) == 1
+        opt.zero_grad()
+        param.sum().backward()
+        store.wait(["told"], timedelta(seconds=300))
+        return None
+    calls: dict[str, Any] = {
+        "step()": opt.step,
+        "clip_grad_norm_()": lambda: opt.clip_grad_norm_(1.0),
+        "consolidate_state_dict()": opt.consolidate_state_dict,
+    }
+    with pytest.raises(zero_opt.PeerSilent) as caught:
+        calls[call]()
+    store.set("told", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["step()", "clip_grad_norm_()", "consolidate_state_dict()"])
+def test_a_call_on_one_rank_alone_says_what_was_called_and_where(call: str) -> None:
+    message = run_processes(2, _alone, call, expect_errors=True, timeout=300)[0]
+    assert isinstance(message, str) and f"rank 0 called {call}, rank 1 did not" in message
+
+
+def _killed(rank: int, world_size: int) -> str:
+    param, opt = _optimizer()
+    pids = opt._group.all_gather_bytes(str(os.getpid()).encode())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    param.grad = torch.ones(300)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        opt.step()
+    return f"{pids[1].decode()} {caught.value}"
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    begin = time.monotonic()
+    message, killed = run_processes(2, _killed, expect_errors=True, timeout=15)
+    assert time.monotonic() - begin < MOST_SECONDS
+    assert isinstance(killed, Failure)
+    pid, text = message.split(" ", 1)
+    said = rf"rank 1 \(pid {pid}\) has ended while step 3 waits for it, and its last step is 2; restart all ranks"
+    assert re.match(rf"{said} from the last checkpoint( \(.*\))?$", text), text
+
+
+def _slow(rank: int, world_size: int) -> list[str]:
+    peer_watch.WARN_AFTER_S = 1.2
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    param, opt = _optimizer()
+    param.grad = torch.ones(300)
+    if rank == 1:
+        time.sleep(2)
+    opt.step()
+    opt.close()
+    return records
+
+
+def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> None:
+    records, none = run_processes(2, _slow, timeout=15)
+    assert none == []
+    (record,) = records
+    said = r"step 3 has waited \d s for rank 1 \(pid \d+\); its last step is 2: rank 0 called step\(\), rank 1 did not"
+    assert re.fullmatch(said, record)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+def _leave_late() -> None:
+    time.sleep(1)
+    os._exit(0)
+
+
+def _interrupted(rank: int, world_size: int, where: str) -> float | None:
+    """Rank 0 waits for rank 1, which does not come; seconds between the signal and the exception."""
+    exchange = "backend" if "backend" in where else "auto"
+    param, opt = _optimizer(zero_opt.AtStep(BUCKET_MB, exchange=exchange))
+    if rank == 1:
+        if "agreed" in where:  # takes part in the agreement alone, so that the other waits in the exchange
+            opt._sharded.reduction._reduce = lambda *_, **__: _leave_late()
+            param.grad = torch.ones(300)
+            opt.step()
+        _leave_late()
+    sent = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    param.grad = torch.ones(300)
+    threading.Timer(0.4, interrupt).start()
+    calls = {"consolidate": opt.consolidate_state_dict, "state_dict": opt.state_dict}
+    with pytest.raises(KeyboardInterrupt):
+        calls.get(where, opt.step)()
+    return time.monotonic() - sent[0]
+
+
+@pytest.mark.parametrize("where", ["step", "consolidate", "agreed auto", "agreed backend"])
+def test_ctrl_c_ends_a_wait_within_a_tenth_of_a_second(where: str) -> None:
+    seconds, _ = run_processes(2, _interrupted, where, expect_errors=True, timeout=15)
+    # A twentieth is what a slice takes; the rest is for a machine that has other things to do.
+    assert isinstance(seconds, float) and seconds < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forks
+
+
+def _in_a_fork(rank: int, world_size: int) -> list[str]:
+    param, opt = _optimizer()
+    calls = {
+        "step": opt.step,
+        "clip": lambda: opt.clip_grad_norm_(1.0),
+        "consolidate": opt.consolidate_state_dict,
+        "state_dict": opt.state_dict,
+        "load": lambda: opt.load_state_dict(torch.optim.Adam([param]).state_dict()),
+    }
+    found = []
+    for call in calls.values():
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            text = "no error"
+            try:
+                param.sum().backward()
+                call()
+            except zero_opt.ZeroOptError as error:
+                text = f"{type(error).__name__}: {error}"
+            os.write(theirs, text.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(theirs)
+        found.append(os.read(ours, 4096).decode())
+        os.close(ours)
+    param.sum().backward()
+    opt.step()  # the parent's connections are as they were
+    opt.close()
+    return found
+
+
+def test_a_forked_child_gets_a_typed_error_and_disturbs_nobody() -> None:
+    for found in run_processes(2, _in_a_fork, timeout=15):
+        for text in found:
+            assert re.match("(ProcessGroupError|StateNotConsolidated): .*forked from", text), text
+
+
+def _patient(rank: int, world_size: int, seconds: float | None) -> Any:
+    """What has ended a thread while a rank asks for state, alone, beside one that has closed; and who still runs."""
+    ended_by: list[str] = []
+    threading.excepthook = lambda given: ended_by.append(f"{given.thread} ended with {given.exc_value!r}")
+    checks = {} if seconds is None else {"timeout": seconds, "hang_timeout": seconds}
+    _, opt = _optimizer(**checks)
+    if rank == 1:
+        opt.close()
+    torch.distributed.barrier()
+    step = None if ended_by or rank else opt.state_dict()["state"][0]["step"].item()
+    torch.distributed.barrier()
+    opt.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("zero_opt state"):
+            thread.join(0 if ended_by else PATIENCE_S)
+            assert ended_by or not thread.is_alive()
+    return step, ended_by
+
+
+PATIENCE_S = 300  # nothing hangs
+
+
+@pytest.mark.parametrize("seconds", [1e6, 9.3e9, 1e12, 1e300, None])
+def test_no_number_of_seconds_ends_a_thread(seconds: float | None) -> None:
+    """More than the system can count; for ``None``, of the process group."""
+    bound = 5e9 if seconds is None else None  # with twice as much torch's own collectives end at once
+    results = run_processes(2, _patient, seconds, timeout=PATIENCE_S, group_timeout=bound)
+    assert results == [(3.0, []), (None, [])]
+
+
+def test_a_disk_may_be_given_any_number_of_seconds(tmp_path: Path) -> None:
+    param = torch.nn.Parameter(torch.ones(300))
+    offload = zero_opt.NVMeOffload(tmp_path, hang_timeout=1e12)
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, fused=True, offload=offload)
+    param.grad = torch.ones(300)
+    opt.step()
+    assert opt.state_dict()["state"][0]["step"] == 1
+    opt.close()
+
+
+@contextlib.contextmanager
+def _no_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
+    here = peer_watch.Home.of_this_process()
+    assert here.is_near(here) and here.state() == "R"
+    assert here._replace(started=here.started + 1).state() == "X", "another process has the pid"
+    assert peer_watch.Home(here.host, 2**22 + 1, 5).state() == "X"
+    with _no_descriptors():
+        assert here.state() == "?"
+        shared_memory_exchange._boot_id.cache_clear()
+        nameless = peer_watch.Home.of_this_process()
+    assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)

@@ -1,0 +1,131 @@
+"""Ranks that are passed different process groups, or none: all hear of it, and what they have is usable afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from zero_opt.comm import rendezvous
+
+MOST_SECONDS = 5
+
+
+def _train(group: Any, rank: int) -> Tensor:
+    param = torch.nn.Parameter(torch.ones(300))
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.Adam, group)
+    (param * (rank + 1)).sum().backward()
+    opt.step()
+    opt.close()
+    return param.detach()
+
+
+def _refused(group: Any) -> tuple[str, str]:
+    begin = time.monotonic()
+    with pytest.raises(zero_opt.ZeroOptError) as caught:
+        zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.Adam, group)
+    assert time.monotonic() - begin < MOST_SECONDS
+    return type(caught.value).__name__, str(caught.value)
+
+
+def _afterwards(rank: int, world_size: int) -> Tensor:
+    """The user's own calls in the groups are matched as before."""
+    for group in dist.distributed_c10d._world.pg_map:
+        numbers = torch.tensor([rank])
+        dist.all_reduce(numbers, group=group)
+        assert numbers.item() == sum(dist.get_process_group_ranks(group))
+    return _train(None, rank)
+
+
+def _wrong_in_turn(rank: int, world_size: int) -> tuple[list[tuple[str, str]], Tensor]:
+    """Each rank by itself, twice, with a good construction between, then all; late, too."""
+    found = []
+    for wrong in (0, 1, 1, 2):
+        found.append(_refused("gloo" if rank == wrong else None))
+        _train(None, rank)
+    if rank == 0:
+        time.sleep(rendezvous._LOOK_AFTER_S + 0.2)
+    found.append(_refused("gloo" if rank == 1 else None))
+    _refused("nccl")
+    return found, _afterwards(rank, world_size)
+
+
+def test_a_wrong_group_of_one_rank_is_its_error_on_all_and_all_can_go_on() -> None:
+    outcomes = run_processes(3, _wrong_in_turn, timeout=60)
+    for turn, wrong in enumerate((0, 1, 1, 2, 1)):
+        for rank, (found, _) in enumerate(outcomes):
+            name, message = found[turn]
+            assert name == "ConfigTypeError"
+            assert message.startswith(
+                "process_group must be" if rank == wrong else f"rank {wrong}: process_group must be"
+            )
+    for _, param in outcomes:
+        assert_bitwise(param, outcomes[0][1])
+
+
+def _apart(rank: int, world_size: int) -> tuple[list[tuple[str, str]], Tensor]:
+    """One rank in another group of the same ranks; then in one of fewer, of which a third rank is no member."""
+    twin, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    found = [_refused(twin if rank == 2 else None), _refused(pair if rank == 1 else None)]
+    return found, _afterwards_without(pair, rank, world_size)
+
+
+def _afterwards_without(pair: Any, rank: int, world_size: int) -> Tensor:
+    if rank < 2:
+        _train(pair, rank)
+    return _train(None, rank)
+
+
+def test_ranks_in_different_groups_are_told_which() -> None:
+    outcomes = run_processes(3, _apart, timeout=60)
+    for found, param in outcomes:
+        assert {name for name, _ in found} == {"RankMismatch"}
+        assert all("pass the same one on every rank" in message for _, message in found)
+        assert "of ranks [0, 1] on rank 1" in found[1][1]
+        assert_bitwise(param, outcomes[0][1])
+
+
+def _one_is_late(rank: int, world_size: int) -> Tensor:
+    """Longer than the first looks are apart."""
+    if rank:
+        time.sleep(rendezvous._LOOK_AFTER_S + 4 * rendezvous._LOOK_APART_S)
+    return _train(None, rank)
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    first, second = run_processes(2, _one_is_late)
+    assert_bitwise(first, second)
+
+
+def _one_does_not_come(rank: int, world_size: int) -> Any:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["told 0", "told 2"], timedelta(seconds=300))
+        return None
+    rendezvous.WARN_AFTER_S = 1.5  # type: ignore[attr-defined]
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        _train(None, rank)
+    store.set(f"told {rank}", "")
+    return type(caught.value).__name__, str(caught.value), logged
+
+
+def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error() -> None:
+    first, _, last = run_processes(3, _one_does_not_come, timeout=300, group_timeout=8)
+    for name, text, logged in (first, last):
+        assert name == "PeerSilent"
+        assert text.startswith("rank 1 did not come to ShardedOptimizer() in "), text
+        assert "must construct it" in text and "init_process_group(timeout=...)" in text
+        (warning,) = logged
+        assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning

@@ -1,0 +1,197 @@
+"""Ranks that run out of inputs while the others train on, under torch's ``Join``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB, Case, add, backwards, case, gradient, mean
+
+ADAM = case(torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}, lr=0.01)
+# Whole parameters, each stepped by one rank.
+MUON = Case(torch.optim.Muon, (("lr", 0.01),), (("lr", 0.02),), ((130, 7), (40, 3), (5, 9), (8, 8)))
+OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
+AT_STEP = zero_opt.AtStep(BUCKET_MB)
+SECONDS = 40
+
+
+def _inputs(rank: int, world_size: int) -> int:
+    """How many steps a rank has inputs for: none, 3, 6, ... but rank 1 the most."""
+    return 3 * world_size if rank == 1 else 3 * rank
+
+
+def _grad(case: Case, step: int, turn: int, rank: int, index: int, world_size: int) -> Tensor | None:
+    if step >= _inputs(rank, world_size):
+        return None
+    return gradient(step, turn, rank, index, case.shapes[index])
+
+
+def _oracle(case: Case, world_size: int, max_norm: float | None, *, at_step: bool, clipped: list[float]) -> Any:
+    """The plain class fed the mean over all ranks, those without inputs counting as zero."""
+    params = case.params()
+    optimizer = case.plain(params)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(3 * world_size):
+        for index, param in enumerate(params):
+            found = [
+                [_grad(case, step, turn, rank, index, world_size) for rank in range(world_size)]
+                for turn in range(backwards(step))
+            ]
+            param.grad = None
+            if at_step:
+                sums: list[Tensor | None] = [None] * world_size
+                for parts in found:
+                    sums = [add(total, part) for total, part in zip(sums, parts, strict=True)]
+                param.grad = mean(sums)
+            else:
+                for parts in found:
+                    param.grad = add(param.grad, mean(parts))
+        if max_norm is not None:
+            factor = min(1.0, max_norm / (clipped[step] + 1e-6))
+            for param in params:
+                if param.grad is not None:
+                    param.grad *= torch.tensor(factor)
+        optimizer.step()
+        scheduler.step()
+    return [param.detach() for param in params], optimizer.state_dict()
+
+
+def _train(rank: int, world_size: int, case: Case, options: dict[str, Any], max_norm: float | None) -> Any:
+    params = case.params()
+    optimizer = case.sharded(params, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    norms = []
+    with Join([optimizer]):
+        for step in range(_inputs(rank, world_size)):
+            optimizer.zero_grad()
+            for turn in range(backwards(step)):
+                found = [_grad(case, step, turn, rank, index, world_size) for index in range(len(params))]
+                pairs = [(param, grad) for param, grad in zip(params, found, strict=True) if grad is not None]
+                torch.autograd.backward([param for param, _ in pairs], [grad for _, grad in pairs])
+            if max_norm is not None:
+                norms.append(float(optimizer.clip_grad_norm_(max_norm)))
+            optimizer.step()
+            scheduler.step()
+    optimizer.flush()
+    optimizer.consolidate_state_dict(to=1)
+    state = optimizer.state_dict() if rank == 1 else None
+    optimizer.close()
+    return [param.detach().clone() for param in params], state, norms
+
+
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
+@pytest.mark.parametrize("case", [ADAM, MUON], ids=lambda case: case.cls.__name__)
+def test_ranks_without_inputs_count_as_zero(case: Case, reduction: Any) -> None:
+    found = run_processes(3, _train, case, {"reduction": reduction}, None, timeout=SECONDS)
+    params, state = _oracle(case, 3, None, at_step=reduction is AT_STEP, clipped=[])
+    assert_bitwise(found[1][1]["state"], state["state"])
+    for rank in range(3):
+        assert_bitwise(found[rank][0], params, f"rank {rank}")
+
+
+def test_they_clip_along() -> None:
+    found = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED}, 0.5, timeout=SECONDS)
+    for rank in (0, 2):
+        assert_bitwise(found[rank][0], found[1][0], f"rank {rank}")
+    within = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED, "max_grad_norm": 0.5}, None, timeout=SECONDS)
+    for rank in range(3):
+        assert_bitwise(within[rank][0], found[1][0], f"rank {rank}, max_grad_norm")
+    assert len(found[1][2]) == 9 and max(found[1][2]) > 0.5
+
+
+def test_a_worker_steps_their_shards() -> None:
+    fused = case(torch.optim.AdamW, {"lr": 0.02}, lr=0.01, fused=True)
+    here = run_processes(2, _train, fused, {"reduction": OVERLAPPED}, None, timeout=SECONDS)
+    options = {"reduction": OVERLAPPED, "offload": zero_opt.WorkerOffload(threads=1)}
+    there = run_processes(2, _train, fused, options, None, timeout=SECONDS)
+    assert_bitwise([params for params, _, _ in there], [params for params, _, _ in here])
+
+
+# -- under DistributedDataParallel ------------------------------------------------------------------------------------
+
+
+def _ddp(rank: int, world_size: int, sharded: bool, max_grad_norm: float | None) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)))
+    kwargs: dict[str, Any] = {"lr": 0.01, "foreach": False}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **kwargs)
+    joined: list[Any] = [model]
+    if sharded:
+        kwargs.update(reduction=zero_opt.AlreadyReduced(), max_grad_norm=max_grad_norm)
+        optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **kwargs)
+        joined.append(optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    with Join(joined):
+        for _ in range(2 + 3 * (rank == world_size - 1)):
+            optimizer.zero_grad()
+            model(torch.randn(4, 30, generator=generator)).square().sum().backward()
+            optimizer.step()
+    if sharded:
+        optimizer.consolidate_state_dict(to=world_size - 1)
+    state = optimizer.state_dict()["state"] if rank == world_size - 1 else None
+    return [param.detach().clone() for param in model.parameters()], state
+
+
+def test_under_ddp_they_are_sent_the_mean() -> None:
+    sharded = run_processes(3, _ddp, True, None, timeout=SECONDS)
+    plain = run_processes(3, _ddp, False, None, timeout=SECONDS)
+    assert_bitwise([params for params, _ in sharded], [params for params, _ in plain])
+    assert_bitwise(sharded[2][1], plain[2][1])
+
+
+def test_under_ddp_they_clip_along() -> None:
+    clipped = run_processes(3, _ddp, True, 0.1, timeout=SECONDS)
+    for params, _ in clipped[:2]:
+        assert_bitwise(params, clipped[2][0])
+    moments = [entry["exp_avg"] for entry in clipped[2][1].values()]
+    assert torch.stack([moment.norm() for moment in moments]).norm() < 0.1  # of means of gradients of norm 0.1 at most
+
+
+def _differing_calls(rank: int, world_size: int) -> str:
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, OVERLAPPED)
+    torch.autograd.backward(params[:2], [torch.ones_like(param) for param in params[:2]])
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.step() if rank else optimizer.clip_grad_norm_(1.0)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_clipping_on_one_rank_alone_is_told_from_a_step() -> None:
+    for message in run_processes(2, _differing_calls, timeout=SECONDS):
+        assert "rank 0 called clip_grad_norm_() where rank 1 called step()" in message
+
+
+def _two_epochs(rank: int, world_size: int, reduction: Any, decay: bool) -> Any:
+    """``zero_grad`` comes last, so ranks that have run out have not called it after the others' last step."""
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, reduction)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if decay else 1.0)
+    for _ in range(2):
+        with Join([optimizer]):
+            for step in range(1 + rank):
+                torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
+def test_ranks_that_ran_out_go_on_in_another_epoch(reduction: Any) -> None:
+    found = run_processes(2, _two_epochs, reduction, False, timeout=SECONDS)
+    assert_bitwise(found[0], found[1])
+
+
+def test_a_scheduler_that_stood_still_is_noticed() -> None:
+    with pytest.raises(zero_opt.RankMismatch, match=r"hyperparameter lr of group 0: '0.\d+' on rank 0"):
+        run_processes(2, _two_epochs, OVERLAPPED, True, timeout=SECONDS)

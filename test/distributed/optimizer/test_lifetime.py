@@ -1,0 +1,195 @@
+"""An optimizer that ends in another way than close(), and ranks that fail or end while the others go on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.actors import rank_actor
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB
+
+
+def _fork_between_steps(rank: int, world_size: int, forks: bool, exchange: str) -> list[Tensor]:
+    actor = rank_actor(rank, zero_opt.Overlapped(BUCKET_MB, exchange=exchange))
+    for number in range(3):
+        actor.backward(number, everyone=True)
+        actor.optimizer.step()
+        actor.optimizer.zero_grad()
+        pid = os.fork() if forks else None
+        if pid == 0:
+            signal.alarm(100)  # should it hang, nobody else would end it
+            del actor
+            gc.collect()
+            os._exit(0)
+        if pid is not None:
+            assert os.waitpid(pid, 0)[1] == 0
+    return [param.detach().clone() for param in actor.params]
+
+
+def test_a_forked_child_that_drops_it_does_not_disturb_the_parent() -> None:
+    for exchange in ("auto", "backend"):
+        plain = run_processes(2, _fork_between_steps, False, exchange)
+        for ours, theirs in zip(run_processes(2, _fork_between_steps, True, exchange, timeout=300), plain, strict=True):
+            assert_bitwise(ours, theirs)
+
+
+_SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist, zero_opt
+from zero_opt.state import process_exit
+from zero_opt.system import background_thread
+from test.support.scenario import BUCKET_MB
+background_thread._PATIENCE_S = {patience}
+process_exit._EXIT_S = 0.5
+rank, world_size = int(sys.argv[1]), 2
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], world_size), rank=rank, world_size=world_size)
+params = [torch.nn.Parameter(torch.ones(100)) for _ in range(4)]
+policy = zero_opt.Overlapped(BUCKET_MB, exchange={exchange!r})
+optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=policy)
+def backward():
+    torch.stack([param.sum() for param in params]).sum().backward()
+backward(); optimizer.step(); optimizer.zero_grad()
+if rank == 1:
+    {peer}
+backward()
+{last}
+"""
+
+
+def _exits(folder: Path, **lines: object) -> list[int]:
+    """What two processes that run the script exit with; the peer's input ends when the first has."""
+    code, store = _SCRIPT.format(**{"patience": 5, **lines}), str(folder / "store")
+    command = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen([*command, str(rank), store], stdin=subprocess.PIPE) for rank in range(2)]
+    try:
+        return [rank.communicate(timeout=300) and rank.returncode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_a_survivor_of_a_peers_exception_exits_in_order(exchange: str, tmp_path: Path) -> None:
+    assert _exits(tmp_path, exchange=exchange, peer="raise ValueError", last="optimizer.step()") == [1, 1]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_a_peer_that_does_not_come_does_not_keep_a_process_from_exiting(exchange: str, tmp_path: Path) -> None:
+    assert _exits(tmp_path, exchange=exchange, peer="sys.exit(len(sys.stdin.read()))", last="", patience=0.01) == [0, 0]
+
+
+class Stumbles(torch.optim.Adam):
+    """Fails once on one rank."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            type(self).fails = False
+            raise MemoryError("no more of it")
+        return super().step(closure)
+
+
+def _fail_once(rank: int, world_size: int, call: str) -> tuple[str, list[Tensor]]:
+    zero_opt.register_elementwise(Stumbles)
+    params = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, Stumbles, reduction=zero_opt.Overlapped(BUCKET_MB))
+
+    def step() -> None:
+        torch.stack([param.square().sum() for param in params]).sum().backward()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+
+    step()
+    Stumbles.fails = rank == 1
+    with pytest.raises(MemoryError if rank == 1 else zero_opt.StepFailed, match="no more of it") as caught:
+        step()
+    for _ in range(2 if call == "consolidate" else 0):  # until there is another step
+        with pytest.raises(zero_opt.StepFailed, match="step 1 failed there with MemoryError: no more of it"):
+            optimizer.consolidate_state_dict()
+    step()
+    optimizer.consolidate_state_dict()
+    optimizer.close()
+    return str(caught.value), [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("call", ["step", "consolidate"])
+def test_a_step_that_fails_on_one_rank_is_an_error_on_all_and_keeps_nobody_waiting(call: str) -> None:
+    (here, ours), (there, others) = run_processes(2, _fail_once, call, timeout=30)
+    assert "step 1 failed there with MemoryError: no more of it" in here and here.startswith("rank 1: ")
+    assert there == "no more of it"
+    assert_bitwise(ours, others)
+
+
+def _outlive(rank: int, world_size: int, exchange: str, moment: str) -> str:
+    params = [torch.nn.Parameter(torch.ones(300))]
+    optimizer = zero_opt.ShardedOptimizer(
+        params,
+        torch.optim.Adam,
+        reduction=zero_opt.Overlapped(BUCKET_MB, exchange=exchange),
+        checks=zero_opt.Checks(timeout=0.5 if moment == "never" else 60),
+    )
+    if rank == 1:
+        if moment == "never":
+            signal.pause()
+        if moment == "step":
+            params[0].sum().backward()
+        os._exit(7)
+    params[0].sum().backward()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("moment", ["backward", "step", "never"])
+def test_a_rank_that_has_ended_or_never_comes_is_a_typed_error(exchange: str, moment: str) -> None:
+    never = (1,) if moment == "never" else ()
+    message, _ = run_processes(2, _outlive, exchange, moment, timeout=30, expect_errors=True, may_hang=never)
+    assert isinstance(message, str)
+    assert re.search("rank 1|another rank", message)
+    assert re.search("has died|has ended|does not answer|has not come", message)
+
+
+@pytest.mark.parametrize("apart", ["offload", "masters"])
+def test_a_fork_of_a_rank_alone_cannot_step(apart: str) -> None:
+    """Its thread was not forked: what waits for that would wait for ever."""
+    run_processes(1, _fork_alone, apart, timeout=20)
+
+
+def _fork_alone(rank: int, world_size: int, apart: str) -> None:
+    params = [nn.Parameter(torch.ones(70, dtype=torch.bfloat16))]
+    options: dict[str, Any] = {"offload": zero_opt.CPUOffload()}
+    if apart == "masters":
+        options = {"precision": zero_opt.MixedPrecision(torch.float32)}
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
+    params[0].sum().backward()
+    optimizer.step()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            params[0].sum().backward()
+            with pytest.raises(zero_opt.ProcessGroupError, match="forked"):
+                optimizer.step()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    params[0].sum().backward()
+    optimizer.step()
+    optimizer.close()

@@ -1,0 +1,144 @@
+"""Selective where training changes under it: windows by themselves, matrices that come later, state dicts, ends."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import values
+from zero_opt import CPUOffload, Selective, WorkerOffload
+
+SECONDS = 60  # nothing hangs
+SIDE = 24
+
+
+def _square(seed: int) -> nn.Linear:
+    layer = nn.Linear(SIDE, SIDE, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(values(seed, 0, 0, 0, (SIDE, SIDE)) * 0.2)
+    return layer
+
+
+def _optimizer(params: Any, offload: Any) -> zero_opt.ShardedOptimizer:
+    return zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.05, fused=True, offload=offload)
+
+
+def _step(optimizer: Any, layers: list[nn.Linear], step: int, rank: int) -> None:
+    x = values(step, 1, rank, 0, (3, SIDE))
+    for layer in layers:
+        x = layer(x)
+    x.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _automatic(rank: int, world_size: int, offload: Any) -> list[bool]:
+    layer = _square(0)
+    optimizer, same = _optimizer(layer.parameters(), offload), []
+    for step in range(12):
+        _step(optimizer, [layer], step, rank)
+        everywhere = [torch.empty_like(layer.weight) for _ in range(world_size)]
+        dist.all_gather(everywhere, layer.weight.detach())
+        same.append(all(torch.equal(there, everywhere[0]) for there in everywhere))
+    optimizer.close()
+    return same
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [CPUOffload, WorkerOffload])
+def test_ranks_agree_when_a_selection_ends_the_window(kind: Any, ratio: float) -> None:
+    """With nothing selected all of the norm is left, so that the window is halved, to one step."""
+    offload = kind(selective=Selective(ratio, select_interval=2, update_interval="auto"))
+    assert all(all(same) for same in run_processes(2, _automatic, offload, timeout=SECONDS))
+
+
+def _grown(rank: int, world_size: int, how: str, selective: Selective | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of two layers, the second of which comes when columns have been selected; trained on, and resumed."""
+    layers, seen = [_square(0), _square(1)], []
+    later = {"params": [layers[1].weight]}
+    layers[1].weight.requires_grad_(how == "added")
+    groups = [{"params": [layers[0].weight]}]
+    optimizer = _optimizer(groups if how == "added" else [*groups, later], CPUOffload(selective=selective))
+    for step in range(3):
+        _step(optimizer, layers[:1], step, rank)
+    if how == "added":
+        optimizer.add_param_group(later)
+    layers[1].weight.requires_grad_(True)
+    _step(optimizer, layers[:1], 3, rank)
+    state_dict, resumed = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(layers)
+    for step in range(4, 10):
+        _step(optimizer, layers, step, rank)
+        seen += [layer.weight.detach().clone() for layer in layers]
+    optimizer.close()
+    again = []
+    optimizer = _optimizer([{"params": [layer.weight]} for layer in resumed], CPUOffload(selective=selective))
+    optimizer.load_state_dict(state_dict)
+    for step in range(4, 10):
+        _step(optimizer, resumed, step, rank)
+        again += [layer.weight.detach().clone() for layer in resumed]
+    optimizer.close()
+    return seen, again
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_matrix_that_comes_later_has_columns_selected_too(world_size: int, how: str) -> None:
+    plain, _ = run_processes(world_size, _grown, how, None, timeout=SECONDS)[0]
+    for policy, as_plain in ((Selective(1.0, 64, 2), True), (Selective(0.5, 64, 2), False)):
+        seen, again = run_processes(world_size, _grown, how, policy, timeout=SECONDS)[0]
+        assert_bitwise(again, seen)
+        if as_plain:
+            assert_bitwise(seen, plain)
+
+
+def _closing(rank: int, world_size: int, rounds: int) -> int:
+    """Every rank reads all state and closes at once, while the others may still be reading."""
+    for _ in range(rounds):
+        layers = [_square(seed) for seed in range(4)]
+        params = [layer.weight for layer in layers]
+        optimizer = _optimizer(params, CPUOffload(selective=Selective(0.5, 2, 3)))
+        for step in range(2):
+            _step(optimizer, layers, step, rank)
+        assert len(optimizer.state_dict()["state"]) == len(layers)
+        optimizer.close()
+    return rounds
+
+
+def test_state_can_be_read_from_a_rank_that_closes() -> None:
+    assert run_processes(3, _closing, 8, timeout=SECONDS) == [8] * 3
+
+
+BROKEN: dict[str, Any] = {
+    "missing": None,
+    "no tensor": "x",
+    "short": torch.zeros(2),
+    "not finite": torch.full((5,), float("nan")),
+    "no position": torch.tensor([-3.0, 99.0, 99.0, 0.0, 7.0]),
+}
+
+
+def _refused(rank: int, world_size: int, broken: str) -> str:
+    layer = _square(0)
+    optimizer = _optimizer(layer.parameters(), CPUOffload(selective=Selective(0.5, 2, 2)))
+    _step(optimizer, [layer], 0, rank)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"][0]["window"] = BROKEN[broken]
+    if broken == "missing":
+        del state_dict["state"][0]["window"]
+    with pytest.raises(zero_opt.StateDictError, match="'window'") as refused:
+        optimizer.load_state_dict(state_dict)
+    _step(optimizer, [layer], 1, rank)
+    optimizer.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_position_that_cannot_be_is_refused_on_every_rank(broken: str) -> None:
+    assert len(run_processes(2, _refused, broken, timeout=SECONDS)) == 2

@@ -1,0 +1,167 @@
+"""A backward that fails, on some ranks or on all, does not touch what comes after zero_grad()."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB
+
+STEPS, FAILED = 6, (1, 3)
+WIDTH, DEPTH = 24, 8
+
+
+class Failure(Exception):
+    """What goes wrong."""
+
+
+class Tripwire(torch.autograd.Function):
+    """Passes values on; its backward raises where told to."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, armed: bool) -> Tensor:  # type: ignore[override]
+        ctx.armed = armed
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.armed:
+            raise Failure("in backward")
+        return grad, None
+
+
+def _model() -> torch.nn.ModuleList:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+
+def _loss(model: torch.nn.ModuleList, step: int, rank: int, armed: bool) -> Tensor:
+    value = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    for depth, layer in enumerate(model):
+        value = torch.tanh(layer(Tripwire.apply(value, armed and depth == 3)))  # type: ignore[no-untyped-call]
+    return value.square().mean()
+
+
+def _train(rank: int, world_size: int, where: str, who: tuple[int, ...], exchange: str) -> list[Tensor]:
+    """Train; ``where`` and on which ranks (``who``) the extra windows before the steps in FAILED go wrong."""
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.Adam, lr=0.01, reduction=zero_opt.Overlapped(BUCKET_MB, exchange=exchange)
+    )
+    for step in range(STEPS):
+        if step in FAILED and where:
+            try:
+                fails = rank in who
+                loss = _loss(model, 50 + step, rank, armed=fails and where == "backward")
+                if fails and where == "forward":
+                    raise Failure("in forward")
+                loss.backward()
+            except Failure:
+                pass
+            else:
+                assert not fails
+            optimizer.zero_grad()
+        optimizer.zero_grad()
+        _loss(model, step, rank, armed=False).backward()
+        optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [("backward", (0,)), ("backward", (2,)), ("backward", (1, 2)), ("backward", (0, 1, 2)), ("forward", (1,))],
+)
+def test_training_goes_on_as_if_the_failed_window_had_not_been(where: str, who: tuple[int, ...], exchange: str) -> None:
+    for failed, good in zip(
+        run_processes(3, _train, where, who, exchange), run_processes(3, _train, "", (), exchange), strict=True
+    ):
+        assert_bitwise(failed, good)
+
+
+def _optimizer(model: torch.nn.Module) -> zero_opt.ShardedOptimizer:
+    return zero_opt.ShardedOptimizer(model.parameters(), torch.optim.Adam, reduction=zero_opt.Overlapped(BUCKET_MB))
+
+
+def _step_without_the_failed_rank(rank: int, world_size: int) -> str:
+    """Rank 1 fails and calls zero_grad(); rank 0, which did not, steps."""
+    model = _model()
+    optimizer = _optimizer(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    try:
+        _loss(model, 0, rank, armed=rank == 1).backward()
+    except Failure:
+        optimizer.zero_grad()
+        _loss(model, 0, rank, armed=False).backward()
+    with pytest.raises(zero_opt.StepDesync) as caught:
+        optimizer.step()
+    assert_bitwise([param.detach() for param in model.parameters()], before)
+    # The way out that the message names.
+    optimizer.zero_grad()
+    _loss(model, 1, rank, armed=False).backward()
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_a_rank_that_did_not_call_zero_grad_is_told_so_and_can_go_on() -> None:
+    for message in run_processes(2, _step_without_the_failed_rank):
+        assert "rank 1 has called zero_grad() 1 times and rank 0 0 times" in message
+
+
+def _step_after_failure(rank: int, world_size: int, who: tuple[int, ...], in_no_sync: bool) -> list[Tensor]:
+    """Ranks step although the backward of some has failed: a part of the gradient is missing."""
+    model = _model()
+    optimizer = _optimizer(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    if who:
+        with contextlib.suppress(Failure), optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
+            _loss(model, 0, rank, armed=rank in who).backward()
+        if in_no_sync:  # what is missing was not to be sent, but added to what this one sends
+            _loss(model, 0, rank, armed=False).backward()
+        with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
+            optimizer.step()
+        assert_bitwise([param.detach() for param in model.parameters()], before)
+        optimizer.zero_grad()
+    for step in range(2):
+        _loss(model, step, rank, armed=False).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("in_no_sync", [False, True])
+@pytest.mark.parametrize("who", [(1,), (0, 1)])
+def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in_no_sync: bool) -> None:
+    failed = run_processes(2, _step_after_failure, who, in_no_sync, timeout=20)
+    for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False), strict=True):
+        assert_bitwise(ours, good)
+
+
+def _drop_after_unequal_backwards(rank: int, world_size: int) -> str:
+    """The second forward of rank 1 fails; both ranks drop p.grad, which no epoch counts."""
+    params = [torch.nn.Parameter(torch.zeros(300)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    for value in (1.0, 2.0)[: 2 - rank]:
+        torch.autograd.backward(params, [torch.full_like(param, value) for param in params])
+    for param in params:
+        param.grad = None
+    torch.autograd.backward(params, [torch.full_like(param, 4.0) for param in params])
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    assert all(not param.detach().any() for param in params)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_gradients_dropped_after_unequal_numbers_of_backwards_are_refused() -> None:
+    for message in run_processes(2, _drop_after_unequal_backwards):
+        assert "unequal" in message and "call opt.zero_grad()" in message

@@ -1,0 +1,100 @@
+"""Buckets leave while backward runs, and how large they are changes no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+
+WIDTH, DEPTH = 96, 8
+SIZES_MB = (0.1, 1, 25, 1000)
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
+    return nn.Sequential(nn.Embedding(4096, WIDTH), *blocks, nn.Linear(WIDTH, 16))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As for a GPT: matrices decay, vectors do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    tokens = torch.randint(4096, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.square(model(tokens)).mean()  # type: ignore[no-any-return]
+
+
+def _train(rank: int, world_size: int, kind: str, exchange: str) -> list[list[Tensor]]:
+    """The parameters after training with each size of buckets."""
+    results = []
+    for bucket_mb in SIZES_MB:
+        model = _model()
+        policy = getattr(zero_opt, kind)(bucket_mb, exchange=exchange)
+        optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, lr=0.01, reduction=policy)
+        for step in range(4):
+            _loss(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        results.append([param.detach() for param in model.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_size_of_buckets_changes_no_bit(world_size: int) -> None:
+    expected = run_processes(world_size, _train, "AtStep", "backend")[0][0]
+    for kind in ("Overlapped", "AtStep"):
+        for exchange in ("auto", "backend"):
+            for results in run_processes(world_size, _train, kind, exchange):
+                for params in results:
+                    assert_bitwise(params, expected)
+
+
+def _arrived_at_launch(rank: int, world_size: int) -> list[int]:
+    """How many gradients had arrived as each bucket left, in a backward after the first."""
+    model = _model()
+    policy = zero_opt.Overlapped(0.1)
+    optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=policy)
+    _loss(model, 0, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    arrived, launches = 0, []
+    for param in model.parameters():
+
+        def count(_: Tensor) -> None:
+            nonlocal arrived
+            arrived += 1
+
+        param.register_post_accumulate_grad_hook(count)
+    assert optimizer._sharded is not None
+    thread = optimizer._sharded._thread
+    submit = thread.submit
+
+    def noted(*arguments: Any) -> Any:
+        launches.append(arrived)
+        return submit(*arguments)
+
+    thread.submit = noted  # type: ignore[method-assign]
+    _loss(model, 1, rank).backward()
+    in_backward = list(launches)
+    optimizer.step()
+    optimizer.close()
+    return in_backward
+
+
+def test_the_first_bucket_leaves_early_although_vectors_have_a_group_of_their_own() -> None:
+    total = len(list(_model().parameters()))
+    for launches in run_processes(2, _arrived_at_launch):
+        assert launches[0] < total // 4
+        assert sum(arrived < total // 2 for arrived in launches) >= 2

@@ -1,0 +1,140 @@
+"""Parameters gathered in the background: the same bits, each module waiting for its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes, run_threads
+from zero_opt.sharding.gather import ParamGather
+
+
+class Model(nn.Module):
+    """Modules that are called, one whose weight its parent reads, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.unused_name = nn.Linear(16, 16)
+        self.body = nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + nn.functional.linear(x, self.unused_name.weight, self.unused_name.bias)
+        return self.head(x + self.body(x))  # type: ignore[no-any-return]
+
+
+def train(rank: int, policy_of: Any, background: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = Model()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    policy = policy_of(overlap_param_gather=model if background else None)
+    opt = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=policy, lr=0.01, max_grad_norm=1.0)
+    outputs = []
+    for step in range(5):
+        tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step * 7 + rank))
+        out = model(tokens)
+        outputs.append(out.detach().clone())
+        out.square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    model(tokens).square().mean().backward()
+    opt.step()
+    opt.close()  # no flush(): what is under way must still arrive
+    return [*outputs, *saved.values(), *(p.detach().clone() for p in model.parameters())]
+
+
+def tiny_overlapped(**options: Any) -> zero_opt.Overlapped:
+    return zero_opt.Overlapped(bucket_mb=0.001, **options)
+
+
+def tiny_at_step(**options: Any) -> zero_opt.AtStep:
+    return zero_opt.AtStep(bucket_mb=0.001, **options)
+
+
+def backend_overlapped(**options: Any) -> zero_opt.Overlapped:
+    return zero_opt.Overlapped(bucket_mb=0.001, exchange="backend", **options)
+
+
+def worker(rank: int, world_size: int, policy_of: Any, background: bool) -> list[Tensor]:
+    return train(rank, policy_of, background)
+
+
+def slow_worker(rank: int, world_size: int, policy_of: Any, background: bool) -> list[Tensor]:
+    """Every delivery is late, so that a module that does not wait reads an old parameter."""
+    deliver = ParamGather._deliver
+
+    def late(self: ParamGather, *arguments: Any) -> None:
+        time.sleep(0.005)
+        deliver(self, *arguments)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ParamGather, "_deliver", late)
+    return train(rank, policy_of, background)
+
+
+@pytest.mark.parametrize("policy_of", [tiny_overlapped, tiny_at_step, backend_overlapped])
+def test_same_bits_as_gathering_in_step(policy_of: Any) -> None:
+    plain = run_processes(2, worker, policy_of, False)
+    background = run_processes(2, slow_worker, policy_of, True)
+    for ours, theirs in zip(background, plain, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_threaded_ranks() -> None:
+    for ours, theirs in zip(
+        run_threads(3, worker, tiny_overlapped, True), run_threads(3, worker, tiny_overlapped, False), strict=True
+    ):
+        assert_bitwise(ours, theirs)
+
+
+def part_of_the_model(rank: int, world_size: int) -> str:
+    model = Model()
+    zero_opt.broadcast_params(model)
+    policy = zero_opt.Overlapped(overlap_param_gather=model.body)
+    with pytest.raises(zero_opt.ConfigError) as caught:
+        zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, reduction=policy, lr=0.1)
+    return str(caught.value)
+
+
+def test_a_model_without_some_of_the_parameters_is_refused() -> None:
+    for message in run_processes(2, part_of_the_model, timeout=20):
+        assert "pass the whole model" in message
+
+
+def add_a_stranger(rank: int, world_size: int, who: tuple[int, ...]) -> list[Tensor]:
+    """A group that the model does not hold, on some ranks, leaves everything as it was."""
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    zero_opt.broadcast_params(model)
+    policy = zero_opt.Overlapped(bucket_mb=0.0001, overlap_param_gather=model)
+    opt = zero_opt.ShardedOptimizer(model[0].parameters(), torch.optim.SGD, reduction=policy, lr=0.1)
+    stranger = [nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))]
+    with torch.no_grad():
+        for param, value in zip(model[1].parameters(), stranger, strict=True):
+            param.copy_(value)
+    with pytest.raises(zero_opt.ConfigError, match=r"parameter 2 .* pass the whole model"):
+        opt.add_param_group({"params": stranger if rank in who else model[1].parameters(), "lr": 9.0})
+    opt.add_param_group({"params": model[1].parameters()})
+    assert [len(group["params"]) for group in opt.param_groups] == [2, 2]
+    model[1](model[0](torch.ones(8))).sum().backward()
+    opt.step()
+    opt.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[int, ...]) -> None:
+    runs = run_processes(2, add_a_stranger, who, timeout=20)
+    assert_bitwise(runs[0], runs[1])

@@ -1,0 +1,93 @@
+"""Bringing state to one rank: what cannot be sent, and ranks that do not mean the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+
+SECONDS = 20  # nothing hangs
+
+
+class Historian(torch.optim.Optimizer):
+    """Keeps of its first parameter what has no place in a message."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param]["seen"] = [1.0, 2.0] if param.numel() == 3 else 1.0
+
+
+def _stepped(cls: type[torch.optim.Optimizer]) -> zero_opt.ShardedOptimizer:
+    params = [nn.Parameter(torch.ones(numel)) for numel in (3, 5)]
+    optimizer = zero_opt.ShardedOptimizer(params, cls)
+    torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+    optimizer.step()
+    return optimizer
+
+
+def _consolidate_a_list(rank: int, world_size: int) -> str:
+    optimizer = _stepped(Historian)
+    with pytest.raises(zero_opt.StateDictError, match="'seen' of parameter 0 is a list"):
+        optimizer.state_dict()
+    with pytest.raises(zero_opt.StateDictError) as caught:
+        optimizer.consolidate_state_dict()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_state_that_cannot_be_sent_is_named_on_every_rank() -> None:
+    for message in run_processes(2, _consolidate_a_list, timeout=SECONDS):
+        assert "'seen' of parameter 0 is a list" in message
+
+
+def _consolidate_apart(rank: int, world_size: int, to: Any) -> str:
+    optimizer = _stepped(torch.optim.Adam)
+    with pytest.raises(zero_opt.ZeroOptError) as caught:
+        optimizer.consolidate_state_dict(to=to[rank])
+    optimizer.consolidate_state_dict(to=1)
+    assert rank == 0 or len(optimizer.state_dict()["state"]) == 2
+    optimizer.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("to", "what"),
+    [
+        ((0, 1), "RankMismatch: rank to consolidate to: 0 on rank 0, 1 on rank 1"),
+        ((0, 2), "ConfigError: rank 1: to must be a rank of the group, 0 to 1, got 2"),
+        ((None, 0), "ConfigTypeError: to must be a rank of the group"),
+    ],
+)
+def test_ranks_that_mean_different_ones_are_told(to: Any, what: str) -> None:
+    messages = run_processes(2, _consolidate_apart, to, timeout=SECONDS)
+    assert messages[0].startswith(what)
+    kind, _, rest = what.partition(": ")
+    assert messages[1].startswith(kind)
+    assert rest.removeprefix("rank 1: ") in messages[1]
+
+
+def _consolidate_and_close(rank: int, world_size: int) -> Any:
+    optimizer = _stepped(torch.optim.Adam)
+    optimizer.consolidate_state_dict(to=0)
+    before = optimizer.state_dict()
+    optimizer.close()
+    if rank == 0:
+        return before, optimizer.state_dict()
+    with pytest.raises(zero_opt.StateNotConsolidated, match="closed"):
+        optimizer.state_dict()
+    return before, before
+
+
+def test_what_was_consolidated_is_there_after_the_end() -> None:
+    (before, after), _ = run_processes(2, _consolidate_and_close, timeout=SECONDS)
+    assert len(after["state"]) == 2
+    assert_bitwise(after, before)

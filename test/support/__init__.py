@@ -1,0 +1,1 @@
+"""What tests share: ranks, scenarios, references, comparison. The tests of these helpers lie beside them."""

@@ -1,0 +1,1 @@
+"""Tests of what spans the rooms of the package."""

@@ -1,0 +1,369 @@
+"""Programs that do to an optimizer what few do: as torch has it, or refused by name, and never something in between."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_opt
+from test.support.actors import AT_STEP, OVERLAPPED
+from test.support.harness import assert_bitwise, run_processes
+
+SECONDS = 300  # nothing hangs
+OFFLOADS = {"device": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}
+NATIVE = {name: offload for name, offload in OFFLOADS.items() if offload is not None}
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _backward(model: nn.Module, step: int, rank: int) -> None:
+    model(_inputs(step, rank)).square().mean().backward()
+
+
+def _made(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> zero_opt.ShardedOptimizer:
+    return zero_opt.ShardedOptimizer(model.parameters(), cls, lr=0.01, **options)
+
+
+def _after_a_step(rank: int, offload: Any) -> tuple[nn.Sequential, zero_opt.ShardedOptimizer]:
+    model = _net()
+    optimizer = _made(model, offload=offload)
+    _backward(model, 0, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives parameters new memory in every step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+class Counting(Assigning):
+    """Keeps a count that is no parameter's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.state["count"]["steps"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["count"]["steps"] += 1
+        super().step(closure)
+
+
+def _assigning(rank: int, world_size: int, reduction: Any, offload: Any) -> list[Tensor]:
+    ours, plain = _net(), _net()
+    optimizer = _made(ours, Assigning, reduction=reduction, offload=offload)
+    theirs = Assigning(plain.parameters(), lr=0.01)
+    where = ours[0].weight.data_ptr()
+    for step in range(3):
+        _backward(ours, step, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        _backward(plain, step, 0)
+        theirs.step()
+        theirs.zero_grad()
+    assert ours[0].weight.data_ptr() == where
+    assert_bitwise(_values(ours), _values(plain), "parameters")
+    return _values(ours)
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
+def test_a_class_that_assigns_data_trains(reduction: Any, offload: Any) -> None:
+    run_processes(2, _assigning, reduction, offload, timeout=SECONDS)
+
+
+def _counting(rank: int, world_size: int) -> None:
+    model = _net()
+    optimizer = _made(model, Counting)
+    _backward(model, 0, rank)
+    with pytest.raises((zero_opt.UnsupportedOptimizer, zero_opt.StepFailed), match="keeps state under 'count'"):
+        optimizer.step()
+
+
+def test_state_that_is_no_parameters_is_refused_where_it_would_be_lost() -> None:
+    run_processes(2, _counting, timeout=SECONDS)
+
+
+def _count_alone(rank: int, world_size: int) -> None:
+    model = _net()
+    optimizer = _made(model, Counting)
+    for step in range(3):
+        _backward(model, step, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    assert saved["state"]["count"] == {"steps": 3}
+    for strict in (True, False):
+        again = _made(_net(), Counting)
+        again.load_state_dict(saved, strict=strict)
+        assert again.state["count"]["steps"] == 3
+
+
+def test_at_world_size_1_it_is_saved_and_loaded_as_in_torch() -> None:
+    run_processes(1, _count_alone, timeout=SECONDS)
+
+
+# -- hyperparameters and state ----------------------------------------------------------------------------------------
+
+
+def _without_lr(rank: int, world_size: int, offload: Any) -> None:
+    model, optimizer = _after_a_step(rank, offload)
+    before = _values(model)
+    del optimizer.param_groups[0]["lr"]
+    _backward(model, 1, rank)
+    with pytest.raises((KeyError, zero_opt.StepFailed), match="lr"):
+        optimizer.step()
+    assert_bitwise(_values(model), before, "parameters")
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_a_hyperparameter_that_is_deleted_is_missed(offload: Any) -> None:
+    run_processes(2, _without_lr, offload, timeout=SECONDS)
+
+
+def _spoilt_state(rank: int, world_size: int, offload: Any, spoil: str) -> str:
+    model, optimizer = _after_a_step(rank, offload)
+    before = _values(model)
+    for param in model.parameters():
+        if spoil == "without a moment":
+            optimizer.state[param].pop("exp_avg_sq")
+        elif spoil == "with more":
+            optimizer.state[param]["mine"] = torch.ones(3)
+    if spoil == "amsgrad":
+        optimizer.param_groups[0]["amsgrad"] = True
+    _backward(model, 1, rank)
+    with pytest.raises(zero_opt.ZeroOptError) as caught:
+        optimizer.step()
+    assert_bitwise(_values(model), before, "parameters")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("offload", NATIVE.values(), ids=NATIVE)
+def test_state_without_a_moment_is_not_taken_for_zeros(offload: Any) -> None:
+    assert all("has no 'exp_avg_sq'" in text for text in run_processes(2, _spoilt_state, offload, "without a moment"))
+
+
+@pytest.mark.parametrize("offload", NATIVE.values(), ids=NATIVE)
+def test_amsgrad_that_comes_too_late_is_refused(offload: Any) -> None:
+    assert all("amsgrad cannot be switched on" in text for text in run_processes(2, _spoilt_state, offload, "amsgrad"))
+
+
+def test_state_that_a_worker_has_no_place_for_is_refused() -> None:
+    assert all("'mine'" in text for text in run_processes(2, _spoilt_state, zero_opt.WorkerOffload(), "with more"))
+
+
+def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tuple[int, ...]) -> None:
+    model, optimizer = _after_a_step(rank, offload)
+    if rank in who and how == "all":
+        optimizer.state.clear()
+    elif rank in who:
+        del optimizer.state[model[0].weight]
+    _backward(model, 1, rank)
+    if len(who) == world_size:
+        optimizer.step()
+        assert optimizer.state[model[0].weight]["step"] == 1
+    else:
+        with pytest.raises(zero_opt.RankMismatch, match="state was dropped"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("how", ["all", "one"])
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_state_that_one_rank_drops_is_refused_on_all(offload: Any, how: str, who: tuple[int, ...]) -> None:
+    run_processes(2, _dropped_state, offload, how, who, timeout=SECONDS)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _dropped_by_a_hook(rank: int, world_size: int, offload: Any) -> None:
+    model = _net()
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    model[0].weight.register_post_accumulate_grad_hook(drop)
+    optimizer = _made(model, weight_decay=0.5, offload=offload)
+    before = _values(model)
+    for step in range(2):
+        _backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_bitwise(_values(model)[:1], before[:1], "a parameter without a gradient")
+    assert not torch.equal(model[2].weight, before[2])
+    assert not optimizer.state.get(model[0].weight)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_a_gradient_that_a_hook_drops_is_none(offload: Any) -> None:
+    run_processes(2, _dropped_by_a_hook, offload, timeout=SECONDS)
+
+
+def _fails(grad: Tensor) -> None:
+    raise ValueError("in a hook")
+
+
+def _ddp_backward_fails(rank: int, world_size: int) -> None:
+    model = _net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = _made(model, reduction=zero_opt.DDPHook())
+    wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    _backward(wrapped, 0, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = _values(model)
+    handle = model[0].weight.register_hook(_fails)
+    with pytest.raises(ValueError, match="in a hook"):
+        _backward(wrapped, 1, rank)
+    with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
+        optimizer.step()
+    assert_bitwise(_values(model), before, "parameters")
+    handle.remove()
+    optimizer.zero_grad()
+
+
+def test_a_backward_that_failed_before_ddp_called_its_hook_is_not_stepped() -> None:
+    run_processes(2, _ddp_backward_fails, timeout=SECONDS)
+
+
+def _clipped_and_kept(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
+    ours, plain = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+    optimizer = zero_opt.ShardedOptimizer([ours], torch.optim.Adam, lr=1.0, reduction=reduction, offload=offload)
+    theirs = torch.optim.Adam([plain], lr=1.0, fused=offload is not None)
+    steppers: tuple[tuple[nn.Parameter, Any, Any], ...] = (
+        (ours, optimizer, optimizer.clip_grad_norm_),
+        (plain, theirs, partial(nn.utils.clip_grad_norm_, [plain])),
+    )
+    for param, stepper, clip in steppers:
+        (param * 100).sum().backward()
+        clip(8.0)
+        stepper.step()
+        (param * torch.linspace(1, 2, 64)).sum().backward()  # added to what was clipped
+        stepper.step()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_next_backward_adds_to_the_clipped_gradient(world_size: int, reduction: Any, offload: Any) -> None:
+    run_processes(world_size, _clipped_and_kept, reduction, offload, timeout=SECONDS)
+
+
+def _not_reduced(rank: int, world_size: int, first: float) -> None:
+    param = nn.Parameter(torch.zeros(200))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=zero_opt.AlreadyReduced())
+    param.grad = torch.full((200,), first if rank == 0 else 1.0)
+    for grad in (param.grad, torch.full((200,), 1.0 + rank)):
+        param.grad = grad
+        with pytest.raises(zero_opt.GradientConflict, match="not yet reduced"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("first", [float("nan"), float("inf"), 3.0])
+def test_gradients_that_are_not_finite_on_one_rank_alone_are_not_reduced(first: float) -> None:
+    run_processes(2, _not_reduced, first, timeout=SECONDS)
+
+
+def _nothing_to_compare(rank: int, world_size: int, first: float) -> None:
+    param = nn.Parameter(torch.zeros(200))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=zero_opt.AlreadyReduced())
+    param.grad = torch.full((200,), first)
+    optimizer.step()
+    param.grad = torch.full((200,), 1.0 + rank)
+    with pytest.raises(zero_opt.GradientConflict, match="not yet reduced"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("first", [float("nan"), 0.0])
+def test_gradients_that_show_nothing_are_compared_again_in_the_next_step(first: float) -> None:
+    run_processes(2, _nothing_to_compare, first, timeout=SECONDS)
+
+
+def _stale_graphs(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    zero_opt.broadcast_params(model := nn.Sequential(first, second))
+    optimizer = _made(model, **options)
+    inputs = [torch.ones(2, 4, requires_grad=True) for _ in range(2)]
+    losses = [layer(given).square().sum() for layer, given in zip((first, second), inputs, strict=True)]
+    model(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
+    optimizer.step()
+    optimizer.flush()
+    for loss, given in zip(losses, inputs, strict=True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, given)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_that_was_kept_over_a_step_is_stale(world_size: int, offload: Any, exchange: str) -> None:
+    options = {"offload": offload, "reduction": zero_opt.Overlapped(exchange=exchange)}
+    run_processes(world_size, _stale_graphs, options, timeout=SECONDS)
+
+
+# -- inference mode ---------------------------------------------------------------------------------------------------
+
+
+def _in_inference_mode(rank: int, world_size: int, offload: Any) -> list[Tensor]:
+    model = _net()
+    with torch.inference_mode():
+        optimizer = _made(model, offload=offload)
+    for step in range(2):
+        _backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    with torch.inference_mode():
+        optimizer.load_state_dict(saved)
+    _backward(model, 2, rank)
+    optimizer.step()
+    optimizer.close()
+    return _values(model)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_an_optimizer_is_made_and_loaded_in_inference_mode(offload: Any) -> None:
+    first, second = run_processes(2, _in_inference_mode, offload, timeout=SECONDS)
+    assert_bitwise(first, second, "parameters")
+
+
+def _made_in_inference_mode(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        model = _net()
+    with pytest.raises(zero_opt.UnsupportedParam, match="cannot be trained"):
+        _made(model)
+
+
+def test_parameters_that_were_made_in_inference_mode_are_refused() -> None:
+    run_processes(2, _made_in_inference_mode, timeout=SECONDS)
