@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from test.support.audit import AUDIT
@@ -41,6 +42,16 @@ def nothing_is_unpickled() -> Iterator[None]:
     yield
     events, AUDIT.events = AUDIT.events, []
     assert events == []
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unset what a launcher has set that runs the tests; the process has no group before the test or after it."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    assert not dist.is_initialized()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

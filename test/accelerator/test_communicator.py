@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from test import accelerator as sim
+from test.accelerator.ranks import on_device, on_ranks
 
 if sim.unavailable():
     pytest.skip(sim.unavailable() or "", allow_module_level=True)
-
-from .test_simulator import on_device, on_ranks
 
 
 def _values(rank: int, count: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:

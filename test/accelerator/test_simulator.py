@@ -19,27 +19,13 @@ from torch import Tensor, nn
 
 from test import accelerator as sim
 from test.accelerator import build
+from test.accelerator.ranks import on_device, on_ranks
 from test.support.rank_processes import run_processes
 
 if sim.unavailable():
     pytest.skip(sim.unavailable() or "", allow_module_level=True)
 
 SLOW_US = 20_000
-
-
-def on_device(fn: Callable[[], Any]) -> Any:
-    """Return what `fn` returns in a forked process that has the devices."""
-    return run_processes(1, lambda rank, size: fn(), backend="cpu:gloo,sim:simcomm")[0]
-
-
-def on_ranks(fn: Callable[[int], Any], **kwargs: Any) -> list[Any]:
-    """Return what `fn(rank)` returns on two ranks with a device each."""
-
-    def run(rank: int, size: int) -> Any:
-        torch.accelerator.set_device_index(rank)
-        return fn(rank)
-
-    return run_processes(2, run, backend="cpu:gloo,sim:simcomm", **kwargs)
 
 
 def side_stream() -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from test.whole.test_guides import snippets
+from test.support.guides import snippets
 
 from . import models, runs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import zero_opt
-from test.whole.test_guides import snippets
+from test.support.guides import snippets
 
 from . import models, runs
 

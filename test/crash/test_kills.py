@@ -17,9 +17,9 @@ from torch import nn
 
 import zero_opt
 from test.crash.programs import LONG
-from test.distributed.placement.worker.test_placement import assert_as_simulated, make, simulate, train_ranks, worker_of
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import values
+from test.support.worker_training import assert_as_simulated, make, simulate, train_ranks, worker_of
 
 SECONDS = 1200 if LONG else 60  # nothing hangs
 # On each of two ranks, whatever the offload.

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from test.crash.programs import LONG
-from test.unit.placement.worker.test_process import Trainer, gone
+from test.support.worker_trainer import Trainer, gone
 from zero_opt import WorkerDied
 
 NUMEL = 70_000  # enough for the worker's threads to take part

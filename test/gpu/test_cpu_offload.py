@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import zero_opt
+from test.gpu.params import gradients, params_on
 from test.gpu.processes import forked
-from test.gpu.test_worker_offload import gradients, params_on
 
 OFFLOADS = [
     zero_opt.CPUOffload(),

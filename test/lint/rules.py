@@ -1,5 +1,5 @@
-"""The project's own lint: size limits, names that only certain modules may use, no wait without a bound, and native
-includes that only go down.
+"""The project's own lint: size limits, names that only certain modules may use, no wait without a bound, native
+includes that only go down, and where tests lie.
 
 Run as a script it prints every finding as path:line: message and fails if there is one.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +88,11 @@ CONSTRUCTORS = re.compile(
 # The only module that may start threads, and names that would start them elsewhere.
 THREADS_MODULE = "system.threads"
 THREAD_STARTERS = {"ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
+
+# What all folders of tests may import from; folders where a test lies as what it tests does; those without helpers.
+TESTS, SUPPORT, UNIT = "test", "support", "unit"
+MIRRORS = (UNIT, "distributed")
+TESTS_ALONE = (*MIRRORS, "whole")
 
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -256,6 +261,43 @@ def include_findings(source: str, folder: str) -> Iterator[Finding]:
             yield number, f"{folder}/ includes {found[1]}/, which is not below it"
 
 
+def imported(tree: ast.Module, package: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """(line, dotted name in parts) of everything that a module of a package imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            yield from ((node.lineno, [*base, alias.name]) for alias in node.names)
+
+
+def helper_findings(tree: ast.Module, parts: Sequence[str]) -> Iterator[Finding]:
+    """What a module below test/, named by its path there, imports of tests and of other folders' helpers."""
+    for line, name in imported(tree, (TESTS, *parts[:-1])):
+        if name[0] != TESTS:
+            continue
+        if any(part.startswith("test_") for part in name):
+            yield line, f"{'.'.join(name)}: a test is imported by nobody; what others need lies in {TESTS}/{SUPPORT}"
+        elif name[1] not in (SUPPORT, parts[0]):
+            yield line, f"{'.'.join(name)}: what several folders of tests share lies in {TESTS}/{SUPPORT}"
+
+
+def place_findings(parts: Sequence[str], package: Path) -> Iterator[Finding]:
+    """Whether a module below test/, named by its path there, lies as what it tests does in the package."""
+    if parts[0] not in TESTS_ALONE or parts[-1] == "__init__":
+        return
+    folder, *rooms, name = parts
+    room = package.joinpath(*rooms)
+    module = name.removeprefix("test_")
+    if name == module:
+        yield 1, f"{TESTS}/{folder} has tests alone; helpers lie in {TESTS}/{SUPPORT}"
+    elif folder in MIRRORS and not room.is_dir():
+        yield 1, f"{PACKAGE} has no room {'/'.join(rooms)}"
+    elif folder == UNIT and not any((room / f"{stem}.py").exists() for stem in (module, f"__{module}__")):
+        yield 1, f"there is no {'/'.join((PACKAGE, *rooms, module))}.py for it to test"
+
+
 def check_file(path: Path, root: Path) -> Iterator[Finding]:
     """All findings in one file under ``root``."""
     source = path.read_text(encoding="utf-8")
@@ -265,6 +307,10 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
         yield from native_wait_findings(source)
         yield from include_findings(source, path.parent.name)
     package = root / PACKAGE
+    if tree is not None and path.is_relative_to(root / TESTS):
+        parts = path.relative_to(root / TESTS).with_suffix("").parts
+        yield from helper_findings(tree, parts)
+        yield from place_findings(parts, package)
     if tree is None or not path.is_relative_to(package):
         return
     parts = path.relative_to(package).with_suffix("").parts

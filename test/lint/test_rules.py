@@ -148,6 +148,54 @@ def test_native_includes_go_down(folder: str, include: str, count: int) -> None:
     assert len(list(rules.include_findings(include, folder))) == count
 
 
+@pytest.mark.parametrize(
+    ("source", "path", "count"),
+    [
+        (
+            "from test.support.harness import run_threads\nfrom torch import test_it",
+            "unit/comm/test_a",
+            0,
+        ),
+        ("from test.unit.comm.test_b import x", "unit/comm/test_a", 1),
+        ("from test.unit.comm import test_b", "unit/comm/test_a", 1),
+        ("import test.crash.test_b", "crash/test_a", 1),
+        ("from .test_b import x", "accelerator/test_a", 1),
+        ("def f():\n    from .test_b import x", "accelerator/test_a", 1),
+        ("from .build import x\nfrom . import build\nfrom test import accelerator", "accelerator/test_a", 0),
+        ("from ..native import build", "accelerator/test_a", 1),
+        ("from test import native\nfrom test.crash.programs import LONG", "accelerator/cases", 2),
+        ("from test.crash.programs import LONG", "support/cases", 1),
+        ("from test.support.audit import AUDIT", "conftest", 0),
+    ],
+)
+def test_imports_of_tests_and_of_other_folders_helpers(source: str, path: str, count: int) -> None:
+    assert len(list(rules.helper_findings(ast.parse(source), path.split("/")))) == count
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("unit/comm/test_groups", None),
+        ("unit/test_main", None),
+        ("unit/test_policies", None),
+        ("unit/comm/__init__", None),
+        ("unit/comm/test_nothing", "there is no zero_opt/comm/nothing.py"),
+        ("unit/test_groups", "there is no zero_opt/groups.py"),
+        ("unit/nowhere/test_groups", "zero_opt has no room nowhere"),
+        ("unit/comm/helpers", "test/unit has tests alone"),
+        ("distributed/placement/worker/test_anything", None),
+        ("distributed/worker/test_anything", "zero_opt has no room worker"),
+        ("whole/test_anything", None),
+        ("whole/helpers", "test/whole has tests alone"),
+        ("support/helpers", None),
+        ("conftest", None),
+    ],
+)
+def test_tests_lie_as_what_they_test_does(path: str, message: str | None) -> None:
+    found = [text for _, text in rules.place_findings(path.split("/"), rules.ROOT / rules.PACKAGE)]
+    assert [text.startswith(message or "-") for text in found] == [True] * (message is not None)
+
+
 def test_native_waits_without_a_bound() -> None:
     source = "poll(&fd, 1, kSliceMs);\npoll(&fd, 1, -1);\nfcntl(fd, F_SETLK, &lock);\nfcntl(fd, F_SETLKW, &lock);\n"
     assert [line for line, _ in rules.native_wait_findings(source)] == [2, 4]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.native.forms import EDGES, FORMS, ISAS, group_of
 from test.native.kernels import HYPERS, same_bits
-from test.native.test_redo_log import EDGES, FORMS, ISAS, group_of
 from test.native.workers import ALIGN, MAX_RUNS, Arena, Group, copied, worker_on
 from zero_opt import _native
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from test.native.test_redo_log import FORMS, group_of
+from test.native.forms import FORMS, group_of
 from test.native.workers import PATIENCE_S, Arena, Group, all_same, arena_for, copied, worker_on
 from zero_opt import _native
 

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import worker_of
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, values
+from test.support.worker_training import worker_of
 
 SECONDS = float(os.environ.get("ZERO_OPT_SOAK_S", "4"))
 KILL_S = float(os.environ.get("ZERO_OPT_SOAK_KILL_S", "0.4"))

@@ -17,19 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import zero_opt
+from test.support.guides import DOCS, snippets
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.__main__ import main
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-
-
-def snippets(guide: str) -> list[str]:
-    """The Python blocks of a guide, padded so that errors give the guide's line numbers."""
-    text = (DOCS / guide).read_text()
-    return [
-        "\n" * text[: m.start(1)].count("\n") + m[1] for m in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
-    ]
 
 
 def table(guide: str, heading: str) -> list[list[str]]:

@@ -12,18 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_opt
+from test.support.half_params import HALVES, OVERLAPPED, STEPS, backward, edit, gradient, make_params, train
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, values
 
 SECONDS = 300  # nothing hangs
-SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (1000,))
-STEPS = 5
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 MASTERS = zero_opt.MixedPrecision(master_dtype=torch.float32)
 SPLIT = zero_opt.MixedPrecision(master_dtype="split")
 ON_DEVICE: dict[str, Any] = {"precision": MASTERS}
 ON_HOST: dict[str, Any] = {"offload": zero_opt.CPUOffload()}
-HALVES = (torch.bfloat16, torch.float16)
 # With an fp32 reference of the same formula.
 CLASSES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"fused": True}, zero_opt.CPUAdamW, {}),
@@ -33,47 +30,6 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "made at once": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, torch.optim.Adagrad, {}),
     "whole": (torch.optim.Muon, {}, torch.optim.Muon, {}),
 }
-
-
-def shapes_of(cls: Any) -> tuple[tuple[int, ...], ...]:
-    return ((33, 9), (7, 64), (12, 5)) if cls is torch.optim.Muon else SHAPES
-
-
-def make_params(cls: Any, dtype: torch.dtype) -> list[nn.Parameter]:
-    return [nn.Parameter(values(41, 0, 0, at, shape).to(dtype, copy=True)) for at, shape in enumerate(shapes_of(cls))]
-
-
-def backward(params: list[nn.Parameter], step: int, rank: int) -> None:
-    used = [at for at in range(len(params)) if (step + at) % 3]
-    torch.autograd.backward([params[at] for at in used], [gradient(params, step, rank, at) for at in used])
-
-
-def gradient(params: list[nn.Parameter], step: int, rank: int, at: int) -> Tensor:
-    return values(step, 2, rank, at, tuple(params[at].shape)).to(params[at].dtype)
-
-
-def edit(params: list[nn.Parameter], step: int) -> None:
-    """After one step the user writes to a part of one parameter."""
-    if step == 2:
-        with torch.no_grad():
-            params[0].view(-1)[3:200].mul_(0.5)
-
-
-def train(rank: int, world_size: int, cls: Any, dtype: torch.dtype, steps: int = STEPS, **options: Any) -> Any:
-    """Parameters after every step, and the state at the end."""
-    params = make_params(cls, dtype)
-    optimizer = zero_opt.ShardedOptimizer(params, cls, **{"reduction": OVERLAPPED, "lr": 0.02, **options})
-    seen = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(params, step, rank)
-        optimizer.step()
-        seen.append([param.detach().clone() for param in params])
-        edit(params, step)
-    optimizer.consolidate_state_dict()
-    state = optimizer.state_dict() if rank == 0 else None
-    optimizer.close()
-    return seen, state
 
 
 def simulate(world_size: int, cls: Any, dtype: torch.dtype, scale: float = 1.0, **options: Any) -> Any:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import zero_opt
-from test.distributed.placement.worker.test_results import NOW, SECONDS, Layers, optimizer_of, slowly
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_results import Layers, optimizer_of, slowly
 from test.support.scenario import values
+from test.support.worker_training import NOW, SECONDS
 
 
 class Pruned(nn.Module):

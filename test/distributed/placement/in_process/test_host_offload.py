@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.distributed.placement.test_masters import HALVES, OVERLAPPED, backward, make_params
-from test.distributed.placement.test_masters import train as train_halves
+from test.support.half_params import HALVES, OVERLAPPED, backward, make_params
+from test.support.half_params import train as train_halves
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, case, expected, train
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost

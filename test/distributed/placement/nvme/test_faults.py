@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
-from test.distributed.placement.nvme.test_placement import DTYPES, SECONDS, in_file, make, placement_of
-from test.distributed.placement.worker.test_placement import SHAPES, backward, make_params
 from test.support.harness import assert_bitwise, run_processes
+from test.support.nvme_training import in_file, make, placement_of
 from test.support.scenario import values
+from test.support.worker_training import DTYPES, SECONDS, SHAPES, backward, make_params
 from zero_opt.placement.nvme import state_file
 from zero_opt.placement.nvme import step as nvme_step
 from zero_opt.placement.nvme.window_pass import Disk

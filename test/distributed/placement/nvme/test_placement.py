@@ -13,30 +13,21 @@ import torch
 from torch import nn
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import LRS, NATIVE, SHAPES, backward, make_params, simulate
 from test.support.harness import assert_bitwise, run_processes
+from test.support.nvme_training import in_file, make, placement_of
 from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
+from test.support.worker_training import (
+    DTYPES,
+    LRS,
+    NATIVE,
+    OVERLAPPED,
+    SECONDS,
+    SHAPES,
+    backward,
+    make_params,
+    simulate,
+)
 from zero_opt.placement.nvme import extents
-
-SECONDS = 60  # nothing hangs
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WINDOW_MB = 8192 / 2**20  # a block or two per array: parameters are cut by windows
-
-
-def in_file(path: Any, **options: Any) -> zero_opt.NVMeOffload:
-    return zero_opt.NVMeOffload(path, **{"window_mb": WINDOW_MB, **options})
-
-
-def make(params: Any, path: Any, **options: Any) -> zero_opt.ShardedOptimizer:
-    options = {"offload": in_file(path), "reduction": OVERLAPPED, "fused": True, **options}
-    return zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
-
-
-def placement_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
-    wiring: Any = optimizer._sharded
-    return wiring.placement
-
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 

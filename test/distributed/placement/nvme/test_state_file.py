@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
-from test.distributed.placement.nvme.test_placement import SECONDS, in_file, make, placement_of
-from test.distributed.placement.worker.test_placement import backward, make_params
 from test.support.harness import assert_bitwise, run_processes
+from test.support.nvme_training import in_file, make, placement_of
+from test.support.worker_training import SECONDS, backward, make_params
 from zero_opt.system import readable_pages
 
 SELECTIVE = zero_opt.Selective(0.5, update_interval=2, select_interval=2)

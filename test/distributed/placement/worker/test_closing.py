@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import LATER, SECONDS, backward, make, make_params
 from test.support.harness import assert_bitwise, run_processes
+from test.support.worker_training import LATER, SECONDS, backward, make, make_params
 
 
 def _plain_step() -> Any:

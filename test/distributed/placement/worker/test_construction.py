@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import LATER, NOW, SECONDS, make, make_params
 from test.support.harness import run_processes
+from test.support.worker_training import LATER, NOW, SECONDS, make, make_params
 from zero_opt.system import shared_memory
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import (
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import values
+from test.support.worker_training import (
     DTYPES,
     LATER,
     NOW,
@@ -29,8 +31,6 @@ from test.distributed.placement.worker.test_placement import (
     train_ranks,
     worker_of,
 )
-from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import values
 from zero_opt.placement import adam_rules
 from zero_opt.placement.worker import process
 from zero_opt.system import shared_memory

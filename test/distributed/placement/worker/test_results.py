@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import stillborn_workers
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import values
+from test.support.late_results import OFFLOADS, SPECULATING, Layers, optimizer_of, slowly
+from test.support.worker_training import LATER, NOW, SECONDS, stillborn_workers
 from zero_opt.placement.worker import results
 from zero_opt.placement.worker.results import LateResults, ParamWriter, Used, build_results
 from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.system.background_thread import SerialThread
-
-SECONDS = 60  # nothing hangs
-NOW, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
-SPECULATING = zero_opt.WorkerOffload(speculate=True)
-OFFLOADS = [NOW, LATER, SPECULATING]
-TINY_MB = 0.0005
 
 
 class Net(nn.Module):
@@ -56,31 +49,6 @@ class Net(nn.Module):
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = x + nn.functional.linear(x, self.unused_name.weight, self.unused_name.bias)
         return self.head(x + checkpoint(self.body, x, use_reentrant=False))  # type: ignore[no-any-return]
-
-
-def optimizer_of(model: nn.Module, late: bool, offload: Any, **options: Any) -> zero_opt.ShardedOptimizer:
-    """In small buckets, matrices and the rest in groups of their own."""
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    rest = [param for param in model.parameters() if param.dim() <= 1]
-    groups = [group for group in ({"params": matrices}, {"params": rest, "weight_decay": 0.0}) if group["params"]]
-    options = {"reduction": zero_opt.Overlapped, "lr": 0.01, **options}
-    reduction = options.pop("reduction")
-    bucket = {} if reduction is zero_opt.AlreadyReduced else {"bucket_mb": TINY_MB}
-    policy = reduction(overlap_param_gather=model if late else None, **bucket)
-    return zero_opt.ShardedOptimizer(
-        groups, torch.optim.AdamW, fused=True, reduction=policy, offload=offload, **options
-    )
-
-
-def slowly(patch: pytest.MonkeyPatch) -> None:
-    """Whoever does not wait reads an old parameter."""
-    write = ParamWriter.write_beside
-
-    def late(self: ParamWriter, made: Any) -> None:
-        time.sleep(0.002)
-        write(self, made)
-
-    patch.setattr(ParamWriter, "write_beside", late)
 
 
 def _train(rank: int, world_size: int, late: bool, offload: Any, dtype: torch.dtype, reduction: Any) -> list[Tensor]:
@@ -135,27 +103,6 @@ def test_the_bits_of_copies_within_step(world_size: int, offload: Any, dtype: to
 
 
 # -- who waits for what -----------------------------------------------------------------------------------------------
-
-
-class Layers(nn.Module):
-    """One parameter in each, in a bucket of its own."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(20, 10, bias=False) for _ in range(3))
-        with torch.no_grad():
-            for number, param in enumerate(self.parameters()):
-                param.copy_(values(0, 0, 0, number, (10, 20)))
-        self.to(dtype)
-
-    def backward(self, step: int) -> None:
-        """Gradients that no forward makes."""
-        params = list(self.parameters())
-        grads = [values(step, 1, 0, number, (10, 20)).to(params[0].dtype) for number in range(3)]
-        torch.autograd.backward(params, grads)
-
-    def copies(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.parameters()]
 
 
 @contextmanager

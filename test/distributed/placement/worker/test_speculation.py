@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.distributed.placement.worker.test_placement import (
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB, values
+from test.support.worker_training import (
     DTYPES,
     NOW,
     SHAPES,
@@ -27,8 +29,6 @@ from test.distributed.placement.worker.test_placement import (
     train_ranks,
     worker_of,
 )
-from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB, values
 from zero_opt.placement.worker.results import ParamWriter
 from zero_opt.reduction.grad_norm import square_sum
 
