@@ -17,6 +17,11 @@ from typing import NamedTuple, overload
 ALIGN = 64
 
 
+def mask_of(indices: Iterable[int]) -> int:
+    """A bit per index."""
+    return sum(1 << index for index in indices)
+
+
 class ParamSpec(NamedTuple):
     """What a planner knows of one parameter; parameters share a bucket only if group, dtype and device agree."""
 

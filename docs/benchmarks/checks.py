@@ -28,6 +28,7 @@ from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
 from zero_opt.comm.exchange import Ident
+from zero_opt.reduction import ReductionReport
 from zero_opt.reduction.grad_norm import measure
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
@@ -89,27 +90,16 @@ def train_step(backward: Callable[[], None], optimizer: Any) -> Callable[[], Non
 
 def checks_alone(optimizer: Any, times: Times) -> None:
     """What a step does beside training, by itself."""
-    parts = optimizer._sharded
-    reduction, progress = parts.reduction._parts, parts.progress
-
-    def local() -> None:
-        reduction.used_mask()
-        reduction.trainable_mask()
-        parts._digest.of(optimizer.param_groups)
-
-    def agree() -> None:
-        progress.hypers = parts._digest.of(optimizer.param_groups)
-        reduction.agree(0, None)
-
-    times[AGREE].append(timed(agree))
-    times[LOCAL].append(timed(local))
+    engine, nothing = optimizer._engine, ReductionReport(0, None)
+    times[AGREE].append(timed(partial(engine.agree, nothing, None, absent=False)))
+    times[LOCAL].append(timed(partial(engine.step_report, nothing, None, {}, absent=False)))
 
 
 def look_alone(optimizer: Any, backward: Callable[[], None], times: Times) -> None:
     """What the look for non-finite gradients does at ``step()``, with and without squares from the reduction."""
-    sharded = optimizer._sharded
+    sharded = optimizer._engine
     backward()
-    sharded.finish()
+    sharded.reduce()
     buckets = sharded.partition.buckets
     grads = [grad for bucket in buckets for grad in bucket.slice_grads()]
     known = [sums for bucket in buckets for sums in bucket.squares()]
@@ -120,8 +110,8 @@ def look_alone(optimizer: Any, backward: Callable[[], None], times: Times) -> No
 
 def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
     """The exchange of all gradients by itself; parameters serve as gradients."""
-    sharded = optimizer._sharded
-    progress, buckets = sharded.progress, sharded.partition.buckets
+    sharded = optimizer._engine
+    count, buckets = sharded.count, sharded.partition.buckets
     runs = [bucket.param_runs() for bucket in buckets]
     outs = [torch.empty_like(bucket.shard) for bucket in buckets]
     sums = [bucket.reader.sums(bucket) for bucket in buckets]
@@ -129,7 +119,7 @@ def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
 
     def reduce(turn: int, *, adds_up: bool) -> None:
         for at, bucket in enumerate(buckets):
-            ident = Ident(progress.step, progress.epoch, 1000 + turn * len(buckets) + at)
+            ident = Ident(count.step, count.epoch, 1000 + turn * len(buckets) + at)
             exchange = sharded.reduction._parts.exchange_of(bucket).direct(bucket.dtype)
             exchange.reduce_runs(ident, runs[at], bucket.layout.bounds, outs[at], sums[at] if adds_up else ())
 

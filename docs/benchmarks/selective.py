@@ -97,8 +97,8 @@ def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
 
 def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     """Have the elements counted that are stepped where the offload policy has them."""
-    wiring: Any = optimizer._sharded
-    home = getattr(wiring.placement, "_home", wiring.placement)
+    engine: Any = optimizer._engine
+    home = getattr(engine.placement, "_home", engine.placement)
     whole = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     step, set_stretches = home.step, getattr(home, "set_stretches", None)
 
@@ -110,7 +110,7 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
         outcome.work += whole
         return step(*args)
 
-    if home is wiring.placement:
+    if home is engine.placement:
         home.step = counted_step
     else:
         home.set_stretches = counted

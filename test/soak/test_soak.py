@@ -91,7 +91,7 @@ def _train(rank: int, world_size: int) -> tuple[list[Sample], int, int]:
     killer.start()
     begin, due = time.monotonic(), 0.0
     try:
-        while any(opt._sharded.agreement.group.all_gather(torch.tensor([time.monotonic() - begin < SECONDS]))):  # type: ignore[union-attr]
+        while any(opt._engine.agreement.group.all_gather(torch.tensor([time.monotonic() - begin < SECONDS]))):  # type: ignore[union-attr]
             torch.autograd.backward(params, [grad.clone() for grad in grads[rank]])
             opt.step()
             opt.zero_grad()

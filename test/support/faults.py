@@ -36,7 +36,7 @@ class Bench:
 
     def backward(self, number: int) -> None:
         """Gradients that differ between ranks; under AlreadyReduced, that do not."""
-        rank = 0 if isinstance(self.opt._recipe.reduction, zero_opt.AlreadyReduced) else self.rank
+        rank = 0 if isinstance(self.opt._config.reduction, zero_opt.AlreadyReduced) else self.rank
         used = [param for param in self.params if param.requires_grad]
         grads = [values(number, 0, rank, i, tuple(param.shape)) for i, param in enumerate(used)]
         torch.autograd.backward(used, [grad.clone() for grad in grads])

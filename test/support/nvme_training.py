@@ -22,5 +22,5 @@ def make(params: Any, path: Any, **options: Any) -> zero_opt.ShardedOptimizer:
 
 
 def placement_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
-    wiring: Any = optimizer._sharded
-    return wiring.placement
+    engine: Any = optimizer._engine
+    return engine.placement

@@ -32,4 +32,4 @@ def make_stepped(steps: int = 1, **options: Any) -> tuple[list[nn.Parameter], ze
 
 
 def service_of(optimizer: Any) -> Any:
-    return optimizer._sharded._groups.service
+    return optimizer._engine._groups.service

@@ -46,8 +46,8 @@ def make(params: Any, **options: Any) -> zero_opt.ShardedOptimizer:
 
 
 def worker_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
-    wiring: Any = optimizer._sharded
-    return wiring.placement._worker
+    engine: Any = optimizer._engine
+    return engine.placement._worker
 
 
 def used_in(step: int) -> list[int]:

@@ -31,17 +31,17 @@ def _backward(params: list[torch.nn.Parameter], rank: int, step: int) -> None:
 def _train(rank: int, world_size: int, exchange: str, counter: str, start: int) -> list[torch.Tensor]:
     """A few steps, of two windows that are given up, two backwards, and one step; ``counter`` begins at ``start``."""
     opt, params = _make(exchange)
-    engine = opt._sharded
+    engine = opt._engine
     if counter == "step":
-        engine.progress.step = start
+        engine.count.step = start
     if counter == "tags":
-        reduce = engine._exchanges["cpu"]
+        reduce = engine.parts.exchanges["cpu"]
         reduce._sent = dict.fromkeys(reduce._sent, start)
         for inbox in reduce._inbox.values():
             inbox._count = start
     for step in range(5):
         if counter == "epoch":
-            engine.progress.epoch = start
+            engine.count.epoch = start
         if counter == "sequence":
             engine.reduction._sequence = start
         for _ in range(2):

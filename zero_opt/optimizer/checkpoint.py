@@ -43,8 +43,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
     groups = pack_groups(optimizer.param_groups)
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
-            if param.requires_grad and (index not in state or is_by_columns(optimizer._recipe.offload, param)):
-                state[index] = {**places(optimizer._recipe, optimizer._group, packed, param), **state.get(index, {})}
+            if param.requires_grad and (index not in state or is_by_columns(optimizer._config.offload, param)):
+                state[index] = {**places(optimizer._config, optimizer._group, packed, param), **state.get(index, {})}
     state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, state_dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .contents import checked_groups
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Config:
     """What a sharded optimizer is made of, as the user gave it.
 
     Attributes:
@@ -37,18 +37,8 @@ class Recipe:
     max_grad_norm: float | None
     checks: Checks
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether something else than the parameters themselves may be stepped."""
-        return self.offload is not None or self.precision.master_dtype is not None
-
-    def widens(self, bucket: GradBucket) -> bool:
-        """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
-        stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
-        return stepped.itemsize > bucket.shard_dtype.itemsize
-
-    def checked(self) -> Recipe:
-        """This one, once it is known to hold together by itself.
+    def __post_init__(self) -> None:
+        """Check that it holds together by itself.
 
         Raises:
             ConfigError, ConfigTypeError, UnsupportedOptimizer: what is wrong.
@@ -58,9 +48,18 @@ class Recipe:
         check_type("precision", self.precision, MixedPrecision)
         check_type("checks", self.checks, Checks)
         check_wrapped_class(self.optimizer_class)
-        if self.max_grad_norm is None:
-            return self
-        return replace(self, max_grad_norm=check_max_norm(self.max_grad_norm, "max_grad_norm"))
+        if self.max_grad_norm is not None:
+            object.__setattr__(self, "max_grad_norm", check_max_norm(self.max_grad_norm, "max_grad_norm"))
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether something else than the parameters themselves may be stepped."""
+        return self.offload is not None or self.precision.master_dtype is not None
+
+    def widens(self, bucket: GradBucket) -> bool:
+        """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
+        stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
+        return stepped.itemsize > bucket.shard_dtype.itemsize
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""

@@ -9,8 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from ..comm.ddp_average import averaged
 from ..comm.rendezvous import resolve_group
-from ..errors import ConfigConflict, ConfigTypeError
-from ..reduction import DDPHookReduction
+from ..errors import ConfigTypeError
 from .sharded_optimizer import ShardedOptimizer
 
 
@@ -30,17 +29,9 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
         raise ConfigTypeError(
             f"register_comm_hook(opt, zero_opt.ddp_hook) needs a ShardedOptimizer, got {type(optimizer).__name__}"
         )
-    reduction = optimizer._reduction
     if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
         return averaged(resolve_group(optimizer._process_group), bucket)
-    if reduction is None:
-        world = resolve_group(None)
-        if world is not None and world.size() > 1:
-            raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
-    elif isinstance(reduction, DDPHookReduction):
-        reduction.take_bucket(bucket.parameters(), bucket.buffer(), first=bucket.index() == 0, last=bucket.is_last())
-    else:
-        raise ConfigConflict("zero_opt.ddp_hook needs a ShardedOptimizer made with reduction=zero_opt.DDPHook()")
+    optimizer._engine.take_bucket(bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..comm.groups import AloneGroup, Group, agreed_group
+from ..comm.groups import Group, agreed_group
 from ..sharding.param_groups import following, hypers_of
 from ..system.devices import HOST, carries
+from .interface import Engine
 
 
 class ShadowSteps(JoinHook):
@@ -99,13 +100,9 @@ def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
 class UnevenInputs(Joinable):
     """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
 
-    _sharded: Any
+    _engine: Engine
     _params: Callable[[], list[Tensor]]
     _replan: Callable[[], None]
-
-    @property
-    def _group(self) -> Group:
-        return AloneGroup() if self._sharded is None else self._sharded.agreement.group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
         """Return what ``torch.distributed.algorithms.Join`` has a rank do that has run out of inputs.
@@ -117,12 +114,10 @@ class UnevenInputs(Joinable):
 
     @following
     def _shadow_step(self) -> None:
-        if self._sharded is not None:
-            self._sharded.shadow_step()
+        self._engine.shadow_step()
 
     def _forget_epoch(self) -> None:
-        if self._sharded is not None:
-            self._sharded.progress.forget_epoch()
+        self._engine.forget_epoch()
 
     @property
     def join_device(self) -> torch.device:
@@ -132,4 +127,4 @@ class UnevenInputs(Joinable):
     @property
     def join_process_group(self) -> Any:
         """See ``torch.distributed.algorithms.Joinable``."""
-        return self._group.parent or agreed_group(None)
+        return self._engine.group.parent or agreed_group(None)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..comm.groups import AloneGroup, Group
@@ -20,11 +19,9 @@ from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
-from .config import Recipe
+from .config import Config
 from .contents import check_options
 from .dtensors.mesh_params import state_like
-from .engine import Wiring
-from .offload_state import Parked
 
 States = dict[int, Mapping[str, Any]]
 
@@ -45,17 +42,17 @@ def asked_by_load() -> bool:
     return frame.f_globals.get("__name__") == _LOADER
 
 
-def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def places(config: Config, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
     require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
     hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    home = home_of(recipe.offload, recipe.precision, param)
+    home = home_of(config.offload, config.precision, param)
     if is_dtensor(param):
-        return state_like(recipe, hypers, param, home[0])
-    made = first_state(recipe.optimizer_class, hypers, param, home[0])
-    if is_by_columns(recipe.offload, param):
+        return state_like(config, hypers, param, home[0])
+    made = first_state(config.optimizer_class, hypers, param, home[0])
+    if is_by_columns(config.offload, param):
         made |= extra_places(param)
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value
@@ -63,13 +60,13 @@ def places(recipe: Recipe, group: Group, hypers: Mapping[str, Any], param: Tenso
     }
 
 
-def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
     """Give trainable parameters without state a place to load it into, in full shape, or as a DTensor is cut.
 
     Raises:
         StateDictError: what the class keeps is not known before its first step.
     """
-    cls, state = recipe.optimizer_class, state_dict["state"]
+    cls, state = config.optimizer_class, state_dict["state"]
     for packed, group in zip(state_dict["param_groups"], param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
             if not param.requires_grad or index in state:
@@ -80,7 +77,7 @@ def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]],
                     f"{cls.__name__} keeps is not known before its first step; if it is elementwise, see "
                     "zero_opt.register_elementwise(), else give opt.load_state_dict() a full state dict"
                 )
-            made = places(recipe, AloneGroup(), packed, param)
+            made = places(config, AloneGroup(), packed, param)
             if made:
                 state[index] = made
 
@@ -102,61 +99,21 @@ def joined(saved: Any) -> Any:
     return {**saved, "state": entries | {index: entry_of(state, index) for index in texts.values()}}
 
 
-class Loading:
-    """A load of ``saved`` into an optimizer.
+class Loaded(NamedTuple):
+    """A state dict that was found to fit.
 
     Attributes:
         states: what fits, by global index. groups: the hyperparameters of each group. refused: what does not fit.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, saved: StateDict, *, strict: bool) -> None:
-        self._optimizer, self._recipe, self._saved, self._strict = optimizer, recipe, saved, strict
-        self.states: States = {}
-        self.groups: list[dict[str, Any]] = []
-        self.refused = Refused(strict=strict)
+    states: States
+    groups: list[dict[str, Any]]
+    refused: Refused
 
-    def check(self, parts: Wiring | None, parked: Parked) -> None:
-        """See what there is of state and hyperparameters that fits. Collective if there are parts.
-
-        A step that is under way ends first.
-
-        Raises:
-            ParamsReplaced: on every rank, if the user has replaced parameters on one.
-            StateDictError: on every rank, naming what does not fit on one. StateOffloaded, StorageFailed: likewise.
-        """
-        error: Exception | None = None
-        try:
-            if parts is not None:
-                parts.planned.require()
-            parked.require_here()
-            if not isinstance(self._strict, bool):
-                raise ConfigTypeError(f"strict must be True or False, got {self._strict!r}")
-            self._check(parts)
-        except UnsupportedOptimizer as found:
-            error = StateDictError(f"in the state dict, {found}")
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        if parts is not None:
-            parts.agreement.raise_first_error(error, "load_state_dict()")
-        if error is not None:
-            raise error
-
-    def _check(self, parts: Wiring | None) -> None:
-        cls, groups, saved = self._recipe.optimizer_class, self._optimizer.param_groups, self._saved
-        states = match(saved, groups, is_elementwise(cls), self.refused, whole=parts is None)
-        if parts is not None:
-            check_options(saved["param_groups"])
-        self.states, self.groups = fitted(states, groups, saved["param_groups"], cls, self.refused)
-        if parts is not None:
-            self.states = taken_states(self._recipe.offload, self.states)
-            check_state(self._recipe.offload, self._recipe.precision, cls, self.groups, self.states)
-            parts.placement.wait()
-            parts.placement.require_writable()
-
-    def say(self, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+    def say(self, config: Config, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log what starts afresh, and what is loaded with fewer bits than were saved."""
         self.refused.say(self.states, params, describe)
-        if self._recipe.has_masters or issubclass(self._recipe.optimizer_class, (CPUAdam, CPUAdamW)):
+        if config.has_masters or issubclass(config.optimizer_class, (CPUAdam, CPUAdamW)):
             return
         rounded = [index for index, state in self.states.items() if "master" in state and params[index].dtype in HALVES]
         if rounded:
@@ -167,3 +124,39 @@ class Loading:
                 len(rounded),
                 describe(rounded[0]),
             )
+
+
+def fitted_whole(
+    saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool = True
+) -> Loaded:
+    """What the wrapped class can load of a full state dict.
+
+    Args:
+        whole: the wrapped class itself will load it.
+
+    Raises:
+        StateDictError: names what does not fit. ConfigTypeError: of ``strict``.
+    """
+    if not isinstance(strict, bool):
+        raise ConfigTypeError(f"strict must be True or False, got {strict!r}")
+    cls, refused = config.optimizer_class, Refused(strict=strict)
+    try:
+        states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole)
+        if not whole:
+            check_options(saved["param_groups"])
+        return Loaded(*fitted(states, param_groups, saved["param_groups"], cls, refused), refused)
+    except UnsupportedOptimizer as error:
+        raise StateDictError(f"in the state dict, {error}") from error
+
+
+def fitted_shards(
+    saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool
+) -> Loaded:
+    """What a placement can load of a full state dict; see :func:`fitted_whole`."""
+    loaded = fitted_whole(saved, param_groups, config, strict=strict, whole=False)
+    states = taken_states(config.offload, loaded.states)
+    try:
+        check_state(config.offload, config.precision, config.optimizer_class, loaded.groups, states)
+    except UnsupportedOptimizer as error:
+        raise StateDictError(f"in the state dict, {error}") from error
+    return loaded._replace(states=states)

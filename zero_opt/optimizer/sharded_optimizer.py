@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 
 from ..comm.agreement import Agreement
-from ..comm.groups import agreed_group, check_rank
-from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ZeroOptError
+from ..comm.groups import Group, agreed_group
+from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
 from ..placement import Policy as Offload
 from ..policies import Checks, MixedPrecision, Overlapped
-from ..reduction import GradReduction, Policy
-from ..reduction.grad_norm import check_max_norm
+from ..reduction import Policy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import following, hypers_of, normalized, normalized_group, run_once, tensors_of
-from ..state.state_dict import StateDict, copied, pack_groups
-from .config import Recipe
+from ..sharding.param_groups import following, hypers_of, normalized, param_name, run_once, tensors_of
+from ..state.state_dict import StateDict
+from .between_steps import SteppedTogether
+from .config import Config
 from .contents import adopt_errors, template_of
-from .dtensors.engine import build_wiring, own_groups
+from .dtensors.engine import build_sharded, build_single_rank, own_groups
 from .dtensors.local_parts import local_of
-from .dtensors.mesh_params import MeshParams, admit, mesh_of, steps_apart
-from .engine import Wiring
-from .join import UnevenInputs, join_notice
-from .loading import Loading, add_places, asked_by_load, joined
-from .loss_scale import LossScaled, overflowed, unscaling
+from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
+from .interface import Engine
+from .join import UnevenInputs
+from .loading import add_places, asked_by_load, joined
+from .loss_scale import unscaling
 from .offload_state import Parked
 from .process_groups import OwnGroups
-from .single_rank import Wrapping
+from .sharded import ShardedEngine
 
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
+class ShardedOptimizer(UnevenInputs, SteppedTogether):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -85,94 +83,98 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         checks: Checks = Checks(),  # noqa: B008  (frozen)
         **defaults: Any,
     ) -> None:
-        wrong: ZeroOptError | None = None
         params = run_once(params)
-        over_dtensors = any(map(is_dtensor, tensors_of(params)))
-        self._mesh: MeshParams | None = None
-        self._recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
-        try:
-            self._recipe = self._recipe.checked()
-            self._mesh = mesh_of(params, self._recipe, process_group)
-        except ZeroOptError as error:  # of one rank alone, the others must hear of it
-            wrong = error
-        self._process_group = process_group
-        self._sharded: Wiring | None = None
-        self._parked = Parked()
-        self._wired = self._closed = False
+        self._process_group, self._parked, self._closed = process_group, Parked(), False
         Joinable.__init__(self)
-        parent = None if over_dtensors else agreed_group(process_group)
+        parent = None if any(map(is_dtensor, tensors_of(params))) else agreed_group(process_group)
         alone = parent is None or parent.size() == 1
-        if alone and wrong is not None:
-            raise wrong
-        if alone and not (self._recipe.has_masters if self._mesh is None else steps_apart(self._recipe)):
-            self._build_alone(params)
+        try:
+            self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
+            mesh = mesh_of(params, self._config, process_group)
+        except ZeroOptError as error:
+            if not alone:  # the other ranks must hear of it
+                self._raise_first(error, own_groups(parent, Checks(), None))
+            raise
+        if alone and not (self._config.has_masters if mesh is None else steps_apart(self._config)):
+            wrapping = build_single_rank(self._config, params, self._parked, mesh)
+            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
+            self._engine: Engine = wrapping
+            wrapping.attach(self)
         else:
-            self._build_sharded(params, own_groups(parent, checks if wrong is None else Checks(), self._mesh), wrong)
-        self._wired = True
+            groups = own_groups(parent, checks, mesh)
+            try:
+                with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                    self._validate(params)
+            except BaseException:
+                groups.close()
+                raise
+            self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _build_sharded(self, params: Iterable[Any], groups: OwnGroups, wrong: ZeroOptError | None) -> None:
+    def _raise_first(self, error: ZeroOptError, groups: OwnGroups) -> None:
+        """Raise the error of the first rank that has one, on every rank. Collective."""
         try:
-            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
-                if wrong is not None:
-                    raise wrong
-                self._validate(params)
-        except BaseException:
+            Agreement(groups.control, self._describe).raise_first_error(error, "ShardedOptimizer()")
+        finally:
             groups.close()
-            raise
-        self._connect(groups)
-
-    def _connect(self, groups: OwnGroups) -> Wiring:
-        """Plan the parameters and connect everything over ``groups``, which are closed if that fails. Collective."""
-        try:
-            parts = self._sharded = build_wiring(self._recipe, groups, self._describe, self, self._mesh, self._parked)
-            parts.progress.begins = join_notice(self)
-            parts.add_groups()
-        except BaseException:
-            if self._sharded is None:
-                groups.close()
-            else:
-                self._sharded.close()  # a traceback may keep it, and with it the worker and the trainer's cores
-            raise
-        self._finalizer = weakref.finalize(self, groups.close)
-        self._finalizer.atexit = False
-        return parts
-
-    def _replan(self) -> None:
-        """Build everything again for parameters that the user has replaced the planned ones with. Collective."""
-        old, recipe = self._sharded, self._recipe
-        assert old is not None
-        with old.agreement.together():
-            old.require_replaceable()
-            mesh = mesh_of(self.param_groups, recipe, self._process_group)
-            wraps = mesh is not None and not steps_apart(recipe)
-            if not wraps:
-                recipe.check_params(self.param_groups, self._describe)
-        with old.agreement.together():
-            old.planned.require_replaced()
-        old.agreement.on_contents([("parameters are DTensors", mesh is not None)])
-        self._finalizer.detach()
-        old.close()
-        self._sharded, self._mesh, self._closed = None, mesh, True  # it stays closed if anything below fails
-        self.state.clear()
-        if wraps:
-            self.state.update(self._wrapped(self.param_groups).state)
-        else:
-            parent = old.agreement.group.parent if mesh is None else None
-            self._connect(own_groups(parent, recipe.checks, mesh)).progress.begun = old.progress.begun
-        self._closed = False
 
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
-        recipe = self._recipe
+        config = self._config
         with adopt_errors():
             entries = normalized(params)
-            template = template_of(recipe.optimizer_class, entries, recipe.defaults)
+            template = template_of(config.optimizer_class, entries, config.defaults)
             super().__init__(entries, template.defaults)
         for group, complete in zip(self.param_groups, template.param_groups, strict=False):
             group.update(hypers_of(complete))
-        recipe.check_params(self.param_groups, self._describe)
+        config.check_params(self.param_groups, self._describe)
+
+    def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
+        """The engine over ``groups``, with the param groups planned; if that fails, all is closed. Collective."""
+        with ExitStack() as undo:
+            undo.callback(groups.close)
+            engine = build_sharded(self._config, groups, self._describe, self, self._parked, mesh)
+            undo.pop_all()
+            undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
+            engine.add_groups()
+            undo.pop_all()
+        return engine
+
+    @torch.inference_mode(False)
+    def _replan(self) -> None:
+        """Build the engine again for parameters that the user has replaced the planned ones with. Collective."""
+        old, config = self._engine, self._config
+        assert isinstance(old, ShardedEngine)  # no other raises ParamsReplaced
+        mesh = old.make_way(self._examined)
+        self._closed = True  # it stays so if anything below fails
+        self.state.clear()
+        if mesh is not None and not steps_apart(config):
+            held = self.param_groups, self.state  # by the user
+            self._engine = build_single_rank(config, self.param_groups, self._parked, mesh)
+            self._engine.attach(self)
+            held[1].update(self.state)
+            self.param_groups, self.state = held
+        else:
+            parent = old.group.parent if mesh is None else None
+            engine = self._connected(own_groups(parent, config.checks, mesh), mesh)
+            self._engine, engine.begun = engine, old.begun
+        self._closed = False
+
+    def _examined(self) -> MeshParams | None:
+        """Check the parameters that there are now; what there is to say of their meshes if they are DTensors."""
+        mesh = mesh_of(self.param_groups, self._config, self._process_group)
+        if mesh is None or steps_apart(self._config):
+            self._config.check_params(self.param_groups, self._describe)
+        elif unscaling(self) != 1.0:
+            raise ConfigConflict(
+                "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
+            )
+        return mesh
+
+    def _describe(self, index: int) -> str:
+        """How messages name the parameter with a global index."""
+        return param_name(self.param_groups, index)
 
     @torch.inference_mode(False)
     @following
@@ -182,35 +184,11 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         Raises:
             RankMismatch: on every rank, when the groups differ.
         """
-        if not self._wired:
-            if self._inner is None:
-                super().add_param_group(param_group)
-            else:
-                self.param_groups.append(param_group)  # the wrapped class has checked it
-            return
-        self._require_open()
-        known = len(self.param_groups)
-        if self._sharded is None:
-            self._parked.require_here()
-            with adopt_errors():
-                group = normalized_group(param_group, known)
-                admit(self._mesh, tensors_of([group]), self._recipe)
-                self._alone().add_param_group(group)
-            return
-        try:
-            with self._sharded.agreement.together("add_param_group()"):
-                self._sharded.planned.require()
-                self._parked.require_here()
-                with adopt_errors():
-                    group = normalized_group(param_group, known)
-                    admit(self._mesh, tensors_of([group]), self._recipe)
-                    super().add_param_group(group)
-                    template_of(self._recipe.optimizer_class, self.param_groups[known:], self._recipe.defaults)
-                self._recipe.check_params(self.param_groups, self._describe)
-            self._sharded.add_groups()
-        except BaseException:
-            del self.param_groups[known:]
-            raise
+        if "_engine" in vars(self):
+            self._require_open()
+            self._engine.add_param_group(param_group)
+        else:  # the constructor of torch.optim.Optimizer
+            super().add_param_group(param_group)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -231,35 +209,17 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
-        if self._sharded is None:
-            self._parked.require_here()
-            return self._alone_step.step(self._alone(), closure, options)
-        if options:
-            raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
-        return self._step_sharded(closure)
+        losses: list[Any] = []
 
-    @_disable_dynamo  # what torch.compile cannot trace, it calls
-    def _step_sharded(self, closure: _Closure | None) -> Any:
-        """World size > 1, or an offload."""
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
-        if not overflowed(self):
-            self._take()
-        return loss
+        def noted() -> Any:
+            losses.append(closure() if closure is not None else None)
+            return losses[-1]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    @following
-    def _take(self) -> None:
-        """Step with the current gradients."""
-        if self._sharded is not None:
-            self._sharded.take(self._sharded.finish(), unscaling(self))
-        elif unscaling(self) == 1.0:
-            self._alone_step.step(self._alone(), None, {})
-        else:  # parameters were replaced by DTensors
-            raise ConfigConflict(
-                "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
-            )
+        try:
+            return self._engine.step(None if closure is None else noted, options)
+        except ParamsReplaced:
+            self._replan()
+        return self._engine.step(losses.pop if losses else None, options)
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -267,13 +227,12 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
         super().zero_grad(set_to_none)
-        if self._sharded is not None:
-            self._sharded.reduction.reset()
+        self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients stay local and full-size; the next backward outside reduces them; a step needs one."""
         self._require_open()
-        return nullcontext() if self._sharded is None else self._sharded.reduction.no_sync()
+        return self._engine.no_sync()
 
     @torch.no_grad()
     @following
@@ -284,23 +243,12 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             The norm before clipping, a 0-dim fp32 tensor, the same on every rank.
         """
         self._require_open()
-        limit, error = 0.0, None
-        try:  # what one rank alone gets wrong, the others must hear of
-            limit = check_max_norm(max_norm, "max_norm")
-        except ZeroOptError as found:
-            error = found
-        if self._sharded is not None:
-            return self._sharded.clip(self._sharded.finish(error, clip_to=limit), limit)
-        if error is not None:
-            raise error
-        self._parked.require_here()
-        self._alone()
-        return self._alone_step.clip(self._params(), limit)
+        return self._engine.clip(max_norm)
 
     @property
     def skipped_steps(self) -> int:
         """How often :meth:`step` has left parameters and state alone, under ``Checks(nonfinite="skip")``."""
-        return self._alone_step.skips if self._sharded is None else self._sharded.progress.skips
+        return self._engine.skips
 
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
@@ -314,9 +262,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             WorkerDied, WorkerFailed, StorageFailed: worker or disk cannot take the pending step. StepFailed.
         """
         self._require_open()
-        if self._sharded is not None:
-            with torch.no_grad():
-                self._sharded.flush()
+        with torch.no_grad():
+            self._engine.flush()
 
     def offload_state(self) -> None:
         """Give the parameters' device the memory of state, masters and reduced gradients until :meth:`reload_state`.
@@ -325,14 +272,12 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
         The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device."""
         self._require_open()
-        if self._sharded is not None:
-            self._sharded.leave_device()
+        self._engine.leave_device()
         self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
 
     def reload_state(self) -> None:
         """Undo :meth:`offload_state`."""
-        if self._sharded is not None:
-            self._sharded.come_back()
+        self._engine.come_back()
         self._parked.come_back()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -350,12 +295,7 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
             All of them on every rank. OptimizerClosed.
         """
         self._require_open()
-        if self._sharded is not None:
-            self._sharded.consolidate(to)
-        elif self._mesh is not None:
-            self._mesh.consolidate(to, self._alone().state_dict()["state"], self.state)
-        else:
-            check_rank(to, 1, "to")
+        self._engine.consolidate(to)
 
     def state_dict(self) -> StateDict:
         """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
@@ -374,14 +314,9 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self._sharded is None:
-            state_dict = self._alone().state_dict()
-            if self._mesh is not None:
-                state_dict["state"] = self._mesh.full_state(state_dict["state"], self.state)
-        else:
-            state_dict = {"state": self._sharded.full_state(), "param_groups": pack_groups(self.param_groups)}
+        state_dict = self._engine.state_dict()
         if asked_by_load():
-            add_places(state_dict, self.param_groups, self._recipe)
+            add_places(state_dict, self.param_groups, self._config)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
             if replaced is not None:
@@ -415,39 +350,20 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
     @torch.inference_mode(False)
     @following
     def _load(self, state_dict: StateDict, *, strict: bool) -> None:
-        loading = Loading(self, self._recipe, state_dict, strict=strict)
-        loading.check(self._sharded, self._parked)
-        refused, states = loading.refused, loading.states
-        if self._sharded is None:
-            loaded = refused.for_class(state_dict, states, self.param_groups)
-            if self._mesh is not None:
-                loaded = self._mesh.spread(loaded, self.param_groups)
-            self._alone().load_state_dict(loaded)
-            self._share_inner()
-        else:
-            self._sharded.load(states, loading.groups)
-        if self._group.rank == 0:
-            loading.say(self._params(), self._describe)
+        self._engine.load(state_dict, strict=strict)
 
-    # -- for checkpoint.py and ddp_hook.py ----------------------------------------------------------------------------
-
-    @property
-    def _reduction(self) -> GradReduction | None:
-        return None if self._sharded is None else self._sharded.reduction
+    # -- for checkpoint.py, ddp_hook.py and torch ---------------------------------------------------------------------
 
     def _together(self, call: str) -> AbstractContextManager[None]:
-        """See :meth:`Agreement.together`."""
+        """See :meth:`Engine.together`."""
         self._require_open()
-        return nullcontext() if self._sharded is None else self._sharded.agreement.together(call)
+        return self._engine.together(call)
 
     @following
     def _rows(self) -> dict[int, dict[str, Any]]:
         """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
-        if self._sharded is not None:
-            return self._sharded.rows()
-        assert self._inner is not None
-        return copied(self._inner.state_dict()["state"], torch.device("cpu"))
+        return self._engine.rows()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
@@ -455,10 +371,38 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
-        held = dict.fromkeys(("grad_shards", "staging", "state"), 0)
-        held |= {} if self._sharded is None else self._sharded.memory_report()
+        held = self._engine.memory_report()
         tensors = [local_of(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor)]
         return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+
+    @property
+    def _group(self) -> Group:
+        return self._engine.group
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step()`` unscales; gradients other than fp16 GradScaler may unscale by itself."""
+        return self._engine.unscales
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute of the wrapped optimizer that this one lacks."""
+        engine = self.__dict__.get("_engine")
+        if engine is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return engine.attribute(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
+        self._engine.require_copyable()
+        kept = ("defaults", "_config", "_engine", "_parked", "_closed", "_process_group")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_engine" in state:
+            super().__setstate__(state)
+        else:  # the wrapped class's own form; the class completes one that an older version of it wrote
+            self._engine.set_state(state)
+        self._engine.attach(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -470,9 +414,8 @@ class ShardedOptimizer(LossScaled, Wrapping, UnevenInputs):
         for each other here, it is lost, and the log says so: call :meth:`flush` first.
         """
         closed, self._closed = self._closed, True
-        if not closed and self._sharded is not None:
-            self._finalizer.detach()
-            self._sharded.close()
+        if not closed:
+            self._engine.close()
 
     def _require_open(self) -> None:
         if self._closed:

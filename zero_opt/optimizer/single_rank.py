@@ -1,24 +1,31 @@
-"""The wrapped class itself: its step, after checks and clipping of the gradients, its attributes and its pickles."""
+"""The engine of an optimizer without other ranks, masters or an offload: the wrapped class itself."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
-from ..errors import ConfigTypeError, UnsupportedOptimizer
+from ..comm.groups import AloneGroup, Group, check_rank
+from ..comm.rendezvous import resolve_group
+from ..errors import ConfigConflict, UnsupportedOptimizer
 from ..policies import Checks
-from ..reduction.grad_norm import Measured, measure
-from ..reduction.nonfinite import Ignored, NonFinite, build_nonfinite
-from ..sharding.param_groups import normalized, param_name
+from ..reduction.grad_norm import Measured, check_max_norm, measure
+from ..reduction.nonfinite import Ignored, build_nonfinite
+from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
 from ..sharding.wrapped_class import bare_step, needs_closure
+from ..state.state_dict import StateDict, copied
+from .config import Config
 from .contents import adopt_errors
-
-if TYPE_CHECKING:
-    from .config import Recipe
-    from .dtensors.mesh_params import MeshParams
+from .dtensors.mesh_params import admit
+from .loading import fitted_whole
+from .offload_state import Parked
 
 
 class _NotTaken(Exception):
@@ -34,47 +41,121 @@ def check_skippable(optimizer_class: type[torch.optim.Optimizer], checks: Checks
         )
 
 
-class AloneStep:
-    """Steps an optimizer that has no other ranks.
+def _nobody() -> None:
+    """The optimizer that an engine serves before it is attached."""
 
-    Attributes:
-        skips: steps that were not taken because of non-finite gradients.
+
+def _describe(wrapped: torch.optim.Optimizer, index: int) -> str:
+    return param_name(wrapped.param_groups, index)
+
+
+class SingleRank:
+    """See the module, and :class:`Engine`.
+
+    The optimizer and the wrapped one share their param groups and state. If the user puts others in the place of the
+    optimizer's, the wrapped one follows with the next call.
     """
 
-    def __init__(self, nonfinite: NonFinite, max_grad_norm: float | None) -> None:
-        self._nonfinite, self._max_grad_norm, self.skips = nonfinite, max_grad_norm, 0
-        self._prepares = max_grad_norm is not None or not isinstance(nonfinite, Ignored)
+    skips = 0
+    unscales = False
 
-    def step(self, inner: torch.optim.Optimizer, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """``inner.step``; what the closure returns."""
+    def __init__(self, config: Config, params: Iterable[Any], parked: Parked) -> None:
+        check_skippable(config.optimizer_class, config.checks)
+        self._config, self._parked = config, parked
+        with adopt_errors():
+            self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
+        self._nonfinite = build_nonfinite(config.checks, partial(_describe, self._wrapped))
+        self._prepares = config.max_grad_norm is not None or not isinstance(self._nonfinite, Ignored)
+        self._user: Callable[[], Any] = _nobody
+
+    @property
+    def group(self) -> Group:
+        """See :class:`Engine`."""
+        return AloneGroup()
+
+    # -- the wrapped optimizer ----------------------------------------------------------------------------------------
+
+    def attach(self, user: torch.optim.Optimizer) -> None:
+        """See :class:`Engine`."""
+        self._user = weakref.ref(user)  # so that both are collected as soon as they are dropped
+        user.param_groups, user.state, user.defaults = (
+            self._wrapped.param_groups,
+            self._wrapped.state,
+            self._wrapped.defaults,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._current()
+        return {**vars(self), "_user": _nobody}
+
+    def attribute(self, name: str) -> Any:
+        """See :class:`Engine`."""
+        return getattr(self._wrapped, name)
+
+    def require_copyable(self) -> None:
+        """See :class:`Engine`; it is."""
+
+    def _current(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, with the user's groups and state even if those have been replaced."""
+        user = self._user()
+        if user is not None:
+            self._wrapped.param_groups, self._wrapped.state = user.param_groups, user.state
+        return self._wrapped
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._current().param_groups for param in group["params"]]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """See :class:`Engine`."""
+        self._parked.require_here()
+        wrapped = self._current()
+        with adopt_errors():
+            taken = normalized_group(group, len(wrapped.param_groups))
+            self._admit(tensors_of([taken]))
+            wrapped.add_param_group(taken)
+
+    def _admit(self, params: Sequence[Tensor]) -> None:
+        """Raise UnsupportedParam or ParamsUnsharded for a parameter that this engine cannot take."""
+        admit(None, params, self._config)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """See :class:`Engine`."""
+        self._parked.require_here()
+        wrapped = self._current()
         if not self._prepares:
-            return bare_step(inner, closure, **options)
+            return bare_step(wrapped, closure, **options)
         losses: list[Any] = [None]
 
         def prepared() -> Any:
             if closure is not None:
                 losses.append(closure())
-            params = [param for group in inner.param_groups for param in group["params"]]
+            params = self._params
             if self._nonfinite.skips(lambda: self._measured(params)):
                 raise _NotTaken
-            if self._max_grad_norm is not None:
-                self._scale(params, self._max_grad_norm)
+            if self._config.max_grad_norm is not None:
+                self._scale(params, self._config.max_grad_norm)
             return losses[-1]
 
         try:
             if closure is not None:
-                return bare_step(inner, prepared, **options)
+                return bare_step(wrapped, prepared, **options)
             prepared()
-            return bare_step(inner, **options)
+            return bare_step(wrapped, **options)
         except _NotTaken:
             self.skips += 1
             return losses[-1]
 
-    def clip(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip the global L2 norm, unless no step is to be taken with these gradients; the norm before."""
+    def clip(self, max_norm: object) -> Tensor:
+        """See :class:`Engine`."""
+        limit = check_max_norm(max_norm, "max_norm")
+        self._parked.require_here()
+        params = self._params
         if self._nonfinite.skips(lambda: self._measured(params)):
             return self._norm(params)
-        return self._scale(params, max_norm)
+        return self._scale(params, limit)
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)
@@ -85,71 +166,77 @@ class AloneStep:
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
+    def zero_grad(self) -> None:
+        """See :class:`Engine`; there are no others than in ``p.grad``."""
 
-class Wrapping(torch.optim.Optimizer):
-    """The part of an optimizer that hands everything to the wrapped class, where that steps the parameters directly."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`; it never does."""
+        return nullcontext()
 
-    _recipe: Recipe
-    _mesh: MeshParams | None
-    _inner: torch.optim.Optimizer | None = None
-    _alone_step: AloneStep
+    def take_bucket(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of the protocol)
+        """Leave DistributedDataParallel's bucket as it is, on a rank alone."""
+        world = resolve_group(None)
+        if world is not None and world.size() > 1:
+            raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
 
-    def _describe(self, index: int) -> str:
-        """How messages name the parameter with a global index."""
-        return param_name(self.param_groups, index)
+    def flush(self) -> None:
+        """See :class:`Engine`; they always are."""
 
-    def _wrapped(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Have the wrapped class step these parameters directly; returns the wrapped optimizer."""
-        recipe = self._recipe
-        check_skippable(recipe.optimizer_class, recipe.checks)
-        kind = AloneStep if self._mesh is None else self._mesh.stepper
-        self._alone_step = kind(build_nonfinite(recipe.checks, self._describe), recipe.max_grad_norm)
-        with adopt_errors():
-            self._inner = recipe.optimizer_class(normalized(params), **recipe.defaults)
-        return self._inner
+    def shadow_step(self) -> None:
+        """See :class:`Engine`; nobody waits for this rank."""
 
-    def _build_alone(self, params: Iterable[Any]) -> None:
-        inner = self._wrapped(params)
-        super().__init__(inner.param_groups, inner.defaults)
-        self._share_inner()
+    def forget_epoch(self) -> None:
+        """See :class:`Engine`; none are counted."""
 
-    def _share_inner(self) -> None:
-        """Share the wrapped optimizer's groups and state, so that both are the same objects."""
-        assert self._inner is not None
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+    def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
+        """See :class:`Engine`; there are no others."""
+        return nullcontext()
 
-    def _alone(self) -> torch.optim.Optimizer:
-        """Return the wrapped optimizer, with this one's groups and state even if the user has replaced them."""
-        assert self._inner is not None
-        self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        if self._mesh is not None:
-            self._mesh.follow(self.param_groups, self._recipe)
-        return self._inner
+    # -- state --------------------------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the wrapped optimizer that this one lacks."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return getattr(inner, name)
+    def consolidate(self, to: int) -> None:
+        """See :class:`Engine`; it is here."""
+        check_rank(to, 1, "to")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
-        if self._inner is None:
-            raise ConfigTypeError(
-                "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its "
-                "state is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) "
-                "on every rank"
-            )
-        self._alone()
-        kept = ("defaults", "_inner", "_recipe", "_parked", "_alone_step", "_sharded", "_mesh", "_wired", "_closed")
-        return {name: getattr(self, name) for name in kept}
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """See :class:`Engine`."""
+        return copied(self._current().state_dict()["state"], torch.device("cpu"))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_inner" in state:
-            super().__setstate__(state)
-        elif self._inner is None:
-            raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
-        else:  # the wrapped class's own form; the class completes one that an older version of it wrote
-            self._alone().__setstate__(state)
-        self._share_inner()
+    def state_dict(self) -> StateDict:
+        """See :class:`Engine`."""
+        return self._current().state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """See :class:`Engine`."""
+        self._current().__setstate__(state)
+
+    def load(self, state_dict: StateDict, *, strict: bool) -> None:
+        """See :class:`Engine`."""
+        self._parked.require_here()
+        wrapped, user = self._current(), self._user()
+        loaded = fitted_whole(state_dict, wrapped.param_groups, self._config, strict=strict)
+        wrapped.load_state_dict(
+            self._in_form(loaded.refused.for_class(state_dict, loaded.states, wrapped.param_groups))
+        )
+        if user is not None:
+            self.attach(user)
+        loaded.say(self._config, self._params, partial(_describe, wrapped))
+
+    def _in_form(self, state_dict: StateDict) -> StateDict:
+        """A checked state dict as the wrapped class loads it."""
+        return state_dict
+
+    # -- memory, and the end ------------------------------------------------------------------------------------------
+
+    def leave_device(self) -> None:
+        """See :class:`Engine`; there is nothing but ``state``."""
+
+    def come_back(self) -> None:
+        """See :class:`Engine`."""
+
+    def memory_report(self) -> dict[str, int]:
+        """See :class:`Engine`."""
+        return dict.fromkeys(("grad_shards", "staging", "state"), 0)
+
+    def close(self) -> None:
+        """See :class:`Engine`; there is nothing to destroy."""

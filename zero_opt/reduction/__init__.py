@@ -7,7 +7,7 @@ from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
 from .ddp_buckets import DDPHookReduction
-from .interface import GradReduction, GradShard, Parts, Progress
+from .interface import GradReduction, GradShard, Parts, ReductionReport, StepCount
 from .overlapped import OverlappedReduction
 
 Policy = Overlapped | AtStep | AlreadyReduced | DDPHook
@@ -18,7 +18,8 @@ __all__ = [
     "GradShard",
     "Parts",
     "Policy",
-    "Progress",
+    "ReductionReport",
+    "StepCount",
     "build_reduction",
     "check_policy",
 ]

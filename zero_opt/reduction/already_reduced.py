@@ -17,7 +17,7 @@ from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from .grad_norm import scale_
-from .interface import GradShard, Parts
+from .interface import GradShard, Parts, ReductionReport
 from .sparse import sparse_refusal
 
 # Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that
@@ -36,9 +36,15 @@ class AlreadyReducedGrads:
         self._copies: list[Tensor] = []
         self._compared = False
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
+        """See :class:`GradReduction`; there is nothing to send."""
+        return ReductionReport(0, error or sparse_refusal(self._parts.partition))
+
+    def disagreed(self) -> None:
+        """Nothing has been sent."""
+
+    def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
-        agreed = self._parts.agree(0, error or sparse_refusal(self._parts.partition))
         self._require_all_used(agreed)
         used = agreed.used
         self._require_reduced(agreed)
@@ -141,8 +147,7 @@ class AlreadyReducedGrads:
         return nullcontext()
 
     def reset(self) -> None:
-        """See :class:`GradReduction`."""
-        self._parts.progress.epoch += 1
+        """See :class:`GradReduction`; nothing is kept between backward and step."""
 
     def stepped(self) -> None:
         """See :class:`GradReduction`."""

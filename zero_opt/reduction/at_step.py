@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
-from .interface import GradShard, Parts, shard_list
+from .interface import GradShard, Parts, ReductionReport, shard_list
 from .sparse import SparseGrads, sparse_refusal
 
 
@@ -48,7 +49,7 @@ class _Signature:
 class AtStepReduction:
     """See the module.
 
-    ``finish`` may be called several times before the step (to clip, to unscale): unchanged gradients are reduced once.
+    Where the engine collects several times before the step (to clip, to unscale), unchanged gradients are reduced once.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -61,9 +62,9 @@ class AtStepReduction:
         self._sequence = 0
         self._alone = False
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
-        """See :class:`GradReduction`."""
-        params, before = self._parts.all_params(), self._signature
+    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
+        """See :class:`GradReduction`; nothing is sent before the ranks have agreed."""
+        params, before = self._parts.all_params, self._signature
         fresh = before is None or not before.matches(params)
         if before is not None and before.gone(params):
             self._scaled, self.grad_scale = False, 1.0  # the gradients that were clipped are no more
@@ -73,12 +74,18 @@ class AtStepReduction:
             )
         error = error or self._conflict(params)
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
-        agreed = self._parts.agree(rounds, error or sparse_refusal(self._parts.partition))
+        return ReductionReport(rounds, error or sparse_refusal(self._parts.partition))
+
+    def disagreed(self) -> None:
+        """Nothing has been sent."""
+
+    def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
+        """See :class:`GradReduction`."""
         if agreed.rounds:
             if self._spent:
                 self._scaled, self._spent, self.grad_scale = False, False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
-            self._signature = _Signature(params)
+            self._signature = _Signature(self._parts.all_params)
         return self._shards
 
     def _conflict(self, params: Sequence[Tensor]) -> GradientConflict | None:
@@ -102,7 +109,7 @@ class AtStepReduction:
             for at, flat in enumerate(bucket.params):
                 if flat.param.grad is not None and not apart >> members[at] & 1:
                     fill.put(at, flat.param.grad.detach())
-            ident = Ident(parts.progress.step, parts.progress.epoch, sequence + position)
+            ident = Ident(parts.count.step, parts.count.epoch, sequence + position)
             bucket.launch(fill)
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
@@ -112,7 +119,7 @@ class AtStepReduction:
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`; scales ``p.grad`` too, to which the next backward may add."""
         self._scaled, self._spent = True, False
-        params = self._parts.all_params()
+        params = self._parts.all_params
         scale_([param.grad.detach() for param in params if param.grad is not None], factor)
         scale_([grad for shard in self._shards for grad in shard.grads if grad is not None], factor)
         self._signature = _Signature(params)
@@ -129,7 +136,6 @@ class AtStepReduction:
     def reset(self) -> None:
         """See :class:`GradReduction`."""
         self._signature, self._scaled, self._spent, self.grad_scale = None, False, False, 1.0
-        self._parts.progress.epoch += 1
 
     def stepped(self) -> None:
         """A second step() without a new backward uses the same shards, clipped if they were, as torch does."""

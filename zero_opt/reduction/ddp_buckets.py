@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from .ddp_conflict import ddp_conflict, forward_of_ddp
-from .interface import GradShard, Parts
+from .interface import Parts, ReductionReport
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -138,13 +138,13 @@ class DDPHookReduction(OverlappedReduction):
         self._handed.clear()
         self._lent.clear()
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
         """See :class:`GradReduction`."""
         self._put_back()
         flats = self._parts.partition.flats.values()
-        if not self._called and not self._parts.progress.absent and any(flat.param.grad is not None for flat in flats):
+        if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
-        return super().finish(error or self._conflict())
+        return super().report(error or self._conflict(), absent=absent)
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""

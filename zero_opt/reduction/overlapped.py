@@ -25,7 +25,6 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..errors import (
-    ConfigConflict,
     GradientConflict,
     GradientsLocal,
     StepDesync,
@@ -36,8 +35,7 @@ from ..sharding.buckets import BucketState, Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
-from .grad_norm import all_finite
-from .interface import GradShard, Parts, shard_list
+from .interface import GradShard, Parts, ReductionReport, shard_list
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
@@ -65,6 +63,7 @@ class OverlappedReduction:
         self.grad_scale = 1.0
         self._ranked: list[int] = []
         self._order: list[int] = []
+        self._launched: list[int] = []  # the order of what was launched before the ranks agreed, which may plan more
         self._seen: list[int] | None = []
         self._delivered: set[int] = set()
         self._latest: set[int] = set()  # what the last backward since the last step has delivered
@@ -239,8 +238,7 @@ class OverlappedReduction:
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
         self._live.update(owned)
-        progress = self._parts.progress
-        ident = Ident(progress.step, progress.epoch, self._sequence)
+        ident = Ident(self._parts.count.step, self._parts.count.epoch, self._sequence)
         self._sequence += 1
         self._futures += self._matching.launch(partial(self._parts.reduce, bucket, fill, ident, accumulate))
 
@@ -253,7 +251,7 @@ class OverlappedReduction:
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
-    def finish(self, error: ZeroOptError | None = None) -> Sequence[GradShard]:
+    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
         """See :class:`GradReduction`."""
         if self._passes.broken():
             error = error or StepDesync(
@@ -272,14 +270,16 @@ class OverlappedReduction:
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        order = self._order  # of what was launched; the agreement may plan more
-        try:
-            restarted = self._restarted | self._dropped_since()
-            agreed = self._parts.agree(self._rounds, error, restarted, self._matching.abandoned)
-        except StepDesync:
-            self._spoiled = True
-            raise
-        self._launch_zeros(self._matching.missing(agreed, order))
+        self._launched = self._order
+        return ReductionReport(self._rounds, error, self._restarted | self._dropped_since(), self._matching.abandoned)
+
+    def disagreed(self) -> None:
+        """See :class:`GradReduction`; buckets that were launched may answer those of another step."""
+        self._spoiled = True
+
+    def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
+        """See :class:`GradReduction`."""
+        self._launch_zeros(self._matching.missing(agreed, self._launched))
         self._futures += self._matching.settle()
         self._require_same_restarts(agreed)
         while self._rounds < agreed.rounds:
@@ -435,7 +435,6 @@ class OverlappedReduction:
         self._latest.clear()
         self._synced.clear()
         self._sequence, self._unscaled, self.grad_scale = 0, None, 1.0
-        self._parts.progress.epoch += 1
 
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
@@ -467,15 +466,7 @@ class OverlappedReduction:
         It calls once per dtype of the gradients that a rank has; the first call serves all of them, on all ranks.
         """
         if self._unscaled is None or self._rounds:
-            shards = self.finish()
-            if self._parts.progress.absentees:
-                raise ConfigConflict(
-                    "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
-                )
-            grads = [grad for shard in shards for grad in shard.grads if grad is not None]
-            found = not all_finite(grads)
-            self.scale(inv_scale)
-            self._unscaled = self._parts.agreement.any(found)
+            self._unscaled = self._parts.unscale(inv_scale)
         return self._unscaled
 
     @property

@@ -43,7 +43,7 @@ class RoundMatching:
 
     def _holds(self) -> bool:
         """Return whether the ranks may have launched unequal numbers of rounds; the same on every rank that agrees."""
-        resets = self._parts.progress.epoch - self._agreed_epoch
+        resets = self._parts.count.epoch - self._agreed_epoch
         return self._parts.must_match and not self._settled and resets not in (0, self._usual_resets)
 
     @property
@@ -100,8 +100,8 @@ class RoundMatching:
         """Note that all ranks have launched this window's rounds."""
         self.abandoned = self._launched = 0
         if rounds:
-            self._usual_resets = self._parts.progress.epoch - self._agreed_epoch
-            self._agreed_epoch = self._parts.progress.epoch
+            self._usual_resets = self._parts.count.epoch - self._agreed_epoch
+            self._agreed_epoch = self._parts.count.epoch
 
     def stepped(self) -> None:
         """Note that a step has been taken, which begins to count ``zero_grad()`` calls anew."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..errors import UnsupportedParam
+from ..layout import mask_of
 from ..sharding.partition import Partition
 from .interface import GradShard, Parts
 
@@ -62,7 +63,7 @@ class SparseGrads:
         self._parts.agreement.raise_first_error(error)
         for index in indices:
             self._reduce(index, mine.get(index), [d.get(str(index)) for d in described_by])
-        return sum(1 << index for index in indices)
+        return mask_of(indices)
 
     def _reduce(self, index: int, mine: Tensor | None, shapes: list[list[int] | None]) -> None:
         partition = self._parts.partition

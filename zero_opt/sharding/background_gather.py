@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..comm.exchange import Exchange
+from ..comm.exchange import Exchange, Ident
 from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from .buckets import GradBucket
@@ -30,11 +30,11 @@ class PendingResults(Protocol):
 
 
 class BackgroundGather(ParamGather):
-    """A gather that goes on after :meth:`run` has returned: on ``thread``, in order with all other exchanges.
+    """A gather that goes on after :meth:`end` has returned: on ``thread``, in order with all other exchanges.
 
     The copy of a bucket's results, where they lie elsewhere, runs there too, before the bucket's gather. As reductions
     do as well, nothing that a backward makes can overtake one. On an accelerator, gathers run on the side stream.
-    :meth:`run` records an event before each; the stream that runs a forward waits for the event after it.
+    :meth:`start` records an event before each; the stream that runs a forward waits for the event after it.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
@@ -55,7 +55,6 @@ class BackgroundGather(ParamGather):
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
         self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
-        self._step = 0
         # By id: torch.compile, which traces the hooks, refuses a module that it comes to in two ways.
         self._called: set[int] = set()
         self._present: dict[int, nn.Module] = {}
@@ -80,26 +79,33 @@ class BackgroundGather(ParamGather):
         if fresh:
             _forget_compiled()
 
-    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
-        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
+    def begin(self, step: int) -> None:
+        """See :class:`ParamGather`."""
+        super().begin(step)
         self._plan_waits()
         self._arrived.clear()
-        self._step, self._failures = step, None
-        exchange: Exchange | None = None
-        for turn, bucket in enumerate(buckets):
-            exchange, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
-            thread = self._thread if exchange.blocks else CallingThread()
-            arriving = thread.submit(self._gather_one, step, turn, bucket, stepped, failed())
-            self._arriving[bucket.layout.index] = arriving
-        if exchange is not None:
-            self._failures = thread.submit(_failures, exchange, step)
+        self._failures = None
+
+    def start(self, bucket: GradBucket, *, failed: bool) -> None:
+        """See :class:`ParamGather`. Waits for nothing."""
+        self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
+        thread, ident = self._thread_of(self._last), self._next_ident()
+        self._arriving[bucket.layout.index] = thread.submit(self._gather_one, bucket, ident, stepped, failed)
+
+    def end(self) -> Sequence[int]:
+        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
+        if self._last is not None:
+            self._failures = self._thread_of(self._last).submit(_failures, self._last, self._step)
         return ()
 
-    def _gather_one(self, step: int, turn: int, bucket: GradBucket, stepped: Any, failed: bool) -> Any:
+    def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
+        return self._thread if exchange.blocks else CallingThread()
+
+    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Any:
         """Bring a bucket's results and the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.bring(bucket.layout.index)
-            self._gather(step, turn, bucket, failed=failed)()
+            self._gather(bucket, ident, failed=failed)()
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:

@@ -45,11 +45,18 @@ class _Copies:
 
 
 class ParamGather:
-    """All-gathers buckets; where the exchange allows it, one is on the wire while the one before is copied out."""
+    """All-gathers buckets; where the exchange allows it, one is on the wire while the one before is copied out.
+
+    Per step the engine calls :meth:`begin`, :meth:`start` for every bucket that some rank has updated, in an order that
+    all ranks share, and :meth:`end`, on the user's thread. All three are collective.
+    """
 
     def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
         self._partition, self._exchanges = partition, exchanges
         self._copies: dict[tuple[int, ...], _Copies] = {}
+        self._step = self._started = 0
+        self._last: Exchange | None = None
+        self._under_way: deque[Callable[[], None]] = deque()
 
     def forget(self) -> None:
         """Parameters were re-pointed: make the views anew."""
@@ -62,7 +69,7 @@ class ParamGather:
         """Return when all parameters are up to date."""
 
     def failed(self) -> Sequence[int]:
-        """Return the ranks on which the last step failed, if :meth:`run` could not return them. Waits for them."""
+        """Return the ranks on which the last step failed, if :meth:`end` could not return them. Waits for them."""
         return ()
 
     def made_up_for(self) -> None:
@@ -71,38 +78,47 @@ class ParamGather:
     def close(self) -> None:
         """Release what is held."""
 
-    def run(self, step: int, buckets: Iterable[GradBucket], failed: Callable[[], bool]) -> Sequence[int]:
-        """Gather the given buckets, the same on every rank, in the same order. Collective.
+    def begin(self, step: int) -> None:
+        """Expect the buckets that hold a step's result."""
+        self._step, self._started, self._last = step, 0, None
+        self._under_way.clear()
+
+    def start(self, bucket: GradBucket, *, failed: bool) -> None:
+        """Start to gather a bucket, whose part of this rank is up to date, or as up to date as it will be.
 
         Args:
-            step: the step whose result they hold.
-            failed: returns whether the step has failed on this rank so far.
+            failed: whether the step has failed on this rank so far.
+        """
+        self._last = self._exchanges[bucket.device.type]
+        self._under_way.append(self._gather(bucket, self._next_ident(), failed=failed))
+        if len(self._under_way) > self._last.gathers_ahead:
+            self._under_way.popleft()()
+
+    def end(self) -> Sequence[int]:
+        """Return when all buckets have arrived.
 
         Returns:
             The ranks on which the step failed and of which every rank knows by now; the same on every rank.
         """
-        under_way: deque[Callable[[], None]] = deque()
-        exchange: Exchange | None = None
-        for turn, bucket in enumerate(buckets):
-            exchange = self._exchanges[bucket.device.type]
-            under_way.append(self._gather(step, turn, bucket, failed=failed()))
-            if len(under_way) > exchange.gathers_ahead:
-                under_way.popleft()()
-        failures = None if exchange is None else exchange.failures(step)
-        for finish in under_way:
-            finish()
+        failures = None if self._last is None else self._last.failures(self._step)
+        while self._under_way:
+            self._under_way.popleft()()
         return () if failures is None else failures()
 
-    def _gather(self, step: int, turn: int, bucket: GradBucket, *, failed: bool) -> Callable[[], None]:
-        """Start to gather a bucket; the result ends it."""
-        exchange, ident = self._exchanges[bucket.device.type], Ident(step, _GATHER_EPOCH, turn)
+    def _next_ident(self) -> Ident:
+        self._started += 1
+        return Ident(self._step, _GATHER_EPOCH, self._started - 1)
+
+    def _gather(self, bucket: GradBucket, ident: Ident, *, failed: bool) -> Callable[[], None]:
+        """Start to gather a bucket; what is returned ends that."""
+        exchange = self._exchanges[bucket.device.type]
         if failed:
-            exchange.fail(step)
+            exchange.fail(ident.step)
         direct = exchange.direct(bucket.params[0].param.dtype)
         if direct is not None:
             arrive = direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
             return partial(_arrived, bucket, arrive)
-        staging = self._stage(exchange, bucket, turn % (exchange.gathers_ahead + 1))
+        staging = self._stage(exchange, bucket, ident.sequence % (exchange.gathers_ahead + 1))
         return partial(self._deliver, bucket, exchange.all_gather(ident, staging, bucket.layout.bounds))
 
     def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..comm.groups import check_rank
 from ..errors import ConfigError, ConfigTypeError
 from ..layout import ALIGN
-from ..optimizer.config import Recipe
+from ..optimizer.config import Config
 from ..optimizer.contents import adopt_errors, template_of
 from ..placement import Policy as Offload
 from ..placement import check_params, check_reduction
@@ -146,21 +146,21 @@ def estimate(
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``
             does, or because of the arguments that are only here.
     """
-    recipe = Recipe(optimizer_class, defaults, reduction, offload, precision, None, Checks()).checked()
+    config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
     check_reduction(offload, reduction)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
-            groups = home.of_number(model_or_numel, recipe)
+            groups = home.of_number(model_or_numel, config)
         else:
             groups = home.groups(model_or_numel)
-        sizing = _sizing(groups, home, world_size, recipe)
+        sizing = _sizing(groups, home, world_size, config)
     rank = sizing.fullest_rank()
     return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
 
-def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: Recipe) -> Sizing:
+def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, config: Config) -> Sizing:
     """The plan's input: sketches of all parameters, and param groups as the class completes them."""
     listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     names = [f"parameter {index}" for index in range(len(listed))]
@@ -170,28 +170,28 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, recipe: 
     }
     left = iter(sketches.values())
     stand_ins = [{**group, "params": [next(left).flat.param for _ in group["params"]]} for group in groups]
-    cls, defaults = recipe.optimizer_class, recipe.defaults
-    sharded = not steps_alone(world_size, recipe)
+    cls, defaults = config.optimizer_class, config.defaults
+    sharded = not steps_alone(world_size, config)
     made = template_of(cls, stand_ins, defaults) if sharded else cls(stand_ins, **defaults)
     hypers = [hypers_of(group) for group in made.param_groups]
     if sharded:
         placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
         for sketch in sketches.values():
             placed[sketch.group]["params"].append(sketch)
-        check_params(recipe.offload, recipe.precision, cls, placed, names.__getitem__)
+        check_params(config.offload, config.precision, cls, placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
-    return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), recipe)
+    return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), config)
 
 
 def _title(sizing: Sizing) -> str:
     found = [sketch.flat.param for sketch in sizing.sketches.values()]
     dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in found})
     devices = sorted({sketch.device.type for sketch in sizing.sketches.values()})
-    recipe = sizing.recipe
-    offload = "no offload" if recipe.offload is None else repr(recipe.offload)
+    config = sizing.config
+    offload = "no offload" if config.offload is None else repr(config.offload)
     return (
-        f"{recipe.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
-        f"on {', '.join(devices)}; {offload}; {recipe.reduction!r}; {recipe.precision!r}"
+        f"{config.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
+        f"on {', '.join(devices)}; {offload}; {config.reduction!r}; {config.precision!r}"
     )
 
 
@@ -244,9 +244,9 @@ class _Home(NamedTuple):
         cast = torch.empty_strided(param.shape, param.stride(), dtype=self.dtype, device="meta")
         return cast.requires_grad_(param.requires_grad)
 
-    def of_number(self, numel: float, recipe: Recipe) -> list[dict[str, Any]]:
+    def of_number(self, numel: float, config: Config) -> list[dict[str, Any]]:
         """A param group of so many elements, in parameters that fill a bucket each."""
-        cls = recipe.optimizer_class
+        cls = config.optimizer_class
         if not is_elementwise(cls):
             raise ConfigError(
                 f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
@@ -255,10 +255,10 @@ class _Home(NamedTuple):
         if isinstance(numel, bool) or not math.isfinite(numel) or numel != int(numel) or numel < 1:
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {numel!r}")
         dtype = self.dtype or torch.get_default_dtype()
-        each = max(int(recipe.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
+        each = max(int(config.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
         if numel > each * _MOST_BUCKETS:
             raise ConfigError(
-                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {recipe.reduction.bucket_mb:g} MB and "
+                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {config.reduction.bucket_mb:g} MB and "
                 "would take minutes to plan; raise bucket_mb, or pass the model on the meta device"
             )
         counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]

@@ -14,7 +14,7 @@ import torch
 from ..kernels.adam_state import HALVES, MOMENTS
 from ..kernels.threads import allowed_threads
 from ..layout import ParamSlice
-from ..optimizer.config import Recipe
+from ..optimizer.config import Config
 from ..placement import grad_buffers_of
 from ..placement.adam_rules import MAXIMUM
 from ..placement.in_process.host_offload import HostUnits, room_for
@@ -59,9 +59,9 @@ class Row(NamedTuple):
     nbytes: int
 
 
-def steps_alone(world_size: int, recipe: Recipe) -> bool:
+def steps_alone(world_size: int, config: Config) -> bool:
     """Whether the wrapped class works by itself, without anything of ours."""
-    return world_size == 1 and not recipe.has_masters
+    return world_size == 1 and not config.has_masters
 
 
 Held = Counter[tuple[str, str, str]]
@@ -81,28 +81,28 @@ class Sizing:
     hypers: Sequence[Mapping[str, Any]]
     world_size: int
     ranks_per_host: int
-    recipe: Recipe
+    config: Config
 
     @cached_property
     def _sizes(self) -> StateSizes:
-        return StateSizes(self.recipe.optimizer_class, self.recipe.defaults)
+        return StateSizes(self.config.optimizer_class, self.config.defaults)
 
     @cached_property
     def _rehearsal(self) -> Rehearsal:
-        recipe = self.recipe
-        dtypes = (recipe.precision.reduce_dtype, recipe.precision.accumulate_dtype)
-        geometry = Geometry(not is_elementwise(recipe.optimizer_class), recipe.reduction.bucket_mb, *dtypes)
+        config = self.config
+        dtypes = (config.precision.reduce_dtype, config.precision.accumulate_dtype)
+        geometry = Geometry(not is_elementwise(config.optimizer_class), config.reduction.bucket_mb, *dtypes)
         planned = {index: self.sketches[index] for index in self.trainable}
-        return Rehearsal(planned, (self.world_size, self.ranks_per_host), recipe.reduction, geometry)
+        return Rehearsal(planned, (self.world_size, self.ranks_per_host), config.reduction, geometry)
 
     def fullest_rank(self) -> int:
         """The rank that needs most."""
-        return 0 if steps_alone(self.world_size, self.recipe) else self._rehearsal.fullest_rank()
+        return 0 if steps_alone(self.world_size, self.config) else self._rehearsal.fullest_rank()
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""
         with HOST_DEVICE:  # whatever the caller's default device, stand-ins need values
-            alone = steps_alone(self.world_size, self.recipe)
+            alone = steps_alone(self.world_size, self.config)
             found = [*self._params(), *(self._alone() if alone else self._sharded(rank))]
         return tuple(row for row in found if row.nbytes)
 
@@ -128,7 +128,7 @@ class Sizing:
         yield Row("staging", DEVICE, "staging", rehearsal.staging_nbytes(rank, buckets))
         mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
         yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
-        policy = self.recipe.offload
+        policy = self.config.offload
         lodges = isinstance(policy, WorkerOffload) and policy.selective is None
         if not lodges:
             yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
@@ -139,10 +139,10 @@ class Sizing:
 
     def _of_home(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         """What is kept where the offload policy has it."""
-        if isinstance(self.recipe.offload, WorkerOffload):
-            yield from self._of_worker(self.recipe.offload, self._at_home(buckets))
-        elif isinstance(self.recipe.offload, NVMeOffload):
-            yield from self._of_file(self.recipe.offload, self._at_home(buckets))
+        if isinstance(self.config.offload, WorkerOffload):
+            yield from self._of_worker(self.config.offload, self._at_home(buckets))
+        elif isinstance(self.config.offload, NVMeOffload):
+            yield from self._of_file(self.config.offload, self._at_home(buckets))
         else:
             yield from self._of_units(buckets)
 
@@ -167,11 +167,11 @@ class Sizing:
             for home in homes
             for index, flat in zip(home.layout.params, home.params, strict=True)
         }
-        recipe = replace(self.recipe, reduction=AlreadyReduced(), offload=replace(policy, selective=None))
+        config = replace(self.config, reduction=AlreadyReduced(), offload=replace(policy, selective=None))
         yield Row("buffers", HOST, "copies of columns", _nbytes(sketches.values()))
         if not isinstance(policy, WorkerOffload):
             yield Row("buffers", HOST, "means of gradients", sum(home.shard_nbytes for home in homes))
-        for row in Sizing(sketches, sorted(sketches), self.hypers, 1, self.ranks_per_host, recipe)._of_home(homes):
+        for row in Sizing(sketches, sorted(sketches), self.hypers, 1, self.ranks_per_host, config)._of_home(homes):
             is_mean = row.kind == "grad_shards"
             yield row._replace(kind="buffers", name="means of gradients") if is_mean else row
 
@@ -199,7 +199,7 @@ class Sizing:
     def _passing_grads(self, buckets: Sequence[GradBucket]) -> Row:
         """All gradients, or, where buckets let go of them, two buckets of them."""
         grads = self._grads()
-        if isinstance(self.recipe.reduction, (AtStep, AlreadyReduced, DDPHook)):
+        if isinstance(self.config.reduction, (AtStep, AlreadyReduced, DDPHook)):
             return grads
         sizes = (sum(flat.param.numel() * flat.param.element_size() for flat in bucket.params) for bucket in buckets)
         return Row("grads", DEVICE, "gradients on their way", min(2 * max(sizes, default=0), grads.nbytes))
@@ -212,16 +212,16 @@ class Sizing:
         if not there or self.world_size == 1:
             return
         yield Row("communicator", DEVICE, "NCCL or alike, about", _COMMUNICATOR_NBYTES)
-        if not isinstance(self.recipe.reduction, AlreadyReduced):
+        if not isinstance(self.config.reduction, AlreadyReduced):
             staged = [bucket.layout.numel * bucket.dtype.itemsize for bucket in there]
             yield Row("grads", DEVICE, "staged gradients", min(2 * max(staged), sum(staged)))
 
     def _of_units(self, buckets: Sequence[GradBucket]) -> Iterator[Row]:
         """What is stepped by the class or the kernel in this process: parameters in place, masters, copies."""
-        policy, held = self.recipe.offload, Held()
+        policy, held = self.config.offload, Held()
         there = [bucket for bucket in buckets if not is_host(self._rehearsal.device_of(bucket))]
         leaving: Sequence[GradBucket] = there if isinstance(policy, CPUOffload) else ()
-        units = HostUnits(policy, self.recipe.precision.master_dtype) if isinstance(policy, CPUOffload) else None
+        units = HostUnits(policy, self.config.precision.master_dtype) if isinstance(policy, CPUOffload) else None
         staying = units.staying(leaving) if units is not None else set()
         for bucket in buckets:
             home = DEVICE if units is None else HOST
@@ -238,10 +238,10 @@ class Sizing:
 
     def _add_slice(self, held: Held, piece: ParamSlice, where: str, *, stays: bool, splits: bool = True) -> None:
         """Count what is kept of a slice, beside the parameter or, if it does not stay, in place of it."""
-        recipe, param, numel = self.recipe, self.sketches[piece.param].flat.param, piece.in_param.numel
+        config, param, numel = self.config, self.sketches[piece.param].flat.param, piece.in_param.numel
         dtype, shape = param.dtype, param.shape if numel == param.numel() else (numel,)
-        if recipe.has_masters and dtype in HALVES:
-            split = splits and recipe.precision.master_dtype == "split" and dtype is torch.bfloat16
+        if config.has_masters and dtype in HALVES:
+            split = splits and config.precision.master_dtype == "split" and dtype is torch.bfloat16
             name, itemsize = ("remainder", 2) if split else ("master", 4)
             held["masters", where, name] += numel * itemsize
             if not stays:
@@ -254,7 +254,7 @@ class Sizing:
 
     def _add_lanes(self, held: Held, units: HostUnits, leaving: Sequence[GradBucket], staying: set[int]) -> None:
         """Count what is page-locked beside results: the ends of pages, and the buffers that gradients arrive in."""
-        apart = steps_params_apart(self.recipe.optimizer_class)
+        apart = steps_params_apart(self.config.optimizer_class)
         by_device: dict[torch.device, list[GradBucket]] = {}
         for bucket in leaving:
             by_device.setdefault(self._rehearsal.device_of(bucket), []).append(bucket)
@@ -291,7 +291,7 @@ class Sizing:
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
             shard, amsgrad = make(bucket), bool(self.hypers[bucket.layout.group]["amsgrad"])
-            arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.recipe.reduction))
+            arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.config.reduction))
             owned = sum(piece.in_param.numel for piece in bucket.slices)
             for role, dtype in arrays.items():
                 place = _place_of(role, lodged=shard.lodged)

@@ -160,7 +160,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
         def fail(*arguments: object, **options: object) -> None:
             raise SystemError("training went wrong")
 
-        optimizer._sharded.reduction._reduce = fail  # type: ignore[union-attr]
+        optimizer._engine.reduction._reduce = fail  # type: ignore[union-attr]
         with pytest.raises(SystemError):
             take_step(params, optimizer)
         _leave(optimizer, "fails")

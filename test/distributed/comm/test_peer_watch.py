@@ -254,7 +254,7 @@ def _interrupted(rank: int, world_size: int, where: str) -> float | None:
     param, opt = _optimizer(zero_opt.AtStep(BUCKET_MB, exchange=exchange))
     if rank == 1:
         if "agreed" in where:  # takes part in the agreement alone, so that the other waits in the exchange
-            opt._sharded.reduction._reduce = lambda *_, **__: _leave_late()
+            opt._engine.reduction._reduce = lambda *_, **__: _leave_late()
             param.grad = torch.ones(300)
             opt.step()
         _leave_late()

@@ -53,7 +53,7 @@ def make(dtype: torch.dtype, exchange: str, bucket_mb: float = 0.004) -> tuple[A
 
 
 def exchange_of(opt: zero_opt.ShardedOptimizer) -> Any:
-    return opt._sharded._exchanges["cpu"]  # type: ignore[union-attr]
+    return opt._engine.parts.exchanges["cpu"]  # type: ignore[union-attr]
 
 
 def run_dtype(rank: int, world_size: int, dtype: torch.dtype, exchange: str) -> tuple[str, list[Tensor]]:
@@ -229,7 +229,7 @@ def lose_a_peer(rank: int, world_size: int) -> str:
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    reduction = opt._sharded.reduction  # type: ignore[union-attr]
+    reduction = opt._engine.reduction  # type: ignore[union-attr]
     torch.stack([(p * gradient(1, rank, p)).sum() for p in params]).sum().backward()
     for future in reduction._futures:
         try:

@@ -205,11 +205,11 @@ def _all_fail(rank: int, world_size: int) -> None:
     model = _model()
     optimizer = zero_opt.ShardedOptimizer(model.parameters(), OnceForAll, lr=0.01)
     _train(model, optimizer, 0)
-    wiring: Any = optimizer._sharded
-    wiring.placement._optimizer.fails = True
+    engine: Any = optimizer._engine
+    engine.placement._optimizer.fails = True
     with pytest.raises(ValueError, match="not today"):
         _train(model, optimizer, 1)
-    wiring.placement._optimizer.fails = False
+    engine.placement._optimizer.fails = False
     _train(model, optimizer, 2)
     optimizer.close()
 
@@ -277,7 +277,7 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", folder / "main.py")
-            os.kill(optimizer._sharded.placement._worker._held.child.pid, signal.SIGKILL)
+            os.kill(optimizer._engine.placement._worker._held.child.pid, signal.SIGKILL)
             with pytest.raises(zero_opt.WorkerDied):
                 _train(model, optimizer, 2)
         elif not late:

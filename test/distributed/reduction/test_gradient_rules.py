@@ -173,7 +173,7 @@ def test_no_sync_keeps_gradients_local_and_reduces_them_once(run: Ranks) -> None
 def _count_exchanges(rank: int, world_size: int) -> list[int]:
     actor = rank_actor(rank)
     optimizer: Any = actor.optimizer
-    reduction, counts = optimizer._sharded.reduction, []
+    reduction, counts = optimizer._engine.reduction, []
     with optimizer.no_sync():
         actor.backward(0, everyone=True)
         counts.append(len(reduction._futures))
@@ -328,7 +328,7 @@ def _drop_where_the_owner_cannot_see_it(rank: int, world_size: int) -> str:
     """Rank 0 alone uses a parameter that rank 1 owns, and drops its gradient between two backwards."""
     params = [torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))]
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
-    owner_of_first = int(not optimizer._sharded.partition.owner_of_start(0))  # type: ignore[union-attr]
+    owner_of_first = int(not optimizer._engine.partition.owner_of_start(0))  # type: ignore[union-attr]
     used = [0, 1] if rank == owner_of_first else [1]
     model = torch.nn.ParameterList(params)
     for _ in range(2):

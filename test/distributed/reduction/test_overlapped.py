@@ -77,8 +77,7 @@ def _arrived_at_launch(rank: int, world_size: int) -> list[int]:
             arrived += 1
 
         param.register_post_accumulate_grad_hook(count)
-    assert optimizer._sharded is not None
-    thread = optimizer._sharded._thread
+    thread = optimizer._engine.parts.thread
     submit = thread.submit
 
     def noted(*arguments: Any) -> Any:

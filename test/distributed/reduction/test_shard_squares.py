@@ -31,13 +31,13 @@ def _backward(params: list[Tensor], step: int, rank: int, size: float = 1.0) -> 
 
 def _known(optimizer: Any) -> list[Tensor | None]:
     """What is known of the norm, once every bucket is reduced."""
-    optimizer._sharded.finish()
-    return [sums for bucket in optimizer._sharded.partition.buckets for sums in bucket.squares()]
+    optimizer._engine.reduce()
+    return [sums for bucket in optimizer._engine.partition.buckets for sums in bucket.squares()]
 
 
 def _right(optimizer: Any, known: list[Tensor | None]) -> bool:
     """Whether all is known, and is what the shards hold."""
-    grads = [grad for bucket in optimizer._sharded.partition.buckets for grad in bucket.slice_grads()]
+    grads = [grad for bucket in optimizer._engine.partition.buckets for grad in bucket.slice_grads()]
     return all(sums is not None for sums in known) and square_sum(grads, known) == square_sum(grads) > 0
 
 
@@ -92,8 +92,8 @@ def _unasked(rank: int, world_size: int) -> None:
         _backward(params, step, rank)
         if step == 1:
             optimizer.clip_grad_norm_(1e9)
-        optimizer._sharded.finish()  # type: ignore[union-attr]
-        assert bool(optimizer._sharded.reduction._squares._known) == (step == 2)  # type: ignore[union-attr]
+        optimizer._engine.reduce()  # type: ignore[union-attr]
+        assert bool(optimizer._engine.reduction._squares._known) == (step == 2)  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()

@@ -81,11 +81,11 @@ def _case(rank_0: str, rank_1: str, quiet: float = 30, **options: Any) -> dict[s
 
 SAVES = "time.sleep(1.5); save(opt, folder)"
 SAVES_SLOWLY = """
-    service = opt._sharded._groups.service; place = service._place
+    service = opt._engine._groups.service; place = service._place
     service._place = lambda *args: time.sleep(1) or place(*args)
     save(opt, folder)
 """
-IS_ASKED = "while not opt._sharded._groups.service._serving._count: time.sleep(0.01)"
+IS_ASKED = "while not opt._engine._groups.service._serving._count: time.sleep(0.01)"
 IN_ORDER = {
     "returns": _case(SAVES, ""),
     "exits with 0": _case(SAVES, "sys.exit(0)"),

@@ -221,15 +221,15 @@ def test_a_pull_whose_connections_are_closed_names_the_lost_rank() -> None:
 
 def _one_is_slow(rank: int, world_size: int) -> Any:
     params, optimizer = make_stepped()
-    wiring: Any = optimizer._sharded
+    engine: Any = optimizer._engine
     if rank == 1:
-        done = wiring.stepped
+        done = engine.stepped
 
         def late(failed: Sequence[int]) -> None:
             time.sleep(0.5)
             done(failed)
 
-        wiring.stepped = late
+        engine.stepped = late
     take_step(params, optimizer)
     begun = time.monotonic()
     step = optimizer.state_dict()["state"][0]["step"].item() if rank == 0 else None
@@ -375,7 +375,7 @@ def _lost_half_way(rank: int, world_size: int) -> str:
     """Rank 1 is killed in step 2, which the others have begun to change their state for."""
     params, optimizer = make_stepped(2)
     if rank == 1:
-        placement: Any = optimizer._sharded.placement  # type: ignore[union-attr]
+        placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
         placement.step = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(zero_opt.PeerLost):
         take_step(params, optimizer)

@@ -153,11 +153,11 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
     """What there is after a step or two."""
     found = {key: value for key, value in opt.memory_report().items() if key in ("grad_shards", "staging")}
     found["params"] = nbytes(params)
-    wiring = opt._sharded
-    if wiring is None:
+    engine: Any = opt._engine
+    if isinstance(engine, SingleRank):
         found["state"] = nbytes(value for state in opt.state.values() for value in state.values())
         return found
-    home: Any = wiring.placement
+    home = engine.placement
     if config.offload is not None and config.offload.selective is not None:
         found |= held_by_columns(home)
         home = home._home
@@ -252,8 +252,8 @@ def grow(rank: int, world_size: int, offload: Any) -> tuple[int, int]:
     before = resident()
     opt = large(shape, offload)
     found = resident() - before + opt.memory_report()["staging"]
-    if opt._sharded is not None and offload is not None:
-        found += in_file(opt._sharded.placement._worker.arena.fd)  # type: ignore[attr-defined]
+    if offload is not None:
+        found += in_file(opt._engine.placement._worker.arena.fd)  # type: ignore[attr-defined]
     opt.close()
     return found, estimated.on_rank(rank).nbytes()
 

@@ -274,9 +274,8 @@ def test_an_optimizer_keeps_two_staging_buffers_however_its_buckets_grow() -> No
                 sum((p * (rank + 1)).sum() for p in members).backward()  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
-            sharded = optimizer._sharded
-            assert sharded is not None
-            found.append((len(staging_alive(sharded.partition.buckets)), sharded._pool.nbytes))
+            sharded = optimizer._engine
+            found.append((len(staging_alive(sharded.partition.buckets)), sharded.parts.pool.nbytes))
         optimizer.close()
         return found
 

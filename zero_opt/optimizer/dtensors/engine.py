@@ -1,8 +1,8 @@
-"""The parts of an optimizer over DTensors: each rank steps what it has of every parameter, and needs no other."""
+"""Engines over DTensors: each rank steps what it has of every parameter, and a step needs no other rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +10,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
 from ...policies import AlreadyReduced, Checks
 from ...reduction import GradShard
-from ...reduction.grad_norm import Measured
-from ...sharding.param_groups import PlannedGroups
-from ..config import Recipe
-from ..engine import Wiring
+from ...reduction.grad_norm import Measured, clip_factor
+from ...state.state_dict import StateDict
+from ..between_steps import SteppedTogether
+from ..config import Config
+from ..loading import Loaded, States
 from ..offload_state import Parked
 from ..process_groups import OwnGroups
-from .local_parts import hidden, shown
+from ..sharded import ShardedEngine
+from ..single_rank import SingleRank
+from .local_parts import hidden, local_grad, shown
 from .local_view import LocalView
-from .mesh_params import MeshParams
+from .mesh_params import MeshParams, admit
 
 
-class LocalWiring(Wiring):
-    """Everything that :class:`Wiring` connects, over this rank's parts as plain parameters of a rank alone.
+class DTensorSingleRank(SingleRank):
+    """The wrapped class, which is given the DTensors themselves.
+
+    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`load` and what needs a norm.
+    """
+
+    def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams) -> None:
+        super().__init__(config, params, parked)
+        self._mesh = mesh
+
+    def _current(self) -> torch.optim.Optimizer:
+        wrapped = super()._current()
+        self._mesh.follow(wrapped.param_groups, self._config)
+        return wrapped
+
+    def _admit(self, params: Sequence[Tensor]) -> None:
+        admit(self._mesh, params, self._config)
+
+    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """See :class:`SingleRank`."""
+        self._mesh.shards.require_sharded()
+        self._mesh.forget()
+        return super().step(closure, options)
+
+    def _measured(self, params: Sequence[Tensor]) -> Measured:
+        return self._mesh.measure(params, [local_grad(param) for param in params])
+
+    def _norm(self, params: Sequence[Tensor]) -> Tensor:
+        return self._measured(params).norm
+
+    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
+        norm = self._norm(params)
+        factor = clip_factor(norm, max_norm)
+        for grad in map(local_grad, params):
+            if grad is not None:
+                grad.mul_(factor.to(grad.device))
+        return norm
+
+    def consolidate(self, to: int) -> None:
+        """See :class:`SingleRank`, and :meth:`MeshParams.consolidate`."""
+        wrapped = self._current()
+        self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
+
+    def state_dict(self) -> StateDict:
+        """See :class:`SingleRank`; state as DTensors, unless :meth:`consolidate` has brought it here."""
+        wrapped = self._current()
+        state_dict = wrapped.state_dict()
+        return {**state_dict, "state": self._mesh.full_state(state_dict["state"], wrapped.state)}
+
+    def _in_form(self, state_dict: StateDict) -> StateDict:
+        return self._mesh.spread(state_dict, self._current().param_groups)
+
+
+class DTensorEngine(ShardedEngine):
+    """The sharded engine over this rank's parts as plain parameters of a rank alone.
 
     What is asked of it, and what its user sees, are DTensors. Nothing it does is collective but for :meth:`measure`,
     :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
@@ -33,38 +90,40 @@ class LocalWiring(Wiring):
 
     def __init__(
         self,
-        recipe: Recipe,
+        config: Config,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        owner: torch.optim.Optimizer,
-        mesh: MeshParams,
+        user: SteppedTogether,
         parked: Parked,
+        mesh: MeshParams,
     ) -> None:
-        self._user, self._mesh, self._view = owner, mesh, LocalView(owner)
+        view = LocalView(user)
         # Gradients are the means already, of the parts that are here.
-        super().__init__(replace(recipe, reduction=AlreadyReduced()), groups, describe, self._view, parked)
-        self.planned = PlannedGroups(owner)
+        config = replace(config, reduction=AlreadyReduced())
+        super().__init__(config, groups, describe, user, parked, owner=view)
+        self._mesh, self._view = mesh, view
 
-    def finish(self, error: ZeroOptError | None = None, clip_to: float | None = None) -> Sequence[GradShard]:
-        """See :class:`Wiring`; takes this rank's parts of the gradients."""
-        self.planned.require()
+    def reduce(
+        self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
+    ) -> tuple[StepAgreement, Sequence[GradShard]]:
+        """See :class:`ShardedEngine`; takes this rank's parts of the gradients."""
+        self._planner.planned.require()
         self._mesh.forget()
         self._follow()
-        return super().finish(error, clip_to)
+        return super().reduce(clip_to, absent=absent, error=error)
 
     def _follow(self) -> None:
         self._mesh.shards.require_sharded()
         self._view.follow()
 
-    def take(self, grads: Sequence[GradShard], grad_scale: float = 1.0) -> None:
-        """See :class:`Wiring`."""
+    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], grad_scale: float) -> None:
         try:
-            super().take(grads, grad_scale)
+            super()._update(agreed, shards, grad_scale)
         finally:
             self._view.written()
 
     def flush(self) -> None:
-        """See :class:`Wiring`."""
+        """See :class:`ShardedEngine`."""
         if self.placement.pending:
             self._mesh.forget()
         self._follow()
@@ -73,64 +132,76 @@ class LocalWiring(Wiring):
         finally:
             self._view.written()
 
-    def measure(self, grads: Sequence[GradShard]) -> Measured:
-        """See :class:`Wiring`. Collective over the parameters' meshes."""
-        found: list[Tensor | None] = [None] * len(self._params)
-        for shard in grads:
+    def measure(self, shards: Sequence[GradShard]) -> Measured:
+        """See :class:`ShardedEngine`. Collective over the parameters' meshes."""
+        params = self.parts.params
+        grads: list[Tensor | None] = [None] * len(params)
+        for shard in shards:
             for piece, grad in zip(shard.slices, shard.grads, strict=True):
-                found[piece.param] = grad
-        return self._mesh.measure([self._view.param_of(plain) for plain in self._params], found)
+                grads[piece.param] = grad
+        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads)
+
+    def _admit(self, params: Sequence[Tensor]) -> None:
+        admit(self._mesh, params, self._config)
+
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def _show_state(self) -> None:
         super()._show_state()
         self._view.state.refresh()
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def _as_shown(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {
-            index: shown(state, self._view.param_of(self._params[index]), self._params[index])
-            for index, state in states.items()
-        }
+        plain = self.parts.params
+        return {i: shown(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:
-        """Bring the full state, a pending step included, to a rank. Collective; see :meth:`MeshParams.consolidate`."""
+        """See :class:`ShardedEngine`, and :meth:`MeshParams.consolidate`."""
         self._settle("consolidate_state_dict()")
-        self._mesh.consolidate(to, self._as_shown(super().full_state()), self._user.state)
+        self._mesh.consolidate(to, self._as_shown(super()._full_state()), self._user.state)
 
     def rows(self) -> dict[int, dict[str, Any]]:
-        """All state, a pending step included, as DTensors in host memory; it shares none with anything."""
+        """See :class:`ShardedEngine`; tensors are DTensors."""
         self._settle("sharded_state_dict()")
-        return self._as_shown(super().full_state())
+        return self._as_shown(super()._full_state())
 
-    def full_state(self) -> dict[int, dict[str, Any]]:
+    def _full_state(self) -> dict[int, dict[str, Any]]:
         """The full state on the rank that :meth:`consolidate` brought it to, while current; else :meth:`rows`' form."""
-        found: dict[int, dict[str, Any]] = self._mesh.full_state(self._as_shown(super().full_state()), self._user.state)
-        return found
+        states: dict[int, dict[str, Any]] = self._mesh.full_state(
+            self._as_shown(super()._full_state()), self._user.state
+        )
+        return states
 
-    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Wiring`; tensors are whole, or cut in any way."""
+    def _write(self, loaded: Loaded) -> None:
+        """See :class:`ShardedEngine`; tensors are whole, or cut in any way."""
         self._mesh.forget()
         self._follow()
-        parts = {index: hidden(state, self._view.param_of(self._params[index])) for index, state in states.items()}
-        super().load(parts, groups)
+        plain = self.parts.params
+        parts: States = {i: hidden(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()}
+        super()._write(loaded._replace(states=parts))
         self._view.written()
-
-
-def build_wiring(
-    recipe: Recipe,
-    groups: OwnGroups,
-    describe: Callable[[int], str],
-    owner: torch.optim.Optimizer,
-    mesh: MeshParams | None,
-    parked: Parked,
-) -> Wiring:
-    """What connects the parts of an optimizer, over DTensors if it has a mesh. Collective."""
-    if mesh is None:
-        return Wiring(recipe, groups, describe, owner, parked)
-    return LocalWiring(recipe, groups, describe, owner, mesh, parked)
 
 
 def own_groups(parent: dist.ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
     """The groups of an optimizer: over DTensors a rank is alone but for its neighbors. Collective."""
     return OwnGroups(parent, checks, None if mesh is None else mesh.largest)
+
+
+def build_single_rank(config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None) -> SingleRank:
+    """The engine that has the wrapped class step ``params``, which are DTensors if they have a mesh."""
+    if mesh is None:
+        return SingleRank(config, params, parked)
+    return DTensorSingleRank(config, params, parked, mesh)
+
+
+def build_sharded(
+    config: Config,
+    groups: OwnGroups,
+    describe: Callable[[int], str],
+    user: SteppedTogether,
+    parked: Parked,
+    mesh: MeshParams | None,
+) -> ShardedEngine:
+    """The engine over ``groups``, of parameters that are DTensors if they have a mesh. Collective."""
+    if mesh is None:
+        return ShardedEngine(config, groups, describe, user, parked)
+    return DTensorEngine(config, groups, describe, user, parked, mesh)

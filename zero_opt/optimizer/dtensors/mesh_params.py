@@ -6,7 +6,7 @@ rank, and a state dict in full shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -18,17 +18,15 @@ from torch.nn.parameter import is_lazy
 from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ...kernels import CPUAdam, CPUAdamW
 from ...policies import AlreadyReduced, DDPHook, WorkerOffload
-from ...reduction.grad_norm import Measured, clip_factor, look
-from ...reduction.nonfinite import NonFinite
+from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import tensors_of
 from ...sharding.wrapped_class import is_elementwise
 from ...state.state_dict import copied
 from ...state.trial import is_known, state_after_a_step
-from ..config import Recipe
-from ..single_rank import AloneStep
+from ..config import Config
 from .fsdp import Shards
-from .local_parts import check_dtensor, counts_here, cut_like, local_grad, local_of, shown, whole
+from .local_parts import check_dtensor, counts_here, cut_like, local_of, shown, whole
 from .mesh_group import MeshGroup
 
 States = dict[int, dict[str, Any]]
@@ -55,23 +53,19 @@ class MeshParams:
             if mesh not in self._groups:
                 self._groups[mesh] = MeshGroup(mesh)
 
-    def follow(self, param_groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> None:
+    def follow(self, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
         """Take in parameters that the user has replaced others with; see :func:`admit`."""
         params = [param for group in param_groups for param in group["params"]]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             self.shards, self._params = Shards(), []
             self._groups.clear()
             self.forget()
-            admit(self, params, recipe)
+            admit(self, params, config)
 
     @property
     def largest(self) -> MeshGroup:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
-
-    def stepper(self, nonfinite: NonFinite, max_grad_norm: float | None) -> AloneStep:
-        """What steps the wrapped class, given the DTensors themselves."""
-        return _MeshStep(nonfinite, max_grad_norm, self)
 
     def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Measured:
         """See :func:`zero_opt.reduction.grad_norm.measure`; the same bits on every rank. Collective.
@@ -147,45 +141,17 @@ class MeshParams:
         return {**state_dict, "state": states}
 
 
-class _MeshStep(AloneStep):
-    """Steps DTensors by the wrapped class, after what is asked of their gradients."""
-
-    def __init__(self, nonfinite: NonFinite, max_grad_norm: float | None, mesh: MeshParams) -> None:
-        super().__init__(nonfinite, max_grad_norm)
-        self._mesh = mesh
-
-    def step(self, inner: torch.optim.Optimizer, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """See :class:`AloneStep`."""
-        self._mesh.shards.require_sharded()
-        self._mesh.forget()
-        return super().step(inner, closure, options)
-
-    def _measured(self, params: Sequence[Tensor]) -> Measured:
-        return self._mesh.measure(params, [local_grad(param) for param in params])
-
-    def _norm(self, params: Sequence[Tensor]) -> Tensor:
-        return self._measured(params).norm
-
-    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
-        norm = self._norm(params)
-        factor = clip_factor(norm, max_norm)
-        for grad in map(local_grad, params):
-            if grad is not None:
-                grad.mul_(factor.to(grad.device))
-        return norm
-
-
-def state_like(recipe: Recipe, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
+def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
     """What a DTensor's state will be like after its first step, full of its first values, in host memory. Collective.
 
     Args:
         stepped_dtype: of what is stepped for the parameter; where it is not the parameter's, there is a master too.
     """
-    cls = recipe.optimizer_class
+    cls = config.optimizer_class
     if not is_known(cls):
         return {}
     like = torch.zeros_like(param)
-    if not steps_apart(recipe):
+    if not steps_apart(config):
         made = state_after_a_step(cls, hypers, like)
     else:
         part = local_of(like).to(stepped_dtype)
@@ -205,11 +171,11 @@ def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     )
 
 
-def mesh_of(entries: Iterable[Any], recipe: Recipe, process_group: object) -> MeshParams | None:
+def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
     """What an optimizer over DTensors has besides; ``None`` if none of its parameters is one.
 
     Args:
-        entries: as :func:`zero_opt.optimizer.contents.run_once` returns them.
+        entries: as :func:`zero_opt.sharding.param_groups.run_once` returns them.
 
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
@@ -217,14 +183,14 @@ def mesh_of(entries: Iterable[Any], recipe: Recipe, process_group: object) -> Me
     params = tensors_of(entries)
     mesh = MeshParams() if any(map(is_dtensor, params)) else None
     if mesh is not None:
-        _check_policies(recipe, process_group)
-        if steps_apart(recipe):
-            _check_cuttable(recipe.optimizer_class)
-    admit(mesh, params, recipe)
+        _check_policies(config, process_group)
+        if steps_apart(config):
+            _check_cuttable(config.optimizer_class)
+    admit(mesh, params, config)
     return mesh
 
 
-def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> None:
+def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> None:
     """Take in parameters of an optimizer that was, or was not, made over DTensors.
 
     Raises:
@@ -240,7 +206,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
         label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
         if is_dtensor(param) and mesh is None:
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
-        if mesh is not None and not is_dtensor(param) and not isinstance(recipe.reduction, AlreadyReduced):
+        if mesh is not None and not is_dtensor(param) and not isinstance(config.reduction, AlreadyReduced):
             raise UnsupportedParam(
                 f"{label} is a plain tensor among DTensors, so nobody reduces its gradient; give it an optimizer of "
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
@@ -250,26 +216,26 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], recipe: Recipe) -> 
         mesh.add(params)
 
 
-def steps_apart(recipe: Recipe) -> bool:
+def steps_apart(config: Config) -> bool:
     """Whether something else than the DTensors themselves is stepped: this rank's parts of them, or their masters."""
-    native = recipe.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
-    return native or recipe.has_masters
+    native = config.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
+    return native or config.has_masters
 
 
-def _check_policies(recipe: Recipe, process_group: object) -> None:
+def _check_policies(config: Config, process_group: object) -> None:
     """Raise ConfigConflict for what cannot be asked of an optimizer over DTensors."""
     instead = None
     if process_group is not None:
         instead = "whose mesh says which ranks there are; leave process_group out"
-    elif isinstance(recipe.reduction, DDPHook):
+    elif isinstance(config.reduction, DDPHook):
         instead = "whose gradients fully_shard reduces, not DDP; leave reduction out"
-    elif recipe.reduction.overlap_param_gather is not None:
+    elif config.reduction.overlap_param_gather is not None:
         instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
-    elif recipe.precision.reduce_dtype is not None or recipe.precision.accumulate_dtype is not None:
+    elif config.precision.reduce_dtype is not None or config.precision.accumulate_dtype is not None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
-    elif isinstance(recipe.offload, WorkerOffload) and recipe.offload.speculate:
+    elif isinstance(config.offload, WorkerOffload) and config.offload.speculate:
         instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
-    elif getattr(recipe.offload, "selective", None) is not None:
+    elif getattr(config.offload, "selective", None) is not None:
         # Each rank steps alone, so each would select by its own rows, and columns of one DTensor would part.
         instead = "of whose columns each rank has a part, and selects none for all; leave selective out"
     if instead is not None:

@@ -251,8 +251,8 @@ def test_dtensors_without_fsdp() -> None:
 def _shared_cores(rank: int, world_size: int) -> Any:
     net = sharded(mesh_of((world_size,)))
     optimizer = ours(net, offload=LATER)
-    wiring: Any = optimizer._sharded
-    confined = wiring.placement._confined
+    engine: Any = optimizer._engine
+    confined = engine.placement._confined
     optimizer.close()
     return confined is None
 

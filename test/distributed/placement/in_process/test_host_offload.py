@@ -100,7 +100,7 @@ def _units(offload: zero_opt.CPUOffload, dtype: torch.dtype) -> list[tuple[type,
     params = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in (400, 100, 300, 100, 100)]
     groups = [{"params": params[:2]}, {"params": params[2:]}]
     optimizer = zero_opt.ShardedOptimizer(groups, torch.optim.AdamW, fused=True, offload=offload)
-    placement: Any = optimizer._sharded.placement  # type: ignore[union-attr]
+    placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
     made = [
         (type(unit), [piece.param for piece in unit.pieces]) for units in placement._units.values() for unit in units
     ]
@@ -128,7 +128,7 @@ def test_two_gradient_buffers_serve_all_sub_groups(monkeypatch: pytest.MonkeyPat
         backward(params, step, 0)
         optimizer.step()
         optimizer.zero_grad()
-    placement: Any = optimizer._sharded.placement  # type: ignore[union-attr]
+    placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
     (lane,) = placement._make_units._lanes.values()
     assert len(lane._free) == 2
     optimizer.close()
@@ -137,7 +137,7 @@ def test_two_gradient_buffers_serve_all_sub_groups(monkeypatch: pytest.MonkeyPat
 def test_parameters_are_not_copied_where_they_can_be_stepped() -> None:
     params = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(8, 8))]
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, offload=OFFLOAD)
-    placement: Any = optimizer._sharded.placement  # type: ignore[union-attr]
+    placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
     assert [placement.param_of(at).data_ptr() for at in range(2)] == [param.data_ptr() for param in params]
     optimizer.close()
 

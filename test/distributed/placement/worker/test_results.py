@@ -145,7 +145,7 @@ def begun(offload: Any = SPECULATING, dtype: torch.dtype = torch.float32) -> tup
 
 
 def parts_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
-    return optimizer._sharded
+    return optimizer._engine
 
 
 @pytest.mark.parametrize("offload", [NOW, SPECULATING])

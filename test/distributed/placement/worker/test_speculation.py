@@ -57,8 +57,8 @@ SCALED = range(STEPS // 3, 2 * STEPS // 3)
 
 
 def placement_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
-    wiring: Any = optimizer._sharded
-    return wiring.placement
+    engine: Any = optimizer._engine
+    return engine.placement
 
 
 class _Raises(torch.autograd.Function):
@@ -266,8 +266,8 @@ def _backward(params: list[nn.Parameter], step: int, rank: int = 0, size: float 
 
 def _after_backward(optimizer: zero_opt.ShardedOptimizer) -> Any:
     """The placement, once all buckets that have been sent are reduced."""
-    wiring: Any = optimizer._sharded
-    for future in wiring.reduction._futures:
+    engine: Any = optimizer._engine
+    for future in engine.reduction._futures:
         future.result(SECONDS)
     return placement_of(optimizer)
 
@@ -364,7 +364,7 @@ def test_a_norm_that_is_asked_for_is_summed_before_step() -> None:
     """With the bits that a sum in step() has; also of steps that are not begun, and never of another gradient."""
 
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
-        wiring: Any = optimizer._sharded
+        engine: Any = optimizer._engine
         begun = []
         for step, backwards in enumerate([1] * 6 + [2, 1]):
             for part in range(backwards):
@@ -375,7 +375,7 @@ def test_a_norm_that_is_asked_for_is_summed_before_step() -> None:
             if step == 7:
                 assert known == [None] * len(known), "this may be the first backward of two"
                 return
-            grads = [grad for shard in wiring.finish() for grad in shard.grads]
+            grads = [grad for shard in engine.reduce()[1] for grad in shard.grads]
             assert square_sum(grads, known) == square_sum(grads) > 0
             assert all(sums is not None for sums in known)
             assert float(optimizer.clip_grad_norm_(1.0)) > 1.0

@@ -1,0 +1,361 @@
+"""The engine between steps: parameters taken in, a pending step brought in, state shown, saved and loaded, the end."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+
+from ..comm.exchange import close_all
+from ..comm.groups import Group
+from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, ZeroOptError
+from ..layout import mask_of
+from ..reduction.consumed_grad import ConsumedGrad
+from ..sharding.gather import spread
+from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, tensors_of
+from ..state.guard import marks
+from ..state.state_dict import StateDict, pack_groups
+from ..state.visible_state import Owner
+from ..system.streams import wait_done
+from .config import Config
+from .contents import adopt_errors, loaded_contents, template_of
+from .dtensors.mesh_params import MeshParams, admit
+from .loading import Loaded, fitted_shards
+from .offload_state import Parked
+from .parts import build_parts
+from .planning import Planner
+from .process_groups import OwnGroups
+
+_log = logging.getLogger("zero_opt")
+# The background thread has so long to end what it has begun; else its memory stays where it is.
+_IDLE_S = 1.0
+
+
+class SteppedTogether(torch.optim.Optimizer, Joinable):
+    """What users see as the optimizer."""
+
+
+class BetweenSteps:
+    """What :class:`ShardedEngine` does besides stepping; see :class:`Engine`.
+
+    Attributes:
+        parts: what it drives. count: where training is.
+        skips: steps that were not taken because of non-finite gradients.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: OwnGroups,
+        describe: Callable[[int], str],
+        user: SteppedTogether,
+        parked: Parked,
+        owner: Owner,
+        unscale: Callable[[Tensor], bool],
+    ) -> None:
+        """Connect everything, without any parameters yet. Collective.
+
+        Args:
+            describe: names a parameter, given its global index.
+            user: the optimizer. owner: what has its param groups and state: the same, or a view of it.
+            parked: the state that is away from its device.
+            unscale: multiplies the reduced gradients for GradScaler; see :meth:`ShardedEngine.unscale`.
+        """
+        self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
+        self.skips = 0
+        self._loaded = self._closed = False
+        self._behind = False  # ranks may not have all of each other's updates
+        self._finalizer = weakref.finalize(user, groups.close)
+        self._finalizer.atexit = False
+        parts = build_parts(config, groups, owner, describe, unscale)
+        self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
+        self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
+        self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
+
+    @property
+    def group(self) -> Group:
+        """See :class:`Engine`."""
+        return self._groups.control
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return self.agreement.together(call)
+
+    # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
+
+    def attach(self, user: torch.optim.Optimizer) -> None:
+        """See :class:`Engine`; it cannot be copied."""
+
+    def attribute(self, name: str) -> Any:
+        """See :class:`Engine`."""
+        kind = type(self._user).__name__
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self._user)
+
+    def require_copyable(self) -> None:
+        """See :class:`Engine`."""
+        raise ConfigTypeError(
+            "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its state "
+            "is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every "
+            "rank"
+        )
+
+    def set_state(self, state: dict[str, Any]) -> None:  # noqa: ARG002  (of the protocol)
+        """See :class:`Engine`."""
+        raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _follow_moved(self) -> None:
+        """Follow parameters whose data the user has re-pointed."""
+        moved = self.partition.refresh()
+        if moved:
+            self.placement.repoint(moved)
+            self.gather.forget()
+
+    def _adopt_edits(self) -> ZeroOptError | None:
+        """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
+        try:
+            self._planner.planned.require()
+            self.parts.shown.adopt(self.parts.params)
+        except ZeroOptError as error:
+            return error
+        return None
+
+    def add_groups(self) -> None:
+        """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective."""
+        self._planner.add_groups()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """See :class:`Engine`."""
+        user, config = self._user, self._config
+        known = len(user.param_groups)
+        try:
+            with self.agreement.together("add_param_group()"):
+                self._planner.planned.require()
+                self._parked.require_here()
+                with adopt_errors():
+                    taken = normalized_group(group, known)
+                    self._admit(tensors_of([taken]))
+                    torch.optim.Optimizer.add_param_group(user, taken)
+                    template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
+                config.check_params(user.param_groups, self._describe)
+            self.add_groups()
+        except BaseException:
+            del user.param_groups[known:]
+            raise
+
+    def _admit(self, params: Sequence[Tensor]) -> None:
+        """Raise UnsupportedParam or ParamsUnsharded for a parameter that this engine cannot take."""
+        admit(None, params, self._config)
+
+    def require_replaceable(self) -> None:
+        """Raise ParamsReplaced if the user has replaced parameters, and it is too late to plan the new ones."""
+        planned = self._planner.planned
+        reduced = any(isinstance(param.grad, ConsumedGrad) for param in planned)
+        planned.require_replaceable(begun=reduced or self._loaded or self.count.step + self.skips > 0)
+
+    def make_way(self, examine: Callable[[], MeshParams | None]) -> MeshParams | None:
+        """Close this engine for one over parameters that the user has replaced the planned ones with. Collective.
+
+        Args:
+            examine: checks the new parameters; returns what there is to say of their meshes if they are DTensors.
+
+        Returns:
+            What ``examine`` returns.
+
+        Raises:
+            ParamsReplaced: on every rank, if it is too late, or one rank has the planned parameters still.
+            RankMismatch: on every rank, if they are DTensors on some.
+        """
+        with self.agreement.together():
+            self.require_replaceable()
+            mesh = examine()
+        with self.agreement.together():
+            self._planner.planned.require_replaced()
+        self.agreement.on_contents([("parameters are DTensors", mesh is not None)])
+        self.close()
+        return mesh
+
+    # -- a pending step -----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """See :class:`Engine`."""
+        self.placement.require_own()
+        self.gather.flush()
+        if self._config.offload is not None:
+            self._finish_pending()
+        if self.gather.failed():
+            self.agreement.raise_first_error(self._guard.lacking(), "flush()")
+
+    def _finish_pending(self) -> None:
+        """Bring a pending step into the parameters of all ranks. Collective."""
+        conflict: ZeroOptError | None = None
+        begun = False
+        try:
+            with self.agreement.together("flush()"):
+                self._follow_moved()
+                conflict = self.placement.conflict()
+                begun = self.placement.pending
+                self._behind |= begun
+                with self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
+                    list(self.placement.land())
+        except Exception as error:
+            self._behind = True
+            if begun and not isinstance(error, PeerLost):
+                self._guard.take_back()
+            raise
+        if self.agreement.any(self._behind):
+            spread(self.partition.buckets, self._groups.control)
+            self._behind = False
+            self.gather.made_up_for()
+            self._guard.commit(self.count.step)
+            self.parts.shown.landed()
+            self._show_state()
+        self.agreement.raise_first_error(conflict)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _show_state(self) -> None:
+        """Let the user's ``state`` show this rank's live state under the user's parameters."""
+        self.parts.shown.show(self.parts.params)
+
+    def _settle(self, call: str) -> None:
+        """Let state be what it is after the last step and the user's edits, on every rank. Collective."""
+        self.flush()
+        self.agreement.raise_first_error(self._guard.lacking() or self._adopt_edits(), call)
+
+    def consolidate(self, to: int) -> None:
+        """See :class:`Engine`; a pending step is included."""
+        self._settle("consolidate_state_dict()")
+        self.parts.whole.consolidate(to)
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """See :class:`Engine`; a pending step is included."""
+        self._settle("sharded_state_dict()")
+        return self.parts.whole.rows()
+
+    def state_dict(self) -> StateDict:
+        """See :class:`Engine`.
+
+        What other ranks have replaced or dropped in their ``state`` is in it from their next step or consolidation on.
+        """
+        return {"state": self._full_state(), "param_groups": pack_groups(self._user.param_groups)}
+
+    def _full_state(self) -> dict[int, dict[str, Any]]:
+        """What :meth:`consolidate` brought here, if still current, else pulled from the other ranks."""
+        whole = self.parts.whole
+        whole.require_landed()
+        if not self._closed:
+            self.gather.flush()  # where state was replaced, masters may be taken from parameters
+        conflict = None if self._closed else self._adopt_edits()
+        if isinstance(conflict, ParamsReplaced):
+            self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
+        elif conflict is not None:
+            raise conflict
+        return whole.here(self._groups.service)
+
+    def load(self, state_dict: StateDict, *, strict: bool) -> None:
+        """See :class:`Engine`."""
+        config, groups = self._config, self._user.param_groups
+        with self.agreement.together("load_state_dict()"):
+            self._planner.planned.require()
+            self._parked.require_here()
+            loaded = fitted_shards(state_dict, groups, config, strict=strict)
+            self.placement.wait()
+            self.placement.require_writable()
+        self._write(loaded)
+        if self._groups.control.rank == 0:
+            loaded.say(config, self.parts.params, self._describe)
+
+    def _write(self, loaded: Loaded) -> None:
+        """Take this rank's slices out of state that has its full shape here, or over all ranks. Collective."""
+        parts, states = self.parts, loaded.states
+        self.agreement.on_contents(loaded_contents(states, loaded.groups, self._describe))
+        self.gather.flush()
+        self._planner.plan(mask_of(states))
+        mine = parts.whole.own_part(states)
+        self._guard.begin(parts.patience_s)
+        with self._guard.whole(), self.agreement.together():  # a disk may have failed since that was checked
+            self.placement.load(mine, loaded.groups)
+        for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
+            group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
+        parts.shown.load(states)
+        self._show_state()
+        self._loaded = self._loaded or bool(states)
+        self._guard.failed(None)
+        self.gather.made_up_for()
+        self._guard.commit(self.count.step)
+
+    # -- memory, and the end ------------------------------------------------------------------------------------------
+
+    def leave_device(self) -> None:
+        """See :class:`Engine`; lets go of staging too."""
+        self.gather.flush()
+        # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
+        leaves = not self.reduction.shards_count and self.parts.thread.idle_within(_IDLE_S)
+        for bucket in self.partition.buckets:
+            if leaves:
+                bucket.leave()
+            bucket.forget_staging()
+        self.gather.forget()
+        self.parts.pool.release()
+        self._parked.leave(self.placement.resident())
+
+    def come_back(self) -> None:
+        """See :class:`Engine`."""
+        for bucket in self.partition.buckets:
+            bucket.come_back()
+
+    def memory_report(self) -> dict[str, int]:
+        """See :class:`Engine`."""
+        staging = self.parts.pool.nbytes + sum(exchange.nbytes for exchange in self.parts.exchanges.values())
+        staging += self.placement.staging_nbytes
+        shards = sum(bucket.shard_nbytes for bucket in self.partition.buckets)
+        return {"grad_shards": shards, "staging": staging, "state": self.placement.spare_nbytes}
+
+    def close(self) -> None:
+        """See :class:`Engine`; does all of it, whatever fails meanwhile."""
+        self._finalizer.detach()
+        self.parts.whole.close()
+        self._closed = True
+        with ExitStack() as last_first:
+            last_first.callback(self._groups.close)
+            last_first.callback(close_all, self.parts.exchanges)
+            last_first.callback(self._end_collectives)
+            last_first.callback(self.placement.close)
+            last_first.callback(self.parts.thread.close)
+            last_first.callback(self.reduction.close)
+            last_first.callback(self.gather.close)
+            if self._groups.service is not None:
+                last_first.callback(self._groups.service.close)
+            last_first.callback(self._end_pending)
+
+    def _end_collectives(self) -> None:
+        """Wait, for seconds at most, for what this rank has enqueued: its communicators are aborted next."""
+        if not all(exchange.blocks for exchange in self.parts.exchanges.values()):
+            self.partition.join()
+            wait_done([event for _, _, event in marks(self.partition.streams)])
+
+    def _end_pending(self) -> None:
+        """Bring a pending step in, or say that it is lost.
+
+        Over several ranks it is lost: who closes may be the only one that does, and must not wait for the others.
+        """
+        if not self.placement.pending:
+            return
+        reason = "the other ranks need not be there"
+        if self.partition.world_size == 1:
+            try:
+                with torch.no_grad():
+                    self.flush()
+                return
+            except Exception as error:  # whatever it is, the rest is to be closed
+                reason = str(error)
+        _log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)

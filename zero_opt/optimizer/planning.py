@@ -1,0 +1,119 @@
+"""How parameters get into the engine: param groups compared between ranks, buckets planned, memory taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..comm.backend_exchanges import build_exchange
+from ..layout import mask_of
+from ..policies import AlreadyReduced
+from ..sharding.buckets import GradBucket
+from ..sharding.param_groups import PlannedGroups
+from ..state.stand_ins import kinds_of
+from .contents import contents, value_contents
+from .parts import EngineParts
+
+
+class Planner:
+    """Takes param groups in, and plans those of their parameters that are trainable or have a gradient.
+
+    A parameter that is planned does not move. Methods are collective.
+
+    Attributes:
+        planned: the parameters of every group that was taken in.
+    """
+
+    def __init__(self, parts: EngineParts, planned: PlannedGroups) -> None:
+        self._parts, self.planned = parts, planned
+        self._group_of: list[int] = []
+        self._known_groups = 0
+        # Whether ranks must have equal values when they plan parameters. Under DDP they need not: it may come later.
+        already_reduced = isinstance(parts.config.reduction, AlreadyReduced)
+        self._values_count = parts.groups.control.world_size > 1 and not already_reduced
+
+    def add_groups(self) -> None:
+        """Take in the owner's param groups that are new, after comparing them with the other ranks'.
+
+        Raises:
+            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
+        """
+        parts, params = self._parts, self._parts.params
+        groups = parts.param_groups
+        parts.gather.flush()
+        listed = contents(groups, self._known_groups, parts.describe, values=self._values_count)
+        parts.agreement.on_contents(listed)
+        parts.agreement.reserve(sum(len(group["params"]) for group in groups))
+        before = len(params)
+        try:
+            for number in range(self._known_groups, len(groups)):
+                parts.placement.add_group(groups[number])
+                params.extend(groups[number]["params"])
+                self._group_of.extend([number] * len(groups[number]["params"]))
+            self._plan_missing(mask_of(i for i, param in enumerate(params) if param.requires_grad))
+        except BaseException:
+            del params[before:], self._group_of[before:]
+            parts.placement.drop_groups(self._known_groups)
+            raise
+        self.planned.add()
+        self._known_groups = len(groups)
+        parts.guard.commit(parts.count.step)
+        parts.groups.serve(parts.guard, parts.placement, parts.partition)
+
+    def plan(self, mask: int) -> None:
+        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
+
+        Raises:
+            RankMismatch: values differ between ranks, as those of frozen parameters may.
+        """
+        missing = self._missing(mask)
+        if missing and self._values_count:
+            labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
+            self._parts.agreement.on_contents(value_contents(labeled))
+        self._plan_missing(mask)
+
+    def _missing(self, mask: int) -> list[int]:
+        planned = self._parts.partition.flats
+        return [i for i in range(len(self._parts.params)) if mask >> i & 1 and i not in planned]
+
+    def _plan_missing(self, mask: int) -> None:
+        missing = self._missing(mask)
+        if missing:
+            with self._parts.guard.changing(self._parts.patience_s, self._parts.count.step):
+                self._plan(missing)
+
+    def _plan(self, missing: Sequence[int]) -> None:
+        parts, config = self._parts, self._parts.config
+        of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
+        added = parts.partition.add(of_group)
+        try:
+            self._connect()
+            with parts.agreement.together():
+                parts.placement.add(added)
+        except BaseException:
+            parts.partition.drop(added)
+            raise
+        self._reserve_staging(added)
+        parts.reduction.watch(added)
+        parts.gather.watch()
+        parts.shown.add(kinds_of(config.offload, config.precision, of_group))
+        parts.shown.show(parts.params)
+
+    def _connect(self) -> None:
+        """Make the exchanges for device types that have none yet."""
+        parts, groups = self._parts, self._parts.groups
+        by_type = {bucket.device.type: bucket.device for bucket in parts.partition.buckets}
+        for device_type in sorted(by_type):
+            if device_type not in parts.exchanges:
+                sizes = (b.staging_nbytes for b in parts.partition.buckets if b.device.type == device_type)
+                host_bytes = max(sizes) if parts.config.reduction.exchange == "auto" else 0
+                used = (groups.control, groups.reduce, groups.gather)
+                made = build_exchange(by_type[device_type], used, parts.pool, host_bytes=host_bytes)
+                parts.exchanges[device_type] = made
+
+    def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
+        """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
+        for bucket in added:
+            bucket.reserve_staging(self._parts.pool)
+        for bucket in self._parts.partition.buckets:
+            bucket.forget_staging()
+        self._parts.gather.forget()
