@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -30,10 +29,9 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
+from ..system.log import log
 from .departures import Departure, Departures, How
 from .shared_memory_exchange import host_if_known
-
-_log = logging.getLogger("zero_opt")
 
 # Python sees Ctrl-C this often.
 SLICE_S = 0.05
@@ -342,7 +340,7 @@ class _Patience:
             missing = watch.missing()
             who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}" if missing else ""
-            _log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
+            log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
         self._stops.look()
 
 

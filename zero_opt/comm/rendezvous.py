@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import time
 import uuid
@@ -37,9 +36,8 @@ from ..errors import (
     name_and_text,
 )
 from ..system.background_thread import SerialThread
+from ..system.log import log
 from .peer_watch import SLICE_S, WARN_AFTER_S, first_line
-
-_log = logging.getLogger("zero_opt")
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -332,7 +330,7 @@ class _Wait:
     def _warn(self, waited: float) -> None:
         """Say once whom this rank waits for."""
         self._warned = True
-        _log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._absent(), _CONSTRUCT)
+        log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._absent(), _CONSTRUCT)
 
     def lost(self, error: PeerLost, waited: float) -> PeerLost:
         """Return what the backend's error means."""

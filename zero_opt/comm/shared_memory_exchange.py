@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import os
 import platform
 import secrets
@@ -28,6 +27,7 @@ from torch import Tensor
 from ..errors import OptimizerClosed, PeerLost, PeerSilent, StepDesync
 from ..kernels.checks import GRAD_DTYPES
 from ..system.extension import native, native_available
+from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
 from .exchange import (
     NATIVE_DTYPES,
@@ -45,7 +45,6 @@ from .exchange import (
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
 _NONCE_BYTES = 16
 
-_log = logging.getLogger("zero_opt")
 # Differs between hosts, and between two starts of one.
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PASSED, _NOT_YET = 2, 3
@@ -326,4 +325,4 @@ def _why(error: Exception) -> str:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _log.warning("exchanging gradients through torch.distributed, not shared memory (%s)", reason)
+    log.warning("exchanging gradients through torch.distributed, not shared memory (%s)", reason)

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Iterator
 
 import torch
 
 from ..system.extension import native, native_available
+from ..system.log import log
 
-_log = logging.getLogger("zero_opt")
 _MOST_THREADS = 1 << 20
 # The most ranks that have ever told each other that they share the cores of this process, this one included.
 _met = 1
@@ -105,4 +104,4 @@ def torch_threads(count: int) -> Iterator[None]:
 @functools.cache
 def say_threads(who: str, count: int) -> None:
     """Log, once, how many threads step."""
-    _log.info("%s steps with %d threads", who, count)
+    log.info("%s steps with %d threads", who, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +22,7 @@ from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, 
 from ..state.guard import marks
 from ..state.state_dict import StateDict, pack_groups
 from ..state.visible_state import Owner
+from ..system.log import log
 from ..system.streams import wait_done
 from .config import Config
 from .contents import adopt_errors, loaded_contents, template_of
@@ -33,7 +33,6 @@ from .parts import build_parts
 from .planning import Planner
 from .process_groups import OwnGroups
 
-_log = logging.getLogger("zero_opt")
 # The background thread has so long to end what it has begun; else its memory stays where it is.
 _IDLE_S = 1.0
 
@@ -72,12 +71,12 @@ class BetweenSteps:
         self.skips = 0
         self._loaded = self._closed = False
         self._behind = False  # ranks may not have all of each other's updates
-        self._finalizer = weakref.finalize(user, groups.close)
-        self._finalizer.atexit = False
         parts = build_parts(config, groups, owner, describe, unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
+        self._finalizer = weakref.finalize(user, groups.close)
+        self._finalizer.atexit = False
 
     @property
     def group(self) -> Group:
@@ -358,4 +357,4 @@ class BetweenSteps:
                 return
             except Exception as error:  # whatever it is, the rest is to be closed
                 reason = str(error)
-        _log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)
+        log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)

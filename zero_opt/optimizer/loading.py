@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,13 +18,13 @@ from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
+from ..system.log import log
 from .config import Config
 from .contents import check_options
 from .dtensors.mesh_params import state_like
 
 States = dict[int, Mapping[str, Any]]
 
-_log = logging.getLogger("zero_opt")
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
@@ -117,7 +116,7 @@ class Loaded(NamedTuple):
             return
         rounded = [index for index, state in self.states.items() if "master" in state and params[index].dtype in HALVES]
         if rounded:
-            _log.warning(
+            log.warning(
                 "masters were saved for %d parameters, the first of them %s, and this optimizer keeps none: it goes on "
                 "from the rounded parameters, with state cast to their dtype. "
                 "precision=MixedPrecision(master_dtype=torch.float32) goes on from the masters",

@@ -12,7 +12,6 @@ Each of these is collective, in this order, on the user's thread.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -31,6 +30,7 @@ from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_fac
 from ..reduction.nonfinite import build_nonfinite
 from ..sharding.buckets import GradBucket
 from ..state.visible_state import Owner
+from ..system.log import log
 from .between_steps import BetweenSteps, SteppedTogether
 from .config import Config
 from .contents import EditDigest, edit_contents
@@ -38,8 +38,6 @@ from .join import follow_hypers, join_notice
 from .loss_scale import overflowed, unscaling
 from .offload_state import Parked
 from .process_groups import OwnGroups
-
-_log = logging.getLogger("zero_opt")
 
 
 class ShardedEngine(BetweenSteps):
@@ -221,7 +219,7 @@ class ShardedEngine(BetweenSteps):
         """
         failure, count = self._guard.failure, self.count
         if count.step == 0 and not agreed.used:
-            _log.warning(
+            log.warning(
                 "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another "
                 "wrapper has replaced the model's parameters, construct the optimizer after it"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES, MOMENTS
 from ..system.extension import require_native
+from ..system.log import log
 
 NATIVE_CLASSES = (CPUAdam, CPUAdamW)
 ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
@@ -21,7 +21,6 @@ MAXIMUM = "max_exp_avg_sq"
 # What a state may hold besides: of masters, and of parameters that are stepped by columns.
 _MORE_KEYS = ("master", "column_steps", "column_selected", "waiting", "window")
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
-_log = logging.getLogger("zero_opt")
 
 
 def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
@@ -51,7 +50,7 @@ def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _say_fused(policy: str, name: str) -> None:
-    _log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's", policy, name)
+    log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's", policy, name)
 
 
 def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
@@ -74,7 +73,7 @@ def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
 def say_without_masters(count: int) -> None:
     """So many loaded parameters in bf16 or fp16 came without a master."""
     if count:
-        _log.warning("no master was saved for %d parameters: their own values are taken", count)
+        log.warning("no master was saved for %d parameters: their own values are taken", count)
 
 
 def require_known(label: str, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 import time
 import weakref
@@ -16,9 +15,9 @@ import torch
 from ..comm.peer_watch import WARN_AFTER_S
 from ..errors import PeerLost, StepDesync, StepFailed
 from ..system.devices import build_streams, is_host
+from ..system.log import log
 from ..system.streams import Streams
 
-_log = logging.getLogger("zero_opt")
 # A device, one of its streams, and an event on that stream.
 Mark = tuple[torch.device, Any, Any]
 
@@ -95,7 +94,7 @@ class StateGuard:
                     )
                 if waited > WARN_AFTER_S and not warned:
                     warned = True
-                    _log.warning("step %d waits for a state_dict() of the state before it", self.step)
+                    log.warning("step %d waits for a state_dict() of the state before it", self.step)
                 self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
             self._changing, self._broken = True, None
 

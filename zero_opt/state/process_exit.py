@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -18,9 +17,8 @@ from typing import Protocol
 
 from ..comm.departures import How
 from ..comm.peer_watch import WARN_AFTER_S
+from ..system.log import log
 from ..system.threads import BackgroundThreads
-
-_log = logging.getLogger("zero_opt")
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
@@ -129,13 +127,13 @@ class Serving:
                 self._condition.wait(min(left, max(0.01, warn_at - time.monotonic())))
                 if time.monotonic() > warn_at:
                     warn_at += _EXIT_S
-                    _log.warning(
+                    log.warning(
                         "this process has ended, and waits for ranks %s, which may still ask for its part of the "
                         "optimizer's state; they should close() it, or end",
                         waits_for(),
                     )
             if not self._over:
-                _log.warning(
+                log.warning(
                     "this process ends while ranks %s may still ask for its part of the optimizer's state; call "
                     "close() on every rank, whose exit waits as long as the group's timeout then, or end later",
                     waits_for(),

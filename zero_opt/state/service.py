@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import queue
 import sys
 import threading
@@ -52,6 +51,7 @@ from ..errors import (
 )
 from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
+from ..system.log import log
 from . import process_exit
 from .consolidate import FrozenState, FullState, LocalState, chunks_to_send, listed, listing, spans
 from .guard import StateGuard, Verdict, step_failed
@@ -70,8 +70,6 @@ from .messages import (
     answer_tag,
     words_of,
 )
-
-_log = logging.getLogger("zero_opt")
 
 # Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
 _FOR_EVER_S = 100 * 365 * 86400.0
@@ -272,7 +270,7 @@ class StateService:
             with torch.no_grad(), self._serving.one():
                 yield
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
-            _log.debug("rank %d does not get the state it asked for: %s", dst, error)
+            log.debug("rank %d does not get the state it asked for: %s", dst, error)
             self._side.interrupt()
         finally:
             self._answering.discard(threading.current_thread())
@@ -400,7 +398,7 @@ class StateService:
         ranks = ", ".join(
             f"rank {rank}" + ("" if step is None else f" (in step {step})") for rank, step in sorted(heard.items())
         )
-        _log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
+        log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
 
     def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
         """A rank's listing. ``heard`` has the step of each that has not given its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,10 @@ from ..placement.selective.column_state import COLUMN_STEPS, PER_COLUMN_KEYS, WI
 from ..sharding.flat_param import FlatParam
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
+from ..system.log import log
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
-
-_log = logging.getLogger("zero_opt")
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -94,10 +92,10 @@ class Refused:
     def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log what starts afresh, though other state was loaded."""
         if self.left_out:
-            _log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
+            log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
         fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
         if states and fresh:
-            _log.warning(
+            log.warning(
                 "load_state_dict() was given no state for %d of %d parameters, the first of them %s; they start afresh",
                 len(fresh),
                 len(params),

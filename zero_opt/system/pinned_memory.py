@@ -7,7 +7,6 @@ memory is registered with the device's runtime; torch's allocator serves devices
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import weakref
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .devices import HOST, pins, runtime_of
+from .log import log
 from .shared_memory import memory_errors, page_aligned, require_memory
 
-_log = logging.getLogger("zero_opt")
 # The driver locks pages one call at a time, and nothing else of the process's memory changes meanwhile.
 _PIECE_BYTES = 256 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device
@@ -69,7 +68,7 @@ def pinned_memory(nbytes: int, device: torch.device) -> HostMemory:
         try:
             return HostMemory(torch.zeros(whole, dtype=torch.uint8, device=HOST, pin_memory=True), HOST)
         except RuntimeError as error:
-            _log.warning("torch does not lock %d bytes of host memory for %s: %s", nbytes, device, error)
+            log.warning("torch does not lock %d bytes of host memory for %s: %s", nbytes, device, error)
     return HostMemory(_whole_pages(nbytes), device)
 
 
@@ -94,7 +93,7 @@ def _lock(memory: Tensor, device: torch.device) -> list[int]:
             error = int(runtime.cudaHostRegister(start, length, _PORTABLE))
             if error:
                 _clear_error(device)
-                _log.warning("%s does not lock %d bytes of host memory (error %d): copies wait", device, length, error)
+                log.warning("%s does not lock %d bytes of host memory (error %d): copies wait", device, length, error)
                 break
             pieces.append(start)
     return pieces

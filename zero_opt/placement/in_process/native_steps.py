@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -16,10 +15,9 @@ from ...kernels.functions import adam_hypers
 from ...kernels.slots import Slot, step_slots
 from ...kernels.threads import checked_threads
 from ...system.extension import native_available
+from ...system.log import log
 from ..adam_rules import ADAM_CLASSES, require_complete
 from .units import PLAIN, Unit
-
-_log = logging.getLogger("zero_opt")
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
 Rule = Callable[[Mapping[str, Any]], bool]
@@ -41,7 +39,7 @@ def may_be_fused(group: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _say_fused() -> None:
-    _log.warning(
+    log.warning(
         "CPUOffload steps Adam and AdamW as with fused=True, whose bits differ a little from the default's; "
         "fused=False keeps those"
     )

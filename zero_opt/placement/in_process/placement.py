@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,11 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
+from ...system.log import log
 from ..interface import AtOnce, ParamState, Stretch, load_mirrors
 from ..masters import MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, Found, Unit, UnitMaker, load_split
-
-_log = logging.getLogger("zero_opt")
 
 
 class Work(NamedTuple):
@@ -241,7 +239,7 @@ class DevicePlacement(AtOnce):
         inner.load_state_dict({"state": local, "param_groups": packed})
         without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
         if without:
-            _log.warning("no master was saved for %d parameters: their own values are taken", without)
+            log.warning("no master was saved for %d parameters: their own values are taken", without)
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""

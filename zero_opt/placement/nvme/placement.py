@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -16,14 +15,13 @@ from ...policies import NVMeOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.interrupts import uninterrupted
+from ...system.log import log
 from ...system.shared_memory import require_memory
 from ..adam_placement import NativePlacement
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
 from .step import FileStep, Hypers
 from .window_pass import BUFFERS, Buffer, Disk, Window
-
-_log = logging.getLogger("zero_opt")
 
 
 class NVMePlacement(NativePlacement[FileShard, FileStep]):
@@ -116,7 +114,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             self._drop_pending()
             self._disk.file.close()
         except ZeroOptError as error:  # the file is closed once the transfer lets go of it
-            _log.warning("%s", error)
+            log.warning("%s", error)
         finally:
             self._disk.close()
             self._windows, self._buffers = [], []

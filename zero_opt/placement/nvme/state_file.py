@@ -9,7 +9,6 @@ pages after a write. So views are live, what the user writes to them is followed
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import tempfile
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StorageFailed, StorageFull, mib
+from ...system.log import log
 from ...system.readable_pages import require_writable
 from ...system.shared_memory import above_stdio
 
@@ -28,7 +28,6 @@ from ...system.shared_memory import above_stdio
 BLOCK_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-_log = logging.getLogger("zero_opt")
 
 
 def _open(folder: str) -> int:
@@ -84,7 +83,7 @@ class StateFile:
         self.kind = filesystem_of(self._fd)
         self.in_memory = self.kind in _IN_MEMORY
         if self.in_memory:
-            _log.warning("%s is on %s, which is memory: NVMeOffload saves none there", self.folder, self.kind)
+            log.warning("%s is on %s, which is memory: NVMeOffload saves none there", self.folder, self.kind)
 
     def _set_direct(self, direct: bool) -> None:
         import fcntl  # not on every system that can import the package

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -19,8 +18,8 @@ from ...errors import ConfigError
 from ...kernels.threads import allowed_threads, checked_threads, fair_threads, meet_sharers
 from ...policies import CPUOffload, NVMeOffload, WorkerOffload
 from ...system.devices import in_use
+from ...system.log import log
 
-_log = logging.getLogger("zero_opt")
 _TASKS = Path("/proc/self/task")
 
 
@@ -76,7 +75,7 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
     split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
     if in_use():
         split = split._replace(trainer=())
-    _log.info(
+    log.info(
         "rank %d: worker with %d threads on cores %s, trainer on %s%s",
         group.rank,
         split.threads,
@@ -96,7 +95,7 @@ def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, grou
     usable = os.sched_getaffinity(0)
     sharers = _agreed_sharers(group, sorted(usable))
     count, name = checked_threads(threads), type(policy).__name__
-    _log.info(
+    log.info(
         "rank %d: %s steps with %d threads on %d cores%s", group.rank, name, count, len(usable), _shared_by(sharers)
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
+from ...system.log import log
 from ...system.pinned_memory import HostMemory
 from ..adam_placement import NativePlacement
 from .arena_shard import ArenaShard
@@ -26,8 +26,6 @@ from .cores import Confined, agreed_split
 from .pace import Pace
 from .process import Batches, WorkerProcess
 from .results import ParamWriter, Results, Used
-
-_log = logging.getLogger("zero_opt")
 
 
 class Pending(NamedTuple):
@@ -145,7 +143,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         try:
             self.wait()
         except ZeroOptError as error:
-            _log.warning("the last step is lost: %s", error)
+            log.warning("the last step is lost: %s", error)
         finally:
             if self._mapped is not None:
                 self._mapped.release()

@@ -8,7 +8,6 @@ That is also how one is ended here, and how it is replaced when it does not get 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import subprocess
@@ -24,6 +23,7 @@ from ...kernels.checks import DTYPE_NAMES
 from ...policies import WorkerOffload
 from ...system.background_thread import SerialThread
 from ...system.extension import native
+from ...system.log import log
 from ...system.shared_memory import GrowingArena, above_stdio, memory_errors, require_memory
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Batches = Sequence[tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]]
 
-_log = logging.getLogger("zero_opt")
 _MAIN = Path(__file__).with_name("worker_main.py")
 # Of one step: far more than there are parameters in a rank's shard. Entries that are not used take no memory.
 _MAX_RUNS = 1 << 16
@@ -183,7 +182,7 @@ class _Held:
         try:
             self._end()
         except WorkerFailed as error:
-            _log.warning("%s", error)
+            log.warning("%s", error)
         for fd in (self.wake, self.done, self.own_pidfd):
             os.close(fd)
 
@@ -277,7 +276,7 @@ class WorkerProcess:
             if not dead or not child.was_killed or killed >= self._policy.max_deaths:
                 raise (WorkerDied if child.was_killed and dead else WorkerFailed)(message)
             self.deaths += 1
-            _log.warning("%s; a successor is started (%d so far)", message, self.deaths)
+            log.warning("%s; a successor is started (%d so far)", message, self.deaths)
             child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
@@ -309,7 +308,7 @@ class WorkerProcess:
                 f"{message}; {deaths} in a row have not got on with step {step}. Parameters and "
                 "state are intact: opt.flush(), on every rank, tries again"
             )
-        _log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)
+        log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)
         self._spawn()
 
     # -- steps --------------------------------------------------------------------------------------------------------
