@@ -40,11 +40,9 @@ class ListExchange(_GroupExchange):
     _failed = -1  # the last step that failed on this rank
 
     def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
         self._failed = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`."""
         return partial(self._failures, step)
 
     def _failures(self, step: int) -> Sequence[int]:
@@ -62,7 +60,6 @@ class ListExchange(_GroupExchange):
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
         chunks = chunks_of(bucket, bounds)
         own = chunks[self._gather.rank].clone()
         return Gathering([Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own]))], chunks)

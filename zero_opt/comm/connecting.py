@@ -197,23 +197,18 @@ class _Addresses(_c10d.Store):  # type: ignore[misc]
         self._store, self._connecting = store, connecting
 
     def set(self, key: str, value: Any) -> None:
-        """See ``torch.distributed.Store``."""
         self._store.set(key, value)
 
     def get(self, key: str) -> Any:
-        """See ``torch.distributed.Store``."""
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """See ``torch.distributed.Store``."""
         return int(self._store.add(key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        """See ``torch.distributed.Store``."""
         return bool(self._store.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
-        """See ``torch.distributed.Store``."""
         wait_for(self._store, keys, self._connecting)
 
 

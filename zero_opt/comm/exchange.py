@@ -247,11 +247,9 @@ class PooledExchange:
         self._pool = pool
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """See :class:`Exchange`."""
         return self._pool.staging(turn, numel, dtype, device)
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        """See :class:`Exchange`."""
         return None
 
     def fail(self, step: int) -> None:

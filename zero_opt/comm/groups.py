@@ -141,7 +141,6 @@ class _NameExchange:
         self._work = start(ALL, group.allgather, [self._all], [mine])
 
     def done_within(self, seconds: float) -> bool:
-        """See :class:`Names`."""
         with peer_lost(ALL):
             if self._all[0].is_cpu:
                 return done_within(self._work, seconds)
@@ -152,7 +151,6 @@ class _NameExchange:
             return True
 
     def names(self) -> list[bytes]:
-        """See :class:`Names`."""
         return [tensor_bytes(name.cpu()) for name in self._all]
 
 
@@ -239,7 +237,6 @@ class Group:
             self._watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
-        """See :class:`transfers.MessageGroup`."""
         self._waits.run(call, self.lookout("this rank waits for its message"))
 
     @property
@@ -405,7 +402,6 @@ class SideGroup(Group):
     control: Group | None = None
 
     def lookout(self, waiting: str = "") -> Callable[[], None]:
-        """See :class:`Group`."""
         return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
@@ -443,12 +439,10 @@ class AloneGroup(Group):
         self._pid = os.getpid()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See :class:`Group`."""
         self._require_own()
         return [tensor.clone()]
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
-        """See :class:`Group`."""
         self._require_own()
         return [payload]
 

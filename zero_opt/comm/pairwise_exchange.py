@@ -175,7 +175,6 @@ class PairwiseExchange(PooledExchange):
         self._failed = -1  # the last step that failed on this rank
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        """See :class:`Exchange`."""
         return self
 
     def reduce_runs(
@@ -186,7 +185,6 @@ class PairwiseExchange(PooledExchange):
         out: Tensor,
         sums: Sequence[SliceSums] = (),  # noqa: ARG002
     ) -> bool:
-        """See :class:`DirectExchange`."""
         sends = self._send(ident, runs, bounds, out)
         matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}
         if not all(matches.values()):
@@ -240,7 +238,6 @@ class PairwiseExchange(PooledExchange):
         return works
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        """See :class:`DirectExchange`."""
         like = next(run.values for run in runs if run.values is not None)
         plans = [
             plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
@@ -272,7 +269,6 @@ class PairwiseExchange(PooledExchange):
         return finish
 
     def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
         self._failed = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
@@ -291,7 +287,6 @@ class PairwiseExchange(PooledExchange):
         return finish
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """See :class:`Exchange`."""
         return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:

@@ -23,7 +23,6 @@ class RelayExchange(PooledExchange):
         self._host = host
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """See :class:`Exchange`."""
         staged = self._host.staging(bucket.numel(), bucket.dtype, _CPU)
         staged.copy_(bucket)
         mean = self._pool.take(1, out.numel(), out.dtype, _CPU)
@@ -33,7 +32,6 @@ class RelayExchange(PooledExchange):
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`."""
         staged = self._host.staging(bucket.numel(), bucket.dtype, _CPU)
         staged.copy_(bucket)
         chunks = self._host.all_gather(ident, staged, bounds).wait()
@@ -43,17 +41,13 @@ class RelayExchange(PooledExchange):
         return Gathering((), arrived)
 
     def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
         self._host.fail(step)
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`."""
         return self._host.failures(step)
 
     def leave(self) -> None:
-        """See :class:`Exchange`."""
         self._host.leave()
 
     def close(self) -> None:
-        """See :class:`Exchange`."""
         self._host.close()

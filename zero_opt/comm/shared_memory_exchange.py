@@ -122,13 +122,11 @@ class HostExchange(PooledExchange):
         self._ranks = native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        """See :class:`Exchange`."""
         return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
 
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
-        """See :class:`DirectExchange`."""
         bucket = _bucket(runs, bounds, out.dtype, sums)
         return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
@@ -170,7 +168,6 @@ class HostExchange(PooledExchange):
                 )
 
     def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
         self._failed[self._rank].fill_(step + 1)
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
@@ -183,7 +180,6 @@ class HostExchange(PooledExchange):
         return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """See :class:`Exchange`."""
         if bucket.dtype not in NATIVE_DTYPES:
             return self._fallback.reduce_scatter(ident, bucket, bounds, out)
         return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)

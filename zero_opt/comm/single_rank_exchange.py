@@ -22,7 +22,6 @@ class AloneExchange(PooledExchange):
         self.blocks = blocks
 
     def direct(self, dtype: torch.dtype) -> DirectExchange:  # noqa: ARG002  (any)
-        """See :class:`Exchange`."""
         return self
 
     def reduce_runs(
@@ -33,7 +32,6 @@ class AloneExchange(PooledExchange):
         out: Tensor,
         sums: Sequence[SliceSums] = (),  # noqa: ARG002
     ) -> bool:
-        """See :class:`DirectExchange`."""
         targets, sources = [], []
         for run in runs:
             target = out[run.start : run.start + run.numel]
@@ -50,16 +48,13 @@ class AloneExchange(PooledExchange):
         return True
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
-        """See :class:`DirectExchange`."""
         return _nothing_left
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        """See :class:`Exchange`."""
         out.copy_(bucket)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
         return Gathering((), chunks_of(bucket, bounds))
 
 

@@ -64,7 +64,6 @@ class Gathered(Transfer):
     """A collective of tensors in host memory, whose wait is cut into slices, so that Ctrl-C gets through."""
 
     def wait(self, seconds: float | None = None) -> None:  # noqa: ARG002  (collectives have the group's timeout)
-        """See :class:`Transfer`."""
         with peer_lost(self._who):
             while not done_within(self._work, SLICE_S):
                 pass
@@ -80,7 +79,6 @@ class Message(Transfer):
         self._group = group
 
     def wait(self, seconds: float | None = None) -> None:
-        """See :class:`Transfer`."""
         if threading.current_thread() is threading.main_thread():
             self._group.aside(lambda: self.wait_here(seconds))
         else:

@@ -80,11 +80,9 @@ class BetweenSteps:
 
     @property
     def group(self) -> Group:
-        """See :class:`Engine`."""
         return self._groups.control
 
     def together(self, call: str) -> AbstractContextManager[None]:
-        """See :class:`Engine`."""
         return self.agreement.together(call)
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
@@ -93,12 +91,10 @@ class BetweenSteps:
         """See :class:`Engine`; it cannot be copied."""
 
     def attribute(self, name: str) -> Any:
-        """See :class:`Engine`."""
         kind = type(self._user).__name__
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self._user)
 
     def require_copyable(self) -> None:
-        """See :class:`Engine`."""
         raise ConfigTypeError(
             "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its state "
             "is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every "
@@ -106,7 +102,6 @@ class BetweenSteps:
         )
 
     def set_state(self, state: dict[str, Any]) -> None:  # noqa: ARG002  (of the protocol)
-        """See :class:`Engine`."""
         raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -132,7 +127,6 @@ class BetweenSteps:
         self._planner.add_groups()
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """See :class:`Engine`."""
         user, config = self._user, self._config
         known = len(user.param_groups)
         try:
@@ -185,7 +179,6 @@ class BetweenSteps:
     # -- a pending step -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """See :class:`Engine`."""
         self.placement.require_own()
         self.gather.flush()
         if self._config.offload is not None:
@@ -261,7 +254,6 @@ class BetweenSteps:
         return whole.here(self._groups.service)
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
-        """See :class:`Engine`."""
         config, groups = self._config, self._user.param_groups
         with self.agreement.together("load_state_dict()"):
             self._planner.planned.require()
@@ -308,12 +300,10 @@ class BetweenSteps:
         self._parked.leave(self.placement.resident())
 
     def come_back(self) -> None:
-        """See :class:`Engine`."""
         for bucket in self.partition.buckets:
             bucket.come_back()
 
     def memory_report(self) -> dict[str, int]:
-        """See :class:`Engine`."""
         staging = self.parts.pool.nbytes + sum(exchange.nbytes for exchange in self.parts.exchanges.values())
         staging += self.placement.staging_nbytes
         shards = sum(bucket.shard_nbytes for bucket in self.partition.buckets)

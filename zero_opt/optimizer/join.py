@@ -121,10 +121,8 @@ class UnevenInputs(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """See ``torch.distributed.algorithms.Joinable``."""
         return device_for(self._params()[0].device, self.join_process_group)
 
     @property
     def join_process_group(self) -> Any:
-        """See ``torch.distributed.algorithms.Joinable``."""
         return self._engine.group.parent or agreed_group(None)

@@ -66,7 +66,6 @@ class ShardedEngine(BetweenSteps):
 
     @_disable_dynamo  # what torch.compile cannot trace, it calls
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """See :class:`Engine`."""
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
         with torch.enable_grad():
@@ -238,7 +237,6 @@ class ShardedEngine(BetweenSteps):
             raise failure
 
     def clip(self, max_norm: object) -> Tensor:
-        """See :class:`Engine`."""
         limit, error = 0.0, None
         try:  # what one rank alone gets wrong, the others must hear of
             limit = check_max_norm(max_norm, "max_norm")
@@ -275,27 +273,22 @@ class ShardedEngine(BetweenSteps):
 
     @property
     def unscales(self) -> bool:
-        """See :class:`Engine`."""
         return any(param.dtype is torch.float16 for param in self.parts.params)
 
     def zero_grad(self) -> None:
-        """See :class:`Engine`."""
         self.reduction.reset()
         self.count.epoch += 1
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See :class:`Engine`."""
         return self.reduction.no_sync()
 
     def take_bucket(self, bucket: DDPBucket) -> None:
-        """See :class:`Engine`."""
         if not isinstance(self.reduction, DDPHookReduction):
             raise ConfigConflict("zero_opt.ddp_hook needs a ShardedOptimizer made with reduction=zero_opt.DDPHook()")
         first, last = bucket.index() == 0, bucket.is_last()
         self.reduction.take_bucket(bucket.parameters(), bucket.buffer(), first=first, last=last)
 
     def shadow_step(self) -> None:
-        """See :class:`Engine`."""
         for param in self.parts.params:
             param.grad = None
         self.zero_grad()
@@ -306,5 +299,4 @@ class ShardedEngine(BetweenSteps):
         self._update(agreed, shards, 1.0)
 
     def forget_epoch(self) -> None:
-        """See :class:`Engine`."""
         self.count.epoch = 0

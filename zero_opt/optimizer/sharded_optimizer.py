@@ -355,7 +355,6 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
     # -- for checkpoint.py, ddp_hook.py and torch ---------------------------------------------------------------------
 
     def _together(self, call: str) -> AbstractContextManager[None]:
-        """See :meth:`Engine.together`."""
         self._require_open()
         return self._engine.together(call)
 

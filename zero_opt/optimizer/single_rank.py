@@ -70,13 +70,11 @@ class SingleRank:
 
     @property
     def group(self) -> Group:
-        """See :class:`Engine`."""
         return AloneGroup()
 
     # -- the wrapped optimizer ----------------------------------------------------------------------------------------
 
     def attach(self, user: torch.optim.Optimizer) -> None:
-        """See :class:`Engine`."""
         self._user = weakref.ref(user)  # so that both are collected as soon as they are dropped
         user.param_groups, user.state, user.defaults = (
             self._wrapped.param_groups,
@@ -89,7 +87,6 @@ class SingleRank:
         return {**vars(self), "_user": _nobody}
 
     def attribute(self, name: str) -> Any:
-        """See :class:`Engine`."""
         return getattr(self._wrapped, name)
 
     def require_copyable(self) -> None:
@@ -107,7 +104,6 @@ class SingleRank:
         return [param for group in self._current().param_groups for param in group["params"]]
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """See :class:`Engine`."""
         self._parked.require_here()
         wrapped = self._current()
         with adopt_errors():
@@ -122,7 +118,6 @@ class SingleRank:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """See :class:`Engine`."""
         self._parked.require_here()
         wrapped = self._current()
         if not self._prepares:
@@ -149,7 +144,6 @@ class SingleRank:
             return losses[-1]
 
     def clip(self, max_norm: object) -> Tensor:
-        """See :class:`Engine`."""
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params
@@ -199,19 +193,15 @@ class SingleRank:
         check_rank(to, 1, "to")
 
     def rows(self) -> dict[int, dict[str, Any]]:
-        """See :class:`Engine`."""
         return copied(self._current().state_dict()["state"], torch.device("cpu"))
 
     def state_dict(self) -> StateDict:
-        """See :class:`Engine`."""
         return self._current().state_dict()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """See :class:`Engine`."""
         self._current().__setstate__(state)
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
-        """See :class:`Engine`."""
         self._parked.require_here()
         wrapped, user = self._current(), self._user()
         loaded = fitted_whole(state_dict, wrapped.param_groups, self._config, strict=strict)
@@ -235,7 +225,6 @@ class SingleRank:
         """See :class:`Engine`."""
 
     def memory_report(self) -> dict[str, int]:
-        """See :class:`Engine`."""
         return dict.fromkeys(("grad_shards", "staging", "state"), 0)
 
     def close(self) -> None:

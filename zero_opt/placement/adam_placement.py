@@ -64,27 +64,22 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
         self._amsgrad.append(bool(hypers["amsgrad"]))
 
     def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
         del self._amsgrad[kept:]
 
     def repoint(self, params: Sequence[int]) -> None:
-        """See :class:`Placement`."""
         for index in params:
             if index in self._places:
                 shard, position = self._places[index]
                 shard.repoint(position)
 
     def param_of(self, index: int) -> Tensor:
-        """See :class:`Placement`."""
         shard, position = self._places[index]
         return shard.flats[position].part(shard.pieces[position].in_param)
 
     def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        """See :class:`Home`."""
         shard, position = self._places[index]
         shard.stretches[position] = stretches
         shard.gradients[position] = gradients
@@ -147,11 +142,9 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
 
     @property
     def pending(self) -> bool:
-        """See :class:`Placement`."""
         return self._pending is not None
 
     def conflict(self) -> StepPending | None:
-        """See :class:`Placement`."""
         for flat in () if self._pending is None else self._pending.edited():
             return StepPending(
                 f"{flat.label} was changed while a step for it was pending{self._cause}; {self._remedy} before "

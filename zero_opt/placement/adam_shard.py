@@ -41,7 +41,6 @@ class StateShard(MasterShard):
         self._own: dict[int, ParamState] = {}
 
     def master(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self._slice("master", position)
 
     def _slice(self, role: str, position: int) -> Tensor:

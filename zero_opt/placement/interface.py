@@ -163,7 +163,6 @@ class AtOnce:
         """See :class:`Placement`."""
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """See :class:`Placement`."""
         return [shard.bucket for shard in grads if shard.used]
 
     def wait(self) -> None:
@@ -173,7 +172,6 @@ class AtOnce:
         """See :class:`Placement`; memory can be."""
 
     def land(self) -> Iterator[int]:
-        """See :class:`Placement`."""
         return iter(())
 
     def conflict(self) -> None:

@@ -95,7 +95,6 @@ class MasterShard(FollowedParams, ABC):
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def repoint(self, position: int) -> None:
-        """See :class:`FollowedParams`."""
         super().repoint(position)
         self._copies.pop(position, None)
 

@@ -150,7 +150,6 @@ class AlreadyReducedGrads:
         """See :class:`GradReduction`; nothing is kept between backward and step."""
 
     def stepped(self) -> None:
-        """See :class:`GradReduction`."""
         self._copies.clear()
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:

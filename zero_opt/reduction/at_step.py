@@ -80,7 +80,6 @@ class AtStepReduction:
         """Nothing has been sent."""
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        """See :class:`GradReduction`."""
         if agreed.rounds:
             if self._spent:
                 self._scaled, self._spent, self.grad_scale = False, False, 1.0
@@ -125,7 +124,6 @@ class AtStepReduction:
         self._signature = _Signature(params)
 
     def scale_in_step(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`."""
         self._scaled, self._spent = True, False
         self.grad_scale *= float(factor)
 
@@ -134,7 +132,6 @@ class AtStepReduction:
         return nullcontext()
 
     def reset(self) -> None:
-        """See :class:`GradReduction`."""
         self._signature, self._scaled, self._spent, self.grad_scale = None, False, False, 1.0
 
     def stepped(self) -> None:

@@ -50,7 +50,6 @@ class DDPHookReduction(OverlappedReduction):
         super()._listen(index, param)
 
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
-        """See :class:`OverlappedReduction`."""
         with self._lock:
             self._passes.begins()
 
@@ -106,7 +105,6 @@ class DDPHookReduction(OverlappedReduction):
         return self._parts.partition.flats[index].param.grad is None
 
     def lends(self, param: int, target: Tensor) -> bool:
-        """See :class:`GradOwner`."""
         if not self._called:
             return False
         if torch._C._current_graph_task_id() != -1:
@@ -139,7 +137,6 @@ class DDPHookReduction(OverlappedReduction):
         self._lent.clear()
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
-        """See :class:`GradReduction`."""
         self._put_back()
         flats = self._parts.partition.flats.values()
         if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
@@ -155,7 +152,6 @@ class DDPHookReduction(OverlappedReduction):
         return conflict
 
     def reset(self) -> None:
-        """See :class:`GradReduction`."""
         self._forget_handed()
         for index in self._moved:  # DDP's forward failed
             self._parts.partition.flats[index].param.grad = None

@@ -28,7 +28,6 @@ class Ignored:
     """``"ignore"``: whatever they are, they are stepped with."""
 
     def skips(self, measure: Callable[[], Measured]) -> bool:  # noqa: ARG002  (see NonFinite)
-        """See :class:`NonFinite`."""
         return False
 
 
@@ -39,7 +38,6 @@ class Raised:
         self._describe = describe
 
     def skips(self, measure: Callable[[], Measured]) -> bool:
-        """See :class:`NonFinite`."""
         found = measure().nonfinite
         if found is None:
             return False
@@ -57,7 +55,6 @@ class Skipped:
     """``"skip"``."""
 
     def skips(self, measure: Callable[[], Measured]) -> bool:
-        """See :class:`NonFinite`."""
         return measure().nonfinite is not None
 
 

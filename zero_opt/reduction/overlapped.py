@@ -81,7 +81,6 @@ class OverlappedReduction:
         self._futures: list[Future[bool]] = []
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`GradReduction`."""
         for bucket in buckets:
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
@@ -252,7 +251,6 @@ class OverlappedReduction:
     # -- at step() ----------------------------------------------------------------------------------------------------
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
-        """See :class:`GradReduction`."""
         if self._passes.broken():
             error = error or StepDesync(
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"
@@ -278,7 +276,6 @@ class OverlappedReduction:
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        """See :class:`GradReduction`."""
         self._launch_zeros(self._matching.missing(agreed, self._launched))
         self._futures += self._matching.settle()
         self._require_same_restarts(agreed)
@@ -415,7 +412,6 @@ class OverlappedReduction:
                     self._live.add(piece.param)
 
     def stepped(self) -> None:
-        """See :class:`GradReduction`."""
         self._delivered.clear()
         self._latest.clear()
         self._synced.clear()
@@ -439,17 +435,14 @@ class OverlappedReduction:
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
     def scale(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`."""
         for bucket in self._parts.partition.buckets:
             if bucket.shard_nbytes:
                 bucket.scale(factor)
 
     def scale_in_step(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`."""
         self.grad_scale *= float(factor)
 
     def zero_consumed(self, param: int) -> None:
-        """See :class:`GradOwner`."""
         bucket, position = self._parts.partition.places[param]
         fill = self._fills.get(bucket)
         if fill is not None and fill.state is BucketState.FILLING:
@@ -457,7 +450,6 @@ class OverlappedReduction:
         self._restart([param])
 
     def lends(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
-        """See :class:`GradOwner`."""
         return False
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
@@ -471,11 +463,9 @@ class OverlappedReduction:
 
     @property
     def shards_count(self) -> bool:
-        """See :class:`GradReduction`."""
         return bool(self._live) and not self._matching.holding
 
     def close(self) -> None:
-        """See :class:`GradReduction`."""
         self._hooks.close()
         for index, flat in self._parts.partition.flats.items():
             if index in self._consumed and flat.param.grad is self._consumed[index]:

@@ -31,7 +31,6 @@ class ShardSquares:
         self._takes = False
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
-        """See :class:`ShardReader`."""
         if not self._takes or native.flushes_denormals():
             return ()
         index = bucket.layout.index
@@ -44,22 +43,18 @@ class ShardSquares:
         return self._places[index]
 
     def reduced(self, bucket: GradBucket) -> None:
-        """See :class:`ShardReader`."""
         if bucket.layout.index in self._taken:
             self._known.add(bucket.layout.index)
 
     def rewrites(self, bucket: GradBucket) -> None:
-        """See :class:`ShardReader`."""
         self._taken.discard(bucket.layout.index)
         self._known.discard(bucket.layout.index)
 
     def scales(self, bucket: GradBucket, factor: float) -> None:  # noqa: ARG002  (see ShardReader)
-        """See :class:`ShardReader`."""
         self._scaled = True
         self.rewrites(bucket)
 
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        """See :class:`ShardReader`."""
         # Of gradients that are unscaled first no sums could be used.
         self._asked = self._asked or not self._scaled
         if bucket.layout.index not in self._known or native.flushes_denormals():

@@ -80,7 +80,6 @@ class BackgroundGather(ParamGather):
             _forget_compiled()
 
     def begin(self, step: int) -> None:
-        """See :class:`ParamGather`."""
         super().begin(step)
         self._plan_waits()
         self._arrived.clear()
@@ -109,7 +108,6 @@ class BackgroundGather(ParamGather):
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:
-        """See :class:`ParamGather`."""
         return () if self._failures is None else self._failures.result()
 
     def require_whole(self) -> None:
@@ -123,11 +121,9 @@ class BackgroundGather(ParamGather):
             )
 
     def made_up_for(self) -> None:
-        """See :class:`ParamGather`."""
         self._failures = None
 
     def watch(self) -> None:
-        """See :class:`ParamGather`."""
         self._plan_waits()
 
     def _plan_waits(self) -> None:
@@ -159,7 +155,6 @@ class BackgroundGather(ParamGather):
             self._arrive(index)
 
     def bring(self, params: Collection[torch.Tensor]) -> None:
-        """See :class:`BringsLate`."""
         held = {flat.param for flat in self._partition.flats.values()}
         if any(param in held for param in params):
             self.flush()
@@ -191,12 +186,10 @@ class BackgroundGather(ParamGather):
         self._results.bring_all()
 
     def forget(self) -> None:
-        """See :class:`ParamGather`."""
         self.flush()
         super().forget()
 
     def close(self) -> None:
-        """See :class:`ParamGather`."""
         for handle in self._handles:
             handle.remove()
         self.flush()

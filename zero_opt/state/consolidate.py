@@ -125,7 +125,6 @@ class FrozenState:
         self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
 
     def run(self, entry: Entry) -> Tensor:
-        """See :meth:`LocalState.run`."""
         return self._runs[entry.param, entry.key]
 
 

@@ -488,7 +488,6 @@ class StateService:
         self._flats = self._capture = None
 
     def join(self, failed: bool) -> None:
-        """See :class:`process_exit.Service`."""
         if not (failed or self._departures.given_up):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()

@@ -65,17 +65,14 @@ class NoStreams:
     """The streams of the CPU, of which there are none: work is done when the call returns."""
 
     def produced(self) -> tuple[Any, Any]:
-        """See :class:`Streams`."""
         return None, None
 
     @contextmanager
     def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
-        """See :class:`Streams`."""
         yield
 
     @contextmanager
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
-        """See :class:`Streams`."""
         del reads  # so that the caller alone decides when they are freed
         yield
 
@@ -117,7 +114,6 @@ class AcceleratorStreams:
 
     @contextmanager
     def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
-        """See :class:`Streams`."""
         with _own_object(events[-1][0]) as stream:
             for _, event in events[:-1]:
                 stream.wait_event(event)
@@ -128,7 +124,6 @@ class AcceleratorStreams:
 
     @contextmanager
     def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
-        """See :class:`Streams`."""
         if self._side is None:
             self._side = torch.Stream(self._device, priority=self._priority)
         with _own_object(self._side) as side:
@@ -143,11 +138,9 @@ class AcceleratorStreams:
             yield
 
     def wait(self, event: Any) -> None:
-        """See :class:`Streams`."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def join(self, reads: Sequence[Tensor]) -> None:
-        """See :class:`Streams`."""
         self._reader = reader = torch.accelerator.current_stream(self._device)
         if self._side is not None:
             reader.wait_stream(self._side)

@@ -85,11 +85,9 @@ class _Silent:
         self.rank, self.world_size = rank, world_size
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> _Silent:  # noqa: ARG002
-        """See :class:`Post`."""
         return self
 
     def receive_from(self, tensor: Tensor, src: int, tag: int) -> _Silent:  # noqa: ARG002
-        """See :class:`Post`."""
         tensor.zero_()
         return self
 
@@ -103,11 +101,9 @@ class _Backend(PooledExchange):
     gathers_ahead = 1
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        """See :class:`Exchange`."""
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`."""
         return Gathering((), ())
 
 
@@ -119,7 +115,6 @@ class _SharedMemory(_Backend):
         self._fallback, self.nbytes = fallback, nbytes
 
     def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        """See :class:`Exchange`."""
         return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
 
     def reduce_runs(
@@ -130,11 +125,9 @@ class _SharedMemory(_Backend):
         out: Tensor,  # noqa: ARG002
         sums: Sequence[SliceSums] = (),  # noqa: ARG002
     ) -> bool:
-        """See :class:`DirectExchange`."""
         return True
 
     def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
-        """See :class:`DirectExchange`."""
         return self.close
 
 

@@ -47,7 +47,6 @@ class DTensorSingleRank(SingleRank):
         admit(self._mesh, params, self._config)
 
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """See :class:`SingleRank`."""
         self._mesh.shards.require_sharded()
         self._mesh.forget()
         return super().step(closure, options)
@@ -123,7 +122,6 @@ class DTensorEngine(ShardedEngine):
             self._view.written()
 
     def flush(self) -> None:
-        """See :class:`ShardedEngine`."""
         if self.placement.pending:
             self._mesh.forget()
         self._follow()

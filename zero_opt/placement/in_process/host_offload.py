@@ -194,15 +194,12 @@ class InHost(Mastered):
         return super().grads()
 
     def result(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self._run_of(self._results[position])
 
     def target(self, position: int) -> Tensor:
-        """See :class:`Unit`."""
         return self._results[position]
 
     def round(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`."""
         if self.stepped is not self._results:
             torch._foreach_copy_([self._results[at] for at in positions], [self.stepped[at] for at in positions])
 
@@ -241,25 +238,20 @@ class HostUnits(UnitMaker):
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`UnitMaker`."""
         return sum(lane.results_nbytes for lane in self._lanes.values())
 
     @property
     def staging_nbytes(self) -> int:
-        """See :class:`UnitMaker`."""
         return sum(lane.buffers_nbytes for lane in self._lanes.values())
 
     def class_threads(self) -> AbstractContextManager[None]:
-        """See :class:`UnitMaker`."""
         return torch_threads(checked_threads(self._policy.threads))
 
     def begin(self) -> None:
-        """See :class:`UnitMaker`."""
         for lane in self._lanes.values():
             lane.begin()
 
     def close(self) -> None:
-        """See :class:`UnitMaker`."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()

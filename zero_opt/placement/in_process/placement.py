@@ -60,7 +60,6 @@ class DevicePlacement(AtOnce):
         self._places: dict[int, tuple[Unit, int]] = {}
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
         group = {**hypers_of(hypers), "params": []}
         if self._inner is None:
             self._inner = self._class([group], **self._defaults)
@@ -68,14 +67,12 @@ class DevicePlacement(AtOnce):
             self._inner.add_param_group(group)
 
     def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
         if kept:
             del self._optimizer.param_groups[kept:]
         else:
             self._inner = None
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`."""
         inner = self._optimizer
         made = dict(zip((bucket.layout.index for bucket in buckets), self._make_units(buckets), strict=True))
         for bucket in buckets:
@@ -96,16 +93,13 @@ class DevicePlacement(AtOnce):
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`Placement`."""
         return self._make_units.spare_nbytes
 
     @property
     def staging_nbytes(self) -> int:
-        """See :class:`Placement`."""
         return self._make_units.staging_nbytes
 
     def repoint(self, params: Sequence[int]) -> None:
-        """See :class:`Placement`."""
         for index in params:
             if index in self._places:
                 unit, position = self._places[index]
@@ -116,7 +110,6 @@ class DevicePlacement(AtOnce):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        """See :class:`Placement`."""
         inner = self._optimizer
         load_mirrors(self._places.values())
         for outer, own in zip(groups, inner.param_groups, strict=True):
@@ -184,7 +177,6 @@ class DevicePlacement(AtOnce):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`."""
         states = self._optimizer.state
         for index, (unit, position) in self._places.items():
             state = states.get(unit.stepped[position])
@@ -193,13 +185,11 @@ class DevicePlacement(AtOnce):
                 yield index, state
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """See :class:`Placement`."""
         for index, state in self.state():
             unit, position = self._places[index]
             yield index, unit.saved(position, state)
 
     def adopt(self, index: int, state: ParamState | None) -> bool:
-        """See :class:`Placement`."""
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
         if state is None:
@@ -218,12 +208,10 @@ class DevicePlacement(AtOnce):
         return False
 
     def param_of(self, index: int) -> Tensor:
-        """See :class:`Placement`."""
         unit, position = self._places[index]
         return unit.stepped[position]
 
     def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        """See :class:`Home`."""
         unit, position = self._places[index]
         unit.stretches[position], unit.gradients[position] = stretches, gradients
 
@@ -261,7 +249,6 @@ class DevicePlacement(AtOnce):
         return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
 
     def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`."""
         for units in self._units.values():
             for unit in units:
                 yield from unit.resident()
@@ -269,7 +256,6 @@ class DevicePlacement(AtOnce):
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def close(self) -> None:
-        """See :class:`Placement`."""
         self._places.clear()
         self._units.clear()
         self._make_units.close()

@@ -116,14 +116,12 @@ class InPlace(Unit):
         self.stepped = [flat.part(piece.in_param) for flat, piece in zip(self.flats, self.pieces, strict=True)]
 
     def repoint(self, position: int) -> None:
-        """See :class:`Unit`."""
         self.stepped[position].data = self.flats[position].part(self.pieces[position].in_param)
 
     def read_params(self, positions: Sequence[int]) -> None:
         """See :class:`Unit`; they are the same."""
 
     def target(self, position: int) -> Tensor:
-        """See :class:`Unit`."""
         return self.stepped[position]
 
     def round(self, positions: Sequence[int]) -> None:
@@ -151,18 +149,15 @@ class Mastered(MasterShard, Unit):
         return self.shaped(run.zero_(), position)
 
     def master(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self._run_of(self.stepped[position])
 
     def _run_of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
     def result(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self.master(position)
 
     def repoint(self, position: int) -> None:
-        """See :class:`MasterShard`."""
         super().repoint(position)
         self._targets.pop(position, None)
 
@@ -173,26 +168,21 @@ class Mastered(MasterShard, Unit):
         return self._targets[position]
 
     def round(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`."""
         self.write_params(positions)
 
     def native_writes(self) -> AbstractContextManager[None]:
-        """See :class:`Unit`."""
         return own_writes(self.flats)
 
     def complete(self, position: int, state: ParamState) -> None:
-        """See :class:`Unit`."""
         if self.param_dtype in HALVES and self.form is PLAIN:
             state["master"] = self.stepped[position]
 
     def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
-        """See :class:`Unit`."""
         if self.param_dtype in HALVES and self.form is PLAIN:
             for position in positions:
                 states.setdefault(self.stepped[position], {})["master"] = self.stepped[position]
 
     def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
-        """See :class:`Unit`."""
         master = (saved or {}).get("master")
         if master is None or self.stepped[position].dtype is self.param_dtype:
             self.take_param(position)
@@ -201,7 +191,6 @@ class Mastered(MasterShard, Unit):
             self.follow(position)
 
     def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
-        """See :class:`Unit`."""
         return super().saved(position, dict(self.saved_state(position, state)))
 
     def next_stepped(self, position: int) -> Tensor:
@@ -213,7 +202,6 @@ class Mastered(MasterShard, Unit):
         return self.shaped(self.param_run(position).to(stepped.device), position)
 
     def resident(self) -> Sequence[Tensor]:
-        """See :class:`Unit`."""
         self._copies.clear()
         return self.stepped
 

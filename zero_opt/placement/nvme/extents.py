@@ -37,7 +37,6 @@ class FileShard(StateShard):
         self.direct = self.param_dtype is torch.float32 and is_host(bucket.device)
 
     def master(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self.param_run(position) if self.direct else super().master(position)
 
     def result(self, position: int) -> Tensor:
@@ -55,7 +54,6 @@ class FileShard(StateShard):
         super().load(position, saved)
 
     def saved_master(self, position: int, master: Tensor) -> Tensor:
-        """See :class:`FollowedParams`."""
         if self.edited(position):  # it is read here
             require_readable(self.master(position))
         return super().saved_master(position, master)

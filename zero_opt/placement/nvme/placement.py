@@ -84,11 +84,9 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
 
     @property
     def staging_nbytes(self) -> int:
-        """See :class:`Placement`."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def require_own(self) -> None:
-        """See :class:`Placement`."""
         if os.getpid() != self._pid:
             raise StorageFailed(
                 "this process was forked from the one that made the optimizer, and may not touch its file; construct "
@@ -122,13 +120,11 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """See :class:`Placement`."""
         return [shard.bucket for shard in grads if shard.used]
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        """See :class:`Placement`."""
         for _ in self.land():
             pass
         with uninterrupted():
@@ -150,7 +146,6 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self._pending = None
 
     def land(self) -> Iterator[int]:
-        """See :class:`Placement`."""
         self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()

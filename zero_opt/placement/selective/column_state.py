@@ -130,7 +130,6 @@ class ColumnState(ReadThrough):
         self._dropped.add(key)
 
     def held(self) -> list[Tensor]:
-        """See :class:`ReadThrough`."""
         return [value for value in self._values.values() if isinstance(value, Tensor)]
 
     def edited(self) -> bool:

@@ -73,19 +73,16 @@ class SelectivePlacement:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
         self._home.add_group(hypers)
         self._small.add_group(hypers)
         self._amsgrad.append(bool(hypers["amsgrad"]))
 
     def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
         self._home.drop_groups(kept)
         self._small.drop_groups(kept)
         del self._amsgrad[kept:]
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`."""
         added = {}
         for bucket in buckets:
             members = matrix_members(bucket)
@@ -107,7 +104,6 @@ class SelectivePlacement:
                 self._load_slice(piece.param, {}, self._first_columns(piece.param))
 
     def repoint(self, params: Sequence[int]) -> None:
-        """See :class:`Placement`."""
         self._small.repoint([index for index in params if index not in self._totals])
         for index in params:
             if index in self._places:
@@ -116,7 +112,6 @@ class SelectivePlacement:
 
     @property
     def staging_nbytes(self) -> int:
-        """See :class:`Placement`."""
         waiting = (found.waiting for shard in self._shards.values() for found in shard.slices)
         own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
         return own + self._home.staging_nbytes + self._small.staging_nbytes
@@ -131,11 +126,9 @@ class SelectivePlacement:
         return own + self._home.spare_nbytes + self._small.spare_nbytes
 
     def require_own(self) -> None:
-        """See :class:`Placement`."""
         self._home.require_own()
 
     def close(self) -> None:
-        """See :class:`Placement`."""
         self._small.close()
         self._home.close()
 
@@ -154,7 +147,6 @@ class SelectivePlacement:
                 yield index
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`."""
         yield from self._small.state()
         for index in self._stepped():
             if index not in self._shown:
@@ -162,21 +154,18 @@ class SelectivePlacement:
             yield index, self._shown[index]
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """See :class:`Placement`."""
         yield from self._small.saved()
         homes = dict(self._home.state())  # values may still be read, for another rank, when this one has closed
         for index in self._stepped():
             yield index, self._columns_of(index, partial(homes.__getitem__, index))
 
     def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`."""
         yield from self._small.resident()
         for shard in self._shards.values():
             for found in shard.slices:
                 yield from found.compact.values()
 
     def adopt(self, index: int, state: ParamState | None) -> bool:
-        """See :class:`Placement`."""
         if index not in self._places:
             return self._small.adopt(index, state)
         shown, (shard, position) = self._shown.get(index), self._places[index]
@@ -203,7 +192,6 @@ class SelectivePlacement:
         return True
 
     def param_of(self, index: int) -> Tensor:
-        """See :class:`Placement`."""
         if index not in self._places:
             return self._small.param_of(index)
         shard, position = self._places[index]
@@ -289,15 +277,12 @@ class SelectivePlacement:
 
     @property
     def pending(self) -> bool:
-        """See :class:`Placement`."""
         return self._home.pending
 
     def wait(self) -> None:
-        """See :class:`Placement`."""
         self._home.wait()
 
     def require_writable(self) -> None:
-        """See :class:`Placement`."""
         self._home.require_writable()
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
@@ -318,7 +303,6 @@ class SelectivePlacement:
         return sorted((used & self._small_buckets) | self._landing)
 
     def _squares(self, grads: Sequence[GradShard]) -> dict[int, tuple[int, Tensor]]:
-        """See :meth:`Selector.select`."""
         return {
             shard.pieces[position].param: (
                 shard.slices[position].columns.first,
@@ -339,7 +323,6 @@ class SelectivePlacement:
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        """See :class:`Placement`."""
         updated = self._updated(grads)
         for _ in self.land():
             pass
@@ -413,7 +396,6 @@ class SelectivePlacement:
         shard.write_home(positions)
 
     def land(self) -> Iterator[int]:
-        """See :class:`Placement`."""
         # Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror.
         for bucket in self._buckets.values():
             for flat in bucket.params:
@@ -424,7 +406,6 @@ class SelectivePlacement:
         self._landing = set()
 
     def conflict(self) -> ZeroOptError | None:
-        """See :class:`Placement`."""
         found = self._home.conflict()
         for bucket, positions in self._submitted.items() if self.pending and found is None else ():
             shard = self._shards[bucket]

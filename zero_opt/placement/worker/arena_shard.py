@@ -97,7 +97,6 @@ class ArenaShard(StateShard):
             self.bucket.lodge([self._arrays[role] for role in grads])
 
     def result(self, position: int) -> Tensor:
-        """See :class:`MasterShard`."""
         return self._slice("out" if "out" in self._arrays else "master", position)
 
     # -- a step -------------------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ class BankedShard(ArenaShard):
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
 
     def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
-        """See :class:`ArenaShard`."""
         arrays = super().missing(amsgrad=amsgrad, grads=grads)
         state = [role for role in arrays if role != "out" and not role.startswith("grad")]
         arrays |= {_in_bank(role, 1): arrays[role] for role in state}
@@ -58,17 +57,14 @@ class BankedShard(ArenaShard):
         return arrays
 
     def numel_of(self, role: str) -> int:
-        """See :class:`ArenaShard`."""
         return sum(self._sums) if role == _SQUARES else super().numel_of(role)
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`ArenaShard`."""
         doubled = (dtype for role, (_, dtype) in self._sections.items() if _in_bank(role, 1) in self._sections)
         return super().spare_nbytes + sum(self.bucket.shard_numel * dtype.itemsize for dtype in doubled)
 
     def bind(self, arena: Arena) -> None:
-        """See :class:`ArenaShard`."""
         self._other.clear()
         super().bind(arena)
         self.squares = list(torch.split(self._arrays[_SQUARES], self._sums)) if self.lodged else []

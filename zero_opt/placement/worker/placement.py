@@ -41,7 +41,6 @@ class Pending(NamedTuple):
     used: Sequence[Used]
 
     def edited(self) -> Iterator[FlatParam]:
-        """See :class:`PendingStep`."""
         for shard, positions in self.used:
             yield from (shard.flats[position] for position in positions if shard.edited(position))
 
@@ -82,7 +81,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`."""
         added = [self._shard_type(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         for shard in added:
@@ -128,7 +126,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._copies.clear()
 
     def require_own(self) -> None:
-        """See :class:`Placement`."""
         self._worker.require_own()
 
     def _make_room(self) -> None:
@@ -139,7 +136,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         torch.autograd.graph.increment_version([self._worker.arena.bytes])
 
     def close(self) -> None:
-        """See :class:`Placement`."""
         try:
             self.wait()
         except ZeroOptError as error:
@@ -156,11 +152,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`Placement`."""
         return sum(shard.spare_nbytes for shard in self._shards.values())
 
     def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """See :class:`Placement`."""
         if not self._delay:
             return self._in_order(grads)
         return [] if self._pending is None else self._pending.buckets
@@ -172,14 +166,12 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        """See :class:`Placement`."""
         before = list(self.land())
         with uninterrupted():
             self._pending = self._submit(grads, groups, grad_scale)
         yield from self._land() if not self._delay else before
 
     def wait(self) -> None:
-        """See :class:`Placement`."""
         if self._pending is not None and self._pending.sequence is not None:
             asked_for = time.monotonic()
             self._await(self._pending.sequence)
@@ -197,7 +189,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._worker.wait(sequence)
 
     def land(self) -> Iterator[int]:
-        """See :class:`Placement`."""
         self._results.bring_all()
         self._results.forget_overtaken()
         self._load_mirrors()
@@ -221,7 +212,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         yield from pending.buckets
 
     def conflict(self) -> StepPending | None:
-        """See :class:`Placement`."""
         flat = self._results.overtaken
         if flat is None:
             return super().conflict()

@@ -93,7 +93,6 @@ class LateResults(Results):
 
     @property
     def overtaken(self) -> FlatParam | None:
-        """See :class:`Results`."""
         return self._overtaken
 
     def order(self, buckets: Sequence[GradBucket]) -> list[int]:
@@ -110,7 +109,6 @@ class LateResults(Results):
         return self._turns[index]
 
     def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """See :class:`Results`."""
         late = [found for found in made if is_host(found.shard.bucket.device)]
         self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
         if len(late) < len(made):
@@ -144,7 +142,6 @@ class LateResults(Results):
         return current
 
     def forget_overtaken(self) -> None:
-        """See :class:`Results`."""
         self._overtaken = None
 
 

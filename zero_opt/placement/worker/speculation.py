@@ -139,17 +139,14 @@ class SpeculativePlacement(WorkerPlacement):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """See :class:`Placement`."""
         super().add_group(hypers)
         self._groups.append(hypers)
 
     def drop_groups(self, kept: int) -> None:
-        """See :class:`Placement`."""
         super().drop_groups(kept)
         del self._groups[kept:]
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`."""
         super().add(buckets)
         for bucket in buckets:
             bucket.reader = self
@@ -160,7 +157,6 @@ class SpeculativePlacement(WorkerPlacement):
             super()._extend(shards)
 
     def close(self) -> None:
-        """See :class:`Placement`."""
         with self._lock:
             for shard in self._shards.values():
                 shard.bucket.reader = None
@@ -247,13 +243,11 @@ class SpeculativePlacement(WorkerPlacement):
         return _Step(adam_hypers(group), self._uses_maximum(shard, group), self._flushes, unscale, versions)
 
     def rewrites(self, bucket: GradBucket) -> None:
-        """See :class:`ShardReader`."""
         with self._lock:
             if bucket.layout.index in self._drafts or bucket.layout.index in self._summed:
                 self._void()
 
     def scales(self, bucket: GradBucket, factor: float) -> None:
-        """See :class:`ShardReader`."""
         index = bucket.layout.index
         with self._lock:
             factors = self._scaled.setdefault(index, [])
