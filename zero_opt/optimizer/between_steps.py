@@ -117,7 +117,8 @@ class BetweenSteps:
         """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
         try:
             self._planner.planned.require()
-            self.parts.shown.adopt(self.parts.params)
+            with self.parts.shown.lock:
+                self.parts.shown.adopt(self.parts.params)
         except ZeroOptError as error:
             return error
         return None
@@ -207,9 +208,10 @@ class BetweenSteps:
             spread(self.partition.buckets, self._groups.control)
             self._behind = False
             self.gather.made_up_for()
-            self._guard.commit(self.count.step)
-            self.parts.shown.landed()
-            self._show_state()
+            with self.parts.shown.lock:
+                self._guard.commit(self.count.step)
+                self.parts.shown.landed()
+                self._show_state()
         self.agreement.raise_first_error(conflict)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -277,8 +279,9 @@ class BetweenSteps:
             self.placement.load(mine, loaded.groups)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
             group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
-        parts.shown.load(states)
-        self._show_state()
+        with parts.shown.lock:
+            parts.shown.load(states)
+            self._show_state()
         self._loaded = self._loaded or bool(states)
         self._guard.failed(None)
         self.gather.made_up_for()

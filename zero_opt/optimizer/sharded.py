@@ -226,10 +226,11 @@ class ShardedEngine(BetweenSteps):
         count.step, count.epoch, self.begun = count.step + 1, 0, False
         self._groups.control.in_step(count.step)
         self.partition.settle()
-        self._guard.commit(count.step)
-        if failure is None:
-            self.parts.shown.stepped(agreed.used)
-            self._show_state()
+        with self.parts.shown.lock:
+            self._guard.commit(count.step)
+            if failure is None:
+                self.parts.shown.stepped(agreed.used)
+                self._show_state()
         if failed:
             self._behind = True
             self.agreement.raise_first_error(self._guard.lacking(), "step()", own=failure)

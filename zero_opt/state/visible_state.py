@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ class ShownState:
 
     Attributes:
         dropped: parameters whose entries the user has dropped since the last step.
+        lock: what is done under it looks to other threads, which may read state at any time, as if done at once.
     """
 
     def __init__(self, owner: Owner, stand_ins: StandIns, partition: Partition, placement: Placement) -> None:
@@ -44,6 +46,7 @@ class ShownState:
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
         self._live: dict[int, ParamState] = {}  # as shown, by global index
         self.dropped: set[int] = set()
+        self.lock = threading.RLock()
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
