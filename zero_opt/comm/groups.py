@@ -309,6 +309,8 @@ class Group:
                 "this process was forked from the one that made this ShardedOptimizer, whose connections and threads "
                 "it does not have; construct optimizers after forking"
             )
+        if self._watch is not None:
+            self._watch.require_going_on()
 
     def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
         """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.

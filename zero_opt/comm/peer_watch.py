@@ -55,9 +55,18 @@ _SAID_S = 0.05
 
 
 def _go_on(ranks: Sequence[int]) -> str:
-    """Return what to do about ranks that are stopped."""
+    """Return what to do about ranks that are stopped while something else than training waits for them."""
     them = "them" if len(ranks) > 1 else "it"
-    return f"let {them} go on (kill -CONT), or restart all ranks from the last checkpoint"
+    return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
+
+
+def _restart(ranks: Sequence[int]) -> str:
+    """Return what to do about ranks that are stopped, once this one has left training because of them."""
+    them = "them" if len(ranks) > 1 else "it"
+    return (
+        f"restart all ranks from the last checkpoint (kill -CONT lets {them} end), or wait longer with "
+        "checks=Checks(hang_timeout=...)"
+    )
 
 
 def done_within(work: Any, seconds: float) -> bool:
@@ -136,6 +145,7 @@ class Watch:
         self._global = [home.global_rank for home in homes]
         self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
         self._entered = 0
+        self._given_up: PeerSilent | None = None
         self._thread = SerialThread("zero_opt watch")
 
     def wait(self, work: Any) -> None:
@@ -222,9 +232,10 @@ class Watch:
             return None
         self._give_up(ranks)
         have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
-        waiting = waiting or f"step {self.step} waits for {them}, and {self.last(ranks)}"
-        stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s"
-        return PeerSilent(f"{stopped} while {waiting}; {_go_on(ranks)}")
+        stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
+        if waiting:
+            return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
+        return self._leave(f"{stopped} step {self.step} waits for {them}, and {self.last(ranks)}; {_restart(ranks)}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -241,11 +252,22 @@ class Watch:
         self._give_up(missing)
         have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
-        return PeerSilent(
+        return self._leave(
             f"{self.name(missing)} {have} not come to step {self.step}{within}, and {self.last(missing)}: "
             f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
             f"checks=Checks(timeout=...) ({text})"
         )
+
+    def _leave(self, text: str) -> PeerSilent:
+        """Leave training, and return the error: what this rank waited for may still come, and answer a later call."""
+        self._given_up = PeerSilent(text)
+        self.departures.leave()
+        return self._given_up
+
+    def require_going_on(self) -> None:
+        """Raise PeerSilent once this rank has given up waiting for another."""
+        if self._given_up is not None:
+            raise PeerSilent(f"this rank has left training, because {self._given_up}")
 
     def _give_up(self, ranks: Sequence[int]) -> None:
         """Tell the other ranks that this one has given up waiting for these."""

@@ -77,6 +77,33 @@ def test_a_stopped_rank_is_named_after_hang_timeout() -> None:
     assert "its last step is 2" in message and "kill -CONT" in message
 
 
+def _stopped_for_a_while(rank: int, world_size: int, call: str) -> list[str]:
+    param, opt = _optimizer(hang_timeout=0.5)
+    saved = opt.state_dict()
+    pid = _peer_pid(rank, opt)  # both have their state dicts
+    calls = {"step": opt.step, "load": lambda: opt.load_state_dict(saved), "clip": lambda: opt.clip_grad_norm_(1.0)}
+    messages = []
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for again in (call, "step"):
+        param.grad = torch.ones(300)
+        with pytest.raises(zero_opt.PeerSilent) as caught:
+            calls[again]()
+        messages.append(str(caught.value))
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+    return messages
+
+
+@pytest.mark.parametrize("call", ["step", "load", "clip"])
+def test_a_rank_that_has_given_up_waiting_is_out_and_so_is_the_one_that_was_stopped(call: str) -> None:
+    """At once: messages that come late would answer other calls, and gloo ends a process whose messages do not fit."""
+    first, second = run_processes(2, _stopped_for_a_while, call, expect_errors=True, timeout=600)
+    assert "has been stopped for" in first[0] and "; restart all ranks" in first[0]
+    assert first[1].startswith("this rank has left training, because rank 1")
+    assert all("the other ranks have given up waiting for this one" in message for message in second)
+
+
 def _stopped_in_an_exchange(rank: int, world_size: int) -> Any:
     param, opt = _optimizer(hang_timeout=0.5)
     pid, gather = _peer_pid(rank, opt), shared_memory_exchange.HostExchange.gather_runs
@@ -117,7 +144,7 @@ def test_a_stopped_rank_that_is_asked_for_its_state_is_not_said_to_have_ended(in
     name, message, pid = run_processes(2, _stopped_before_it_is_asked, in_a_thread, expect_errors=True, timeout=120)[0]
     told = "is stopped" if in_a_thread else r"has been stopped for \d+ s while this rank waits for its message"
     assert name == "PeerSilent"
-    assert re.match(rf"rank 1 \(pid {pid}\) {told}; let it go on \(kill -CONT\)", message)
+    assert re.match(rf"rank 1 \(pid {pid}\) {told}; let it go on \(kill -CONT\) and repeat the call", message)
 
 
 def _silent(rank: int, world_size: int, missing: int) -> Any:

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -223,13 +222,13 @@ def _one_is_slow(rank: int, world_size: int) -> Any:
     params, optimizer = make_stepped()
     engine: Any = optimizer._engine
     if rank == 1:
-        done = engine.stepped
+        done = engine._end_step
 
-        def late(failed: Sequence[int]) -> None:
+        def late(*ended: Any) -> None:
             time.sleep(0.5)
-            done(failed)
+            done(*ended)
 
-        engine.stepped = late
+        engine._end_step = late
     take_step(params, optimizer)
     begun = time.monotonic()
     step = optimizer.state_dict()["state"][0]["step"].item() if rank == 0 else None

@@ -28,11 +28,11 @@ def test_stopped_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch)
     assert one.startswith(
         "rank 1 (pid 11) has been stopped for 31 s while step 0 waits for it, and it has taken no step"
     )
-    assert "; let it go on (kill -CONT), or restart" in one
+    assert "; restart all ranks from the last checkpoint (kill -CONT lets it end), or wait longer" in one
     assert two.startswith(
         "rank 1 (pid 11), rank 2 (pid 12) have been stopped for 31 s while step 0 waits for them, and "
     )
-    assert "and they have taken no step; let them go on (kill -CONT), or restart" in two
+    assert "and they have taken no step; restart all ranks from the last checkpoint (kill -CONT lets them end)" in two
 
 
 @pytest.mark.parametrize("watch", ["several hosts"], indirect=True)

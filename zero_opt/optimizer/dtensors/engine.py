@@ -98,9 +98,9 @@ class DTensorEngine(ShardedEngine):
     ) -> None:
         view = LocalView(user)
         # Gradients are the means already, of the parts that are here.
-        config = replace(config, reduction=AlreadyReduced())
+        given, config = config, replace(config, reduction=AlreadyReduced())
         super().__init__(config, groups, describe, user, parked, owner=view)
-        self._mesh, self._view = mesh, view
+        self._mesh, self._view, self._given = mesh, view, given
 
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
@@ -140,7 +140,7 @@ class DTensorEngine(ShardedEngine):
         return self._mesh.measure([self._view.param_of(plain) for plain in params], grads)
 
     def _admit(self, params: Sequence[Tensor]) -> None:
-        admit(self._mesh, params, self._config)
+        admit(self._mesh, params, self._given)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -235,7 +235,7 @@ def test_copies_are_made_on_the_worker_s_cores(monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     optimizer.flush()
     assert seen == [(before - trainer, len(before - trainer), True)] * 3
-    assert parts_of(optimizer)._thread.submit(os.sched_getaffinity, 0).result(SECONDS) == trainer
+    assert parts_of(optimizer).parts.thread.submit(os.sched_getaffinity, 0).result(SECONDS) == trainer
     optimizer.close()
 
 
@@ -341,10 +341,10 @@ def _without_a_rank(rank: int, _: int) -> tuple[list[Tensor], list[tuple[int, in
     if rank:
         gather = BackgroundGather._gather_one
 
-        def dies(self: BackgroundGather, step: int, turn: int, *rest: Any) -> None:
-            if turn == 1:
+        def dies(self: BackgroundGather, bucket: Any, ident: Ident, *rest: Any) -> None:
+            if ident.sequence == 1:
                 os._exit(7)
-            gather(self, step, turn, *rest)
+            gather(self, bucket, ident, *rest)
 
         pytest.MonkeyPatch().setattr(BackgroundGather, "_gather_one", dies)
         optimizer.step()
