@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import run_processes
+from zero_opt.optimizer.single_rank import SingleRank
 from zero_opt.tools.estimate import Estimate
 
 Shapes = Sequence[tuple[int, ...]]

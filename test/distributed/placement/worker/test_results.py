@@ -20,6 +20,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import OFFLOADS, SPECULATING, Layers, optimizer_of, slowly
 from test.support.worker_training import LATER, NOW, SECONDS, stillborn_workers
+from zero_opt.comm.exchange import Ident
 from zero_opt.placement.worker import results
 from zero_opt.placement.worker.results import LateResults, ParamWriter, Used, build_results
 from zero_opt.sharding.background_gather import BackgroundGather
