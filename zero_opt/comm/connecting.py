@@ -2,30 +2,29 @@
 
 [Note: a rank that cannot connect]
 A rank may lack descriptors, threads or memory. It reports what it can tell beforehand before the others begin; see
-:func:`rendezvous.common_name`. It writes a later failure to the store of the user's process group. Ranks that wait
-there for its address look for that failure, and at the end all ranks meet there. A rank that is killed meanwhile writes
-nothing, so both waits are bounded. gloo by itself waits for a missing rank for the whole timeout of the group, 30
-minutes by default, and ends the process where it gets no thread.
+:class:`Meeting`. It writes a later failure to the store of the user's process group. Ranks that wait there for its
+address look for that failure, and at the end all ranks meet there. A rank that is killed meanwhile writes nothing, so
+both waits are bounded. gloo by itself waits for a missing rank for the whole timeout of the group, 30 minutes by
+default, and ends the process where it gets no thread.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import OutOfResources, ProcessGroupError, ZeroOptError, error_of_rank, name_and_text
+from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
-from . import rendezvous
+from .rendezvous import Meeting, Patience
+from .store import default_store, lacking, until, values
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
@@ -34,8 +33,6 @@ _c10d: Any = dist.distributed_c10d
 _OWN_DESCRIPTORS, _THREADS = 4, 3
 # What the rest of an optimizer and its first step open: memory shared with each rank of the host, files, queues.
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
-# A rank that waits asks the store at intervals that grow from the first to the second of these, in seconds.
-_FIRST_LOOK_S, _LOOK_S = 0.001, 0.1
 # Seconds that ranks have to connect, and seconds more for each of them, however long the group's timeout is.
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
 _DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
@@ -47,7 +44,6 @@ _LIMITS = {
 }
 # Seconds within which threads end that have nothing to wait for.
 _ENDING_S = 5.0
-_FAILED, _COUNT, _ALL = "failed", "count", "all"
 _numbers = itertools.count()
 
 
@@ -117,40 +113,60 @@ class Connecting:
         name: prefix of the groups' names; the same on every rank, and never used before.
         number: counts the optimizers of this process, for logs and torch's flight recorder.
         patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
+        ask: calls the store. watch: looks at what keeps this rank waiting, here and in the groups.
+        look: raises the error of another rank that cannot connect, if there is one, or is stopped or has ended.
+        fail: tells the other ranks that this one cannot connect, unless another has said so before.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, exchange: rendezvous.Exchanging, groups: int) -> None:
+    def __init__(self, parent: dist.ProcessGroup, groups: int, patience: Patience) -> None:
         """Come together with the other ranks. Collective.
 
         Raises:
-            OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for
-                :func:`rendezvous.common_name`.
+            OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for :meth:`Meeting.come`.
         """
         obstacle = None
         try:
             require_room(parent.size(), groups)
         except OutOfResources as error:
             obstacle = error
-        self.name = f"zero_opt/{rendezvous.common_name(parent, exchange, obstacle)}"
-        self._board = _c10d.PrefixStore(f"{self.name}/made", _c10d._get_default_store())
+        meeting = Meeting(parent, patience)
+        meeting.come(obstacle)
+        self.name, self.watch, self.ask = meeting.name, meeting.watch, meeting.ask
+        self.look, self.fail = meeting.look, meeting.leave
         self.number = next(_numbers)
-        self._rank, self._world_size = dist.get_rank(parent), parent.size()
+        self._rank, self._world_size = meeting.rank, parent.size()
         self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
         """Return the store in which the ranks find each other for one of the groups."""
-        return _Addresses(_c10d.PrefixStore(f"{self.name}/{purpose}/addresses", _c10d._get_default_store()), self)
+        return _Addresses(default_store(f"{self.name}/{purpose}/addresses"), self)
 
     def patience(self, timeout: timedelta) -> timedelta:
         """Return how long ranks may take to connect, given how long a collective may take."""
         return min(timeout, timedelta(seconds=self.patience_s))
 
-    def look(self) -> None:
-        """Raise the error of another rank that cannot connect, if there is one."""
-        if self._board.check([_FAILED]):
-            rank, name, message = json.loads(self._board.get(_FAILED))
-            if rank != self._rank:
-                raise error_of_rank(rank, name, message)
+    def wait_for(self, store: Any, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, of which each ends with the number of the rank that writes it, once all are there.
+
+        torch's own wait logs a warning each time that it ends without them.
+
+        Raises:
+            ProcessGroupError: they are not there in time. ZeroOptError: a rank cannot connect.
+        """
+        found: list[bytes] = []
+
+        def find() -> bool:
+            if store.check(list(keys)):
+                found.extend(values(store, keys))
+            return len(found) == len(keys)
+
+        if not until(lambda: self.ask(find), lambda _: self.look(), self.patience_s):
+            ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(lacking, store, keys))
+            raise ProcessGroupError(
+                f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
+                "stopped, or its host does not answer; look at the ranks' logs, and restart all"
+            )
+        return found
 
     def meet(self) -> None:
         """Wait until all ranks have made their groups.
@@ -158,58 +174,37 @@ class Connecting:
         Raises:
             ProcessGroupError: one has not, in time. ZeroOptError: one cannot.
         """
-        if self._board.add(_COUNT, 1) == self._world_size:
-            self._board.set(_ALL, "")
-        wait_for(self._board, [_ALL], self)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot connect, unless another has said so before."""
-        said = json.dumps([self._rank, *name_and_text(error)])
-        with suppress(RuntimeError):  # no store, no other rank
-            self._board.compare_set(_FAILED, "", said)
-
-
-def wait_for(store: Any, keys: list[str], connecting: Connecting) -> None:
-    """Wait until a store has the keys.
-
-    torch's own wait logs a warning each time that it ends without them.
-
-    Raises:
-        ProcessGroupError: it does not get them in time. ZeroOptError: a rank cannot connect.
-    """
-    deadline, pause_s = time.monotonic() + connecting.patience_s, _FIRST_LOOK_S
-    while not store.check(keys):
-        connecting.look()
-        if time.monotonic() > deadline:
-            raise ProcessGroupError(
-                f"not all ranks have connected within {connecting.patience_s:.0f} s: one has ended or is stopped; "
-                "look at the ranks' logs, and restart all"
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOOK_S)
+        made = default_store(f"{self.name}/made")
+        self.ask(made.set, f"{self._rank}", "")
+        self.wait_for(made, [f"{rank}" for rank in range(self._world_size)])
 
 
 class _Addresses(_c10d.Store):  # type: ignore[misc]
-    """A store that ends the wait for a rank that cannot connect."""
+    """A store of addresses that ends the wait for a rank that cannot connect, and for the store."""
 
     def __init__(self, store: Any, connecting: Connecting) -> None:
         super().__init__()
         self._store, self._connecting = store, connecting
+        self._known: dict[str, bytes] = {}
 
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
+    def set(self, key: str, value: bytes) -> None:
+        self._connecting.ask(self._store.set, key, value)
+        self._known[key] = value
 
-    def get(self, key: str) -> Any:
-        return self._store.get(key)
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
+        return int(self._connecting.ask(self._store.add, key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check(keys))
+        return bool(self._connecting.ask(self._store.check, keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
-        wait_for(self._store, keys, self._connecting)
+        unknown = [key for key in keys if key not in self._known]
+        if unknown:
+            self._known.update(zip(unknown, self._connecting.wait_for(self._store, unknown), strict=True))
 
 
 @contextmanager
@@ -234,6 +229,9 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
         found = _found(error, connecting)
         connecting.fail(found)
         raise found from (None if found is error else error)
+    finally:
+        if connecting is not None:
+            connecting.ask.close()
 
 
 def _found(error: BaseException, connecting: Connecting) -> BaseException:

@@ -12,7 +12,6 @@ import math
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -25,13 +24,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
-from ..policies import waited_for
-from ..system.devices import HOST, device_backends, own_device
-from . import rendezvous
+from ..policies import Checks, waited_for
+from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .departures import Departures
 from .device_backends import abort_device_backend, add_device_backend
-from .peer_watch import Stops, WaitingThread, Watch, done_within, home_payload, homes_from, looked_beside
+from .keepalive import HostLimits
+from .peer_watch import Stops, WaitingThread, Watch, looked_beside
+from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 
 # Its private parts carry no types.
@@ -50,11 +50,8 @@ ALONE = "alone"
 # Backends of torch's tests, whose ranks are threads, and of its dry runs, whose other ranks do not exist.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
-# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
-# not fit its receiver.
-_NEVER_SENT = (1 << 31) - 1
 # The tag of Group.move(); no exchange of buckets over the same connections has it.
-_MOVED = _NEVER_SENT - 1
+_MOVED = NEVER_SENT - 1
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
@@ -130,33 +127,19 @@ def _new_group(
     return pg
 
 
-class _NameExchange:
-    """Names of so many bytes from every rank of a user's group, over whatever it has. Collective."""
-
-    def __init__(self, group: dist.ProcessGroup, name: bytes) -> None:
-        config = str(dist.get_backend_config(group))
-        device = HOST if HOST.type in config else own_device(group.bound_device_id, config)
-        mine = bytes_tensor(name).to(device)
-        self._all = [torch.empty_like(mine) for _ in range(group.size())]
-        self._work = start(ALL, group.allgather, [self._all], [mine])
-
-    def done_within(self, seconds: float) -> bool:
-        with peer_lost(ALL):
-            if self._all[0].is_cpu:
-                return done_within(self._work, seconds)
-            if not self._work.is_completed():  # a wait would be the stream's
-                time.sleep(seconds)
-                return False
-            self._work.wait()
-            return True
-
-    def names(self) -> list[bytes]:
-        return [tensor_bytes(name.cpu()) for name in self._all]
-
-
 def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
-    """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it."""
-    return rendezvous.agreed_group(process_group, _NameExchange)
+    """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it.
+
+    Raises:
+        ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks, too, that wait for this one
+            in the default group. A rank that is no member is right to be none.
+    """
+    try:
+        return resolve_group(process_group)
+    except ConfigTypeError as error:
+        if dist.is_available() and dist.is_initialized() and dist.get_backend() not in _WITHOUT_PROCESSES:
+            refuse(error)
+        raise
 
 
 def bytes_tensor(payload: bytes) -> Tensor:
@@ -208,20 +191,15 @@ class Group:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
         return self._pg
 
-    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
-        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`. Collective.
+    def watch(self, watch: Watch, others: Iterable[Group] = ()) -> None:
+        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`.
 
         Args:
             others: groups of the same ranks, which also explain their errors by the departures.
-            departures: the ranks that have left.
         """
-        if self.has_send_recv:
-            homes = homes_from(self.all_gather_bytes(home_payload()))
-            store = _c10d.PrefixStore(f"{self.pg.group_name}/watch", _c10d._get_default_store())
-            timeouts, departures = (self.timeout_s, hang_timeout_s), departures or Departures()
-            self._watch = Watch(store, self.rank, homes, timeouts, departures)
-            for group in (self, *others):
-                group._departures = departures
+        self._watch = watch
+        for group in (self, *others):
+            group._departures = watch.departures
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
@@ -352,7 +330,7 @@ class Group:
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
                     empty = torch.empty(1, dtype=torch.float32, device="cpu")
-                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, _NEVER_SENT)
+                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT)
                     Transfer(f"rank {rank}", receiving).wait(0.001)
 
     def _take_leave(self) -> None:
@@ -422,13 +400,26 @@ class SideGroup(Group):
         return os.getpid() != self._pid
 
 
-def connect(parent: dist.ProcessGroup, groups: int) -> Connecting | None:
+def connect(
+    parent: dist.ProcessGroup,
+    groups: int,
+    checks: Checks = Checks(),  # noqa: B008  (frozen)
+    departures: Departures | None = None,
+    limits: HostLimits | None = None,
+) -> Connecting | None:
     """Begin to make so many groups; returns ``None`` if the ranks are not processes. Collective.
 
+    Args:
+        limits: held when this rank has waited a second.
+
     Raises:
-        OutOfResources: a rank lacks descriptors or threads for them. Others as for :func:`rendezvous.common_name`.
+        OutOfResources: a rank lacks descriptors or threads for them. Others as for :meth:`rendezvous.Meeting.come`.
     """
-    return None if _backend_for(parent) in _WITHOUT_PROCESSES else Connecting(parent, _NameExchange, groups)
+    if _backend_for(parent) in _WITHOUT_PROCESSES:
+        return None
+    come_s = waited_for(_timeout_of(parent))
+    timeout_s = come_s if checks.timeout is None else waited_for(checks.timeout)
+    return Connecting(parent, groups, Patience(come_s, timeout_s, checks.hang_timeout, departures, limits))
 
 
 class AloneGroup(Group):
@@ -447,9 +438,6 @@ class AloneGroup(Group):
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
         self._require_own()
         return [payload]
-
-    def watch(self, hang_timeout_s: float, others: Iterable[Group] = (), departures: Departures | None = None) -> None:
-        """See :class:`Group`; there is nobody to wait for."""
 
     def disconnect(self) -> None:
         """See :class:`Group`; there is nobody to leave."""

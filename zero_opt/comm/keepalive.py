@@ -8,30 +8,58 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 # Seconds that a host may be silent, and seconds between two probes of a silent host.
 _SILENT_S, _PROBE_S = 75.0, 10.0
 _OPEN_FILES = "/proc/self/fd"
+# What is set, in this order: probes at all, when idle for so long, so far apart, so many; unacknowledged for so long.
+_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+]
 
 
-@contextlib.contextmanager
-def ending_with_hosts(silent_s: float = _SILENT_S, probe_s: float = _PROBE_S) -> Iterator[None]:
-    """A context: connections to other hosts that are made in it end when the host is silent for ``silent_s`` seconds.
+class HostLimits:
+    """Limits on connections of this process to other hosts: they end when the host is silent for ``silent_s`` seconds.
 
     Backends make connections in native code, and offer no way to set this. A stopped process does not count as silent,
     since its kernel answers, until more is sent to it than its kernel accepts: do not send large messages over such
     connections.
-
-    Args:
-        probe_s: seconds between two probes of a silent host; the time until a connection ends is rounded up to it.
     """
-    before = set(_sockets().values())
-    yield
-    for fd, name in _sockets().items():
-        if name not in before:
-            with contextlib.suppress(OSError):  # closed meanwhile, or not connected because it listens
-                _end_with_host(fd, silent_s, probe_s)
+
+    def __init__(self, silent_s: float = _SILENT_S, probe_s: float = _PROBE_S) -> None:
+        """``probe_s``: seconds between two probes of a silent host; an end is late by as much at the most."""
+        self._seconds = silent_s, probe_s
+        self._before: dict[str, list[int]] = {}
+
+    def hold(self) -> None:
+        """Set limits until :meth:`lift`, on all connections that have been made so far, whoever made them."""
+        self._before |= self._limited()
+
+    def keep(self) -> None:
+        """Set limits for good, on the connections that have been made since :meth:`hold`."""
+        self._before |= {name: [] for name in self._limited()}
+
+    def lift(self) -> None:
+        """Give connections the options that they had."""
+        for fd, name in _sockets().items() if any(self._before.values()) else ():
+            if self._before.get(name):
+                with contextlib.suppress(OSError), _connection(fd) as connection:
+                    _set(connection, self._before[name])
+        self._before.clear()
+
+    def _limited(self) -> dict[str, list[int]]:
+        """Set limits on connections that have none from here; returns the options from before, by name."""
+        limited = {}
+        for fd, name in _sockets().items():
+            if name not in self._before:
+                with contextlib.suppress(OSError):  # closed meanwhile, or not connected because it listens
+                    limited[name] = _end_with_host(fd, *self._seconds)
+        return limited
 
 
 def _sockets() -> dict[int, str]:
@@ -46,7 +74,28 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _end_with_host(fd: int, silent_s: float, probe_s: float) -> None:
+def _end_with_host(fd: int, silent_s: float, probe_s: float) -> list[int]:
+    """Limit how long the other host may be silent; returns the options from before, none if there is no other host."""
+    with _connection(fd) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return []
+        if connection.getsockname()[0] == connection.getpeername()[0]:  # on this host
+            return []
+        before = [connection.getsockopt(*option) for option in _OPTIONS]
+        probe = max(1, round(probe_s))
+        # The count ends idle connections, the time out those with unacknowledged data.
+        _set(connection, [1, probe, probe, max(1, round(silent_s / probe_s)), round(silent_s * 1000)])
+        return before
+
+
+def _set(connection: socket.socket, options: Sequence[int]) -> None:
+    for option, value in zip(_OPTIONS, options, strict=True):
+        connection.setsockopt(*option, value)
+
+
+@contextlib.contextmanager
+def _connection(fd: int) -> Iterator[socket.socket]:
+    """A context that has the socket of a descriptor, which it leaves open."""
     copy = os.dup(fd)
     try:
         connection = socket.socket(fileno=copy)
@@ -54,13 +103,4 @@ def _end_with_host(fd: int, silent_s: float, probe_s: float) -> None:
         os.close(copy)
         raise
     with connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-            return
-        if connection.getsockname()[0] == connection.getpeername()[0]:  # on this host
-            return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(probe_s)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(probe_s)))
-        # The first ends idle connections, the second those with unacknowledged data.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(silent_s / probe_s)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silent_s * 1000))
+        yield connection

@@ -1,27 +1,29 @@
 """Which process group a user means, and ranks that come together in it to make groups of their own.
 
 [Note: a rank that does not come]
-A rank makes its groups together with the others of the group that it was passed. One that was passed something that is
-no group, or another group than they were, will never come. So a rank that refuses its argument says so in the store
-that the process group was made with, and a rank that has waited a second says there where it waits, and looks who has
-refused, or waits for it elsewhere. Who is waited for elsewhere takes part there too, but without giving a name. So the
-call that others are in ends on all of them, and the user's groups can be used as before. While ranks come within the
-second nothing is written, nor read; later the looks are further and further apart.
+Ranks come together in the store that the process group was made with. Each says there that it has come, and draws a
+number. All the numbers make a name. A rank that knows all of them says so under that name, and goes on once all ranks
+have. So nothing that an earlier process group has left in the store is taken for a rank. A rank that cannot go on
+leaves its error there, for ranks that come later too. Nothing is sent over the user's groups, which stay usable.
+
+A rank that has waited a second looks, again and again, for an error of another rank; for a rank that waits for it in
+another group; for ranks of its host that are stopped or have ended; and, where the user's group is gloo's, for
+connections of that group that are broken. Those to a host that is silent break too, see :class:`HostLimits`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,44 +37,31 @@ from ..errors import (
     error_of_rank,
     name_and_text,
 )
-from ..system.background_thread import SerialThread
+from ..system.devices import HOST
 from ..system.log import log
-from .peer_watch import SLICE_S, WARN_AFTER_S, first_line
+from .departures import Departures
+from .keepalive import HostLimits
+from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line, home_payload, homes_from
+from .store import StoreCalls, default_store, lacking, until, values
 
 # Its private parts carry no types.
 _c10d: Any = dist.distributed_c10d
 
-NAME_BYTES = 16
-_NO_NAME = bytes(NAME_BYTES)
-# A rank looks at the store for the first time after so long.
-_LOOK_AFTER_S, _LOOK_APART_S = 1.0, 0.25
-# So long a rank that refuses stays to end the waits of others, and so long they count on that.
-_STAY_S, _GIVEN_UP_S = 4.0, 3.5
-# How long the store may take to answer: its server may be the rank that is missing.
-_ANSWER_S = 2.0
-# How many ranks are looked at while nobody is known to have refused: each look asks the store once per rank.
-_NEIGHBOURS = 4
+# A rank looks around for the first time after so long; looks are then further and further apart.
+_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
+# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
+# not fit its receiver.
+NEVER_SENT = (1 << 31) - 1
+# Where ranks leave errors; and the absence of one: rank, class, text, and the meetings that are over with it.
+_FAILED, _NO_ERROR = "failed", (None, "", "", ())
 # What to do about a rank that does not come.
 _CONSTRUCT = "every rank of the process group must construct it: look at what they do (py-spy dump, ps)"
-_Answer = TypeVar("_Answer")
+_WAITING = "this one waits for it in ShardedOptimizer()"
 Key = tuple[str, tuple[int, ...]]
 
-# Per group, in how many meetings this rank has taken part; the same on all its ranks. Per rank, its refusals heard of.
-_met: Counter[Key] = Counter()
-_heard: Counter[int] = Counter()
-
-
-class Names(Protocol):
-    """An exchange of names that is under way in a group."""
-
-    def done_within(self, seconds: float) -> bool:
-        """Wait for so long at the most; whether it is over."""
-
-    def names(self) -> list[bytes]:
-        """What the ranks have given, in rank order, once it is over."""
-
-
-Exchanging = Callable[[dist.ProcessGroup, bytes], Names]
+# Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
+# rank has taken part. The same on all ranks of the group.
+_met: WeakKeyDictionary[Any, Counter[Key]] = WeakKeyDictionary()
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
@@ -109,243 +98,218 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def agreed_group(process_group: Any, exchange: Exchanging) -> dist.ProcessGroup | None:
-    """:func:`resolve_group` where the other ranks are about to meet this one; see [Note: a rank that does not come].
-
-    Raises:
-        ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks that wait for this one too,
-            and here up to four seconds later, if none does. A rank that is no member is right to be none.
-    """
+def refuse(error: ZeroOptError) -> None:
+    """Let ranks that meet in the default group hear why this rank does not come."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialized"
+    meeting = Meeting(group, Patience(0.0, 0.0, 0.0))
     try:
-        return resolve_group(process_group)
-    except ConfigTypeError as error:
-        if dist.is_available() and dist.is_initialized() and dist.get_backend() != "threaded":
-            _refuse(error, exchange)
-        raise
-
-
-def _refuse(error: ZeroOptError, exchange: Exchanging) -> None:
-    """Say so, and stay until the waits of others for this rank are ended, or all have refused; for a while at most."""
-    board, end = _Board(), time.monotonic() + _STAY_S
-    done = _answered(lambda: board.refuse(error))
-    while not done and time.monotonic() < end:
-        time.sleep(SLICE_S)
-        done = _answered(lambda: board.end_waits(exchange))
-    _answered(board.hear_all)
-
-
-def common_name(parent: dist.ProcessGroup, exchange: Exchanging, obstacle: ZeroOptError | None = None) -> str:
-    """A name that nothing has had, the same on every rank of the group. Collective.
-
-    Args:
-        exchange: starts to exchange names in a group.
-        obstacle: why this rank cannot continue, if so; raised on all ranks.
-
-    Raises:
-        ConfigTypeError, ProcessGroupError: another rank's argument is no group. RankMismatch: it is another group.
-        PeerSilent: a rank does not come within the group's timeout. PeerLost: one has ended. ZeroOptError: a rank's
-            obstacle.
-    """
-    key = _key_of(parent)
-    _met[key] += 1
-    if obstacle is not None:
-        _answered(lambda: _Board().refuse(obstacle))
-    under_way = exchange(parent, uuid.uuid4().bytes if obstacle is None else _NO_NAME)
-    wait, begun = _Wait(key, exchange), time.monotonic()
-    try:
-        while not under_way.done_within(SLICE_S):
-            wait.look(time.monotonic() - begun)
-        names = under_way.names()
-    except PeerLost as error:
-        raise wait.lost(error, time.monotonic() - begun) from error
+        meeting.leave(error)
     finally:
-        wait.over()
-    refusals = [_Board().refusal(rank, key) for rank, name in zip(key[1], names, strict=True) if name == _NO_NAME]
-    if refusals:
-        wait.leave_others()
-        raise obstacle or refusals[0]
-    return names[0].hex()
+        meeting.ask.close()
 
 
-def _answered(call: Callable[[], _Answer]) -> _Answer | None:
-    """What a call that asks the store returns; ``None`` if it takes too long."""
-    thread = SerialThread("zero_opt meeting")
-    try:
+class Patience(NamedTuple):
+    """How long a rank waits while it makes groups.
+
+    Attributes:
+        come_s: seconds that ranks may take to come. timeout_s: seconds that a collective of the groups may take.
+        hang_timeout_s: seconds after which a rank of this host that is stopped is an error.
+        departures: the ranks that have left. limits: on silent hosts; held once this rank has waited a second.
+    """
+
+    come_s: float
+    timeout_s: float
+    hang_timeout_s: float
+    departures: Departures | None = None
+    limits: HostLimits | None = None
+
+
+class Meeting:
+    """One coming together of all ranks of a group. See [Note: a rank that does not come].
+
+    Attributes:
+        ask: calls the store. rank: this rank in the group.
+        name: a name that nothing has had, the same on all ranks; "" until all have come.
+        watch: looks at what keeps this rank waiting, once all have come.
+    """
+
+    watch: Watch
+    _stops: Stops | None = None
+
+    def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
+        self._parent, self._patience = parent, patience
+        self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
+        self._met = _met.setdefault(_c10d._get_default_store(), Counter())
+        self._number = self._met[self._key]
+        self._met[self._key] += 1
+        self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
+        self._place = _place(self._key, self._number)
+        self._absent: list[int] = []
+        self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
+
+    def come(self, obstacle: ZeroOptError | None = None) -> None:
+        """Come, and wait for the others. All ranks of the group must.
+
+        Args:
+            obstacle: why this rank cannot go on, if so; raised on all ranks.
+
+        Raises:
+            RankMismatch: another rank has been passed another group. PeerSilent: a rank does not come in time, or is
+                stopped. PeerLost: one has ended, its host is silent, or the store is lost. ZeroOptError: a rank's
+                error.
+        """
+        met, come_s = False, self._patience.come_s
         try:
-            future: Future[_Answer] = thread.submit(call)
-        except RuntimeError:  # this process can get no thread
-            return call()
-        return future.result(_ANSWER_S)
-    except NoAnswer:
-        return None
-    finally:
-        thread.close()
+            if obstacle is not None:
+                raise obstacle
+            met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), self._look_around, come_s)
+            if not met:
+                raise PeerSilent(
+                    f"{self._named()} did not come to ShardedOptimizer() in {come_s:.1f} s; {_CONSTRUCT}, or give them "
+                    "longer with init_process_group(timeout=...)"
+                )
+        except ZeroOptError as error:
+            self.leave(error)
+            raise
+        finally:
+            if self._due > _LOOK_AFTER_S:  # others know where this rank has waited
+                with contextlib.suppress(PeerLost):
+                    self.ask(_at().set, str(dist.get_rank()), "")
+            if not met:
+                self.ask.close()
+        self._place, self._stops = default_store(self.name), Stops(self.watch, _WAITING)
 
+    def leave(self, error: BaseException) -> None:
+        """Let the others hear of the error with which this rank leaves, unless another rank has left before."""
+        said = json.dumps([self.rank, *name_and_text(error), [[self._key, self._number]]])
+        with contextlib.suppress(PeerLost):
+            self.ask(self._place.compare_set, _FAILED, "", said)
 
-def _key_of(group: dist.ProcessGroup) -> Key:
-    return group.group_name, tuple(dist.get_process_group_ranks(group))
+    def look(self) -> None:
+        """Raise the error with which another rank has left, or that of a rank of this host that is stopped or dead."""
+        error = self.ask(self._heard)
+        if error is not None:
+            raise error
+        if self._stops is not None:
+            self._stops.look()
 
+    def _keys(self, kind: str) -> list[str]:
+        return [f"{kind}/{rank}" for rank in range(len(self._key[1]))]
 
-class _Board:
-    """What ranks say to each other in the store. Ranks are those of the default group."""
+    def _arrive(self) -> bool:
+        """Say that this rank has come; whether all have."""
+        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, home_payload().decode()]))
+        return self._complete()
 
-    def __init__(self) -> None:
-        self._store = _c10d.PrefixStore("zero_opt/meeting", _c10d._get_default_store())
-        self.rank = dist.get_rank()
-        self.others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
+    def _complete(self) -> bool:
+        """Whether all ranks have come, and know of each other."""
+        if not self._place.check(self._keys("came")):
+            return False
+        came = values(self._place, self._keys("came"))
+        name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
+        if name != self.name:
+            homes = homes_from([json.loads(said)[1].encode() for said in came])
+            timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
+            departures = self._patience.departures or Departures()
+            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, homes, timeouts, departures)
+            default_store(name).set(f"seen/{self.rank}", "")
+        return bool(default_store(name).check(self._keys("seen")))
 
-    def _said(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def wait_in(self, key: Key) -> None:
-        """This rank waits in a group."""
-        self._store.set(f"waits/{self.rank}", json.dumps([*key, _met[key]]))
-
-    def wait_nowhere(self, key: Key) -> None:
-        """This rank has waited in a group, and waits no longer."""
-        self._store.set(f"waits/{self.rank}", json.dumps([key[0], [], _met[key]]))
-
-    def absent(self, key: Key) -> list[int]:
-        """The ranks of a group, counted within it, that have not said that they wait where this one does, or did."""
-        said: dict[int, Any] = {
-            rank: self._said(f"waits/{rank}") or ("", [], 0) for rank in key[1] if rank != self.rank
-        }
-        return [key[1].index(rank) for rank, (name, _, number) in said.items() if (name, number) != (key[0], _met[key])]
-
-    def waiting_for_me(self, ranks: Sequence[int]) -> Iterator[tuple[int, Key]]:
-        """Of these ranks, which wait for this one, and in what group."""
-        for rank in ranks:
-            name, members, number = self._said(f"waits/{rank}") or ("", [], 0)
-            key = (name, tuple(members))
-            if self.rank in members and number == _met[key] + 1:
-                yield rank, key
-
-    def refuse(self, error: ZeroOptError) -> None:
-        """This rank will not come to where others may wait for it."""
-        number = self._refusals(self.rank) + 1
-        self._store.set(f"refused/{self.rank}", json.dumps([number, *name_and_text(error)]))
-        self._store.add("refusals", 1)
-
-    def _refusals(self, rank: int) -> int:
-        return int((self._said(f"refused/{rank}") or [0])[0])
-
-    def unheard(self, ranks: Sequence[int]) -> list[int]:
-        """Of these ranks, those that have refused since this one last heard of it."""
-        return [rank for rank in ranks if self._refusals(rank) > _heard[rank]]
-
-    def any_refusals(self) -> int:
-        """How many refusals of whatever rank there have been."""
-        return int(self._store.add("refusals", 0))
-
-    def refusal(self, rank: int, key: Key) -> ZeroOptError:
-        """What a rank has refused with."""
-        number, name, message = self._said(f"refused/{rank}") or (0, "ProcessGroupError", "passed another group")
-        _heard[rank] = number
-        return error_of_rank(key[1].index(rank), name, message)
-
-    def take_leave(self, key: Key, exchange: Exchanging) -> None:
-        """End a wait for this rank."""
-        for group in list(_c10d._world.pg_map):
-            if _key_of(group) == key:
-                _met[key] += 1
-                exchange(group, _NO_NAME)
-                return
-
-    def end_waits(self, exchange: Exchanging) -> bool:
-        """End the waits of others for this rank; whether there were any, or all others have refused too."""
-        keys = {key for _, key in self.waiting_for_me(self.others)}
-        for key in keys:
-            self.take_leave(key, exchange)
-        return bool(keys) or len(self.unheard(self.others)) == len(self.others)
-
-    def hear_all(self) -> None:
-        """What others have refused so far is not about a meeting to come."""
-        _heard.update({rank: self._refusals(rank) - _heard[rank] for rank in self.others})
-
-
-class _Wait:
-    """One wait in a group."""
-
-    def __init__(self, key: Key, exchange: Exchanging) -> None:
-        self._key, self._exchange = key, exchange
-        self._board: _Board | None = None
-        self._due, self._refused, self._warned = _LOOK_AFTER_S, False, False
-
-    def look(self, waited: float) -> None:
+    def _look_around(self, waited: float) -> None:
         """Look around, if it is time to, ``waited`` seconds after the beginning.
 
         Raises:
-            ZeroOptError: another rank's, which has refused and does not wait for this one any more.
+            ZeroOptError: why this rank waits in vain.
         """
         if waited < self._due:
             return
+        self._due = waited + min(max(_LOOK_APART_S, 0.25 * waited), _LOOK_APART_MOST_S)
+        self.look()
+        if self._patience.limits is not None:
+            self._patience.limits.hold()
+        error = self.ask(self._elsewhere) or self._stopped(waited) or self._broken()
+        if error is not None:
+            raise error
         if waited > WARN_AFTER_S and not self._warned:
-            self._warn(waited)
-        first, self._board = self._board is None, self._board or _Board()
-        board = self._board
-        if first:
-            _answered(lambda: board.wait_in(self._key))
-        self._due = max(waited + _LOOK_APART_S, 1.25 * waited)
-        gone = _answered(lambda: self._look_around(board))
-        if gone is not None and waited > _GIVEN_UP_S:
-            raise board.refusal(gone, self._key)
+            self._warned = True
+            log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._named(), _CONSTRUCT)
 
-    def _look_around(self, board: _Board) -> int | None:
-        """Leave the groups in which others wait for this rank; a rank that has refused."""
-        members = self._key[1]
-        here = members.index(board.rank)
-        around = [*members[here + 1 :], *members[:here]]
-        refused = board.any_refusals() > 0
-        gone = board.unheard(around) if refused else []
-        waiting = {key: rank for rank, key in board.waiting_for_me(around if refused else around[:_NEIGHBOURS])}
-        waiting.pop(self._key, None)
-        for key, rank in waiting.items():  # several ranks wait in one call
-            if not self._refused:
-                board.refuse(RankMismatch(_difference((board.rank, self._key), (rank, key))))
-                self._refused = True
-            board.take_leave(key, self._exchange)
-        return gone[0] if gone else None
+    def _heard(self) -> ZeroOptError | None:
+        """Return the error with which another rank has left this meeting, and maybe another one."""
+        rank, name, text, meetings = json.loads(self._place.get(_FAILED)) if self._place.check([_FAILED]) else _NO_ERROR
+        for (group, ranks), number in meetings:
+            key = group, tuple(ranks)
+            self._met[key] = max(self._met[key], number + 1)
+        if rank in (None, self.rank):
+            return None
+        error = error_of_rank(rank, name, text)
+        return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
 
-    def leave_others(self) -> None:
-        """This rank has been left, and will not come to where others still wait for it."""
-        board = _Board()
-        _answered(lambda: self._look_around(board))
+    def _elsewhere(self) -> RankMismatch | None:
+        """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""
+        here, members = dist.get_rank(), self._key[1]
+        _at().set(str(here), json.dumps([self._key, self._number]))
+        missing = lacking(self._place, self._keys("came")) or lacking(default_store(self.name), self._keys("seen"))
+        self._absent = [int(key.rpartition("/")[2]) for key in missing]
+        for rank in (members[index] for index in self._absent):
+            said = _at().get(str(rank)) if _at().check([str(rank)]) else b""
+            (group, ranks), number = json.loads(said or '[["", []], 0]')
+            there = group, tuple(ranks)
+            if here in ranks and there != self._key and number == self._met[there]:
+                sides = sorted([(here, self._key), (rank, there)])
+                words = (f"{key[0]!r} of ranks {list(key[1])} on rank {member}" for member, key in sides)
+                error = RankMismatch(f"process_group is {' and '.join(words)}; pass the same one on every rank")
+                both = [(self._key, self._number), (there, number)]
+                for key, count in both:
+                    said = json.dumps([key[1].index(here), *name_and_text(error), both])
+                    _place(key, count).compare_set(_FAILED, "", said)
+                self._met[there] += 1
+                return error
+        return None
 
-    def over(self) -> None:
-        """This rank does not wait any more."""
-        if self._board is not None:
-            board = self._board
-            _answered(lambda: board.wait_nowhere(self._key))
+    def _stopped(self, waited: float) -> PeerSilent | None:
+        """Return the error about ranks of this host that have come, and have been stopped for too long since.
 
-    def _absent(self) -> str:
+        What a process left in the store that has ended may be from an earlier process group.
+        """
+        stopped = self.watch.stopped() if self.name else []
+        self._stopped_at = min(self._stopped_at, waited) if stopped else math.inf
+        return self.watch.hung(stopped, waited - self._stopped_at, _WAITING) if stopped else None
+
+    def _broken(self) -> PeerLost | None:
+        """Return the error about a rank to which the user's group has no connection any more, if there is one.
+
+        gloo refuses at once to receive from such a rank. Where the connection holds, what is received here never comes.
+        """
+        try:
+            backend = self._parent._get_backend(HOST)
+        except RuntimeError:  # it carries accelerator tensors alone
+            return None
+        if type(backend).__name__ != "ProcessGroupGloo" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
+            return None
+        for rank in (rank for rank in range(len(self._key[1])) if rank != self.rank):
+            try:
+                self._parent.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+            except RuntimeError as error:
+                return PeerLost(
+                    f"rank {rank} has ended, or its host does not answer, while another waited for it in "
+                    f"ShardedOptimizer(); look at its log, and restart all ranks ({first_line(error)})"
+                )
+        return None
+
+    def _named(self) -> str:
         """Names of the ranks that have not come."""
-        board, ranks = self._board, list[int]()
-        if board is not None:
-            with contextlib.suppress(RuntimeError):  # the store's server is lost
-                ranks = _answered(lambda: board.absent(self._key)) or []
-        return (
-            ", ".join(f"rank {rank}" for rank in ranks) or f"one or more of the other ranks ({len(self._key[1]) - 1})"
-        )
-
-    def _warn(self, waited: float) -> None:
-        """Say once whom this rank waits for."""
-        self._warned = True
-        log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._absent(), _CONSTRUCT)
-
-    def lost(self, error: PeerLost, waited: float) -> PeerLost:
-        """Return what the backend's error means."""
-        if "imed out" not in first_line(error) and "imeout" not in first_line(error):
-            return PeerLost(
-                "a rank of the process group has ended, or does not answer, while this one waited in "
-                f"ShardedOptimizer(); look at the ranks' logs, and restart all ({first_line(error)})"
-            )
-        return PeerSilent(
-            f"{self._absent()} did not come to ShardedOptimizer() in {waited:.1f} s; {_CONSTRUCT}, or give them longer "
-            f"with init_process_group(timeout=...) ({first_line(error)})"
-        )
+        others = f"one or more of the other ranks ({len(self._key[1]) - 1})"
+        return ", ".join(f"rank {rank}" for rank in self._absent) or others
 
 
-def _difference(*there: tuple[int, Key]) -> str:
-    """The same words on both ranks."""
-    first, second = (f"{key[0]!r} of ranks {list(key[1])} on rank {rank}" for rank, key in sorted(there))
-    return f"process_group is {first} and {second}; pass the same one on every rank"
+def _place(key: Key, number: int) -> Any:
+    """Return the part of the store in which the ranks of a group meet for the n-th time."""
+    digest = hashlib.sha256(json.dumps([key, number]).encode()).hexdigest()[:32]
+    return default_store(f"zero_opt/meeting/{digest}")
+
+
+def _at() -> Any:
+    """Return the part of the store in which ranks say, by their global rank, where they wait."""
+    return default_store("zero_opt/at")

@@ -11,7 +11,7 @@ from ..comm.connecting import made_by_all
 from ..comm.departures import Departures, How
 from ..comm.exchange import Exchange
 from ..comm.groups import AloneGroup, DeviceGroup, Group, SideGroup, connect
-from ..comm.keepalive import ending_with_hosts
+from ..comm.keepalive import HostLimits
 from ..placement import Placement
 from ..policies import Checks
 from ..sharding.partition import Partition
@@ -42,20 +42,24 @@ class OwnGroups:
         self._side: SideGroup | None = None
         self._exchanges: Mapping[str, Exchange] = {}
         self._thread: SerialThread | None = None
-        self._departures = Departures()
+        self._departures, self._limits = Departures(), HostLimits()
         self.control: Group
         self.reduce: Group
         self.gather: Group
         if several is None:
             self.control = self.reduce = self.gather = AloneGroup()
         else:
-            self._make(several, checks.timeout)
-        self.control.watch(checks.hang_timeout, (self.reduce, self.gather), self._departures)
+            try:
+                self._make(several, checks)
+            except BaseException:
+                self._limits.lift()
+                raise
         self._departures.leave, self._departures.end = self._leave, self._leave_in_order
         self.neighbors = neighbors or self.control
 
-    def _make(self, parent: dist.ProcessGroup, timeout: float | None) -> None:
-        connecting = connect(parent, groups=2)
+    def _make(self, parent: dist.ProcessGroup, checks: Checks) -> None:
+        timeout = checks.timeout
+        connecting = connect(parent, 2, checks, self._departures, self._limits)
         with made_by_all(connecting) as made:
             self.reduce = self.gather = self.control = DeviceGroup(parent, timeout, "reduce", connecting)
             made.append(self.reduce)
@@ -64,10 +68,12 @@ class OwnGroups:
                 self.control = Group(parent, timeout, "control", connecting)
                 made += [self.gather, self.control]
                 return
-            with ending_with_hosts():
-                self._side = SideGroup(parent, timeout, "state", connecting)
+            self._limits.hold()  # until the service notices a host that is silent
+            self._side = SideGroup(parent, timeout, "state", connecting)
+            self._limits.keep()
             made.append(self._side)
             self._side.control = self.control
+            self.control.watch(connecting.watch, (self.reduce, self.gather))
 
     def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
         """When this rank leaves, also leave these exchanges. ``thread`` runs what is queued for other ranks."""
@@ -79,6 +85,7 @@ class OwnGroups:
             # Nothing that leads to the optimizer, so that it can be collected while it is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
             self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
+            self._limits.lift()
 
     def _leave(self) -> None:
         """Leave training at once: no rank waits for this one, and this one waits for no other."""
@@ -100,6 +107,7 @@ class OwnGroups:
             self.service.abandon(How.CLOSED)
         elif self._side is not None:
             self._side.close()
+        self._limits.lift()
         self._leave_in_order()
         self._departures.forget()
         for group in (self.reduce, self.gather, self.control):

@@ -1,0 +1,89 @@
+"""The store that the process group was made with: calls that end, though its server may be the rank that is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import PeerLost
+from ..system.background_thread import SerialThread
+
+# Its private parts carry no types.
+_c10d: Any = dist.distributed_c10d
+
+# Seconds that the store may take to answer.
+_ANSWER_S = 60.0
+# A rank that waits asks the store at intervals that grow from the first to the second of these, in seconds.
+_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
+_ADVICE = "rank 0, or the launcher, serves it: look at whether that runs and its host is up, and restart all ranks"
+_Answer = TypeVar("_Answer")
+
+
+def default_store(prefix: str) -> Any:
+    """Return the default group's store, with a prefix for its keys."""
+    return _c10d.PrefixStore(prefix, _c10d._get_default_store())
+
+
+class StoreCalls:
+    """A thread that calls the store, so that the caller need not wait for it without end."""
+
+    def __init__(self) -> None:
+        self._thread = SerialThread("zero_opt store")
+        self._silent = False
+
+    def __call__(self, call: Callable[..., _Answer], *arguments: Any) -> _Answer:
+        """Return what a call of the store returns.
+
+        Raises:
+            PeerLost: the store does not answer, or its server has ended.
+        """
+        try:
+            if self._silent:
+                raise NoAnswer
+            try:
+                future: Future[_Answer] = self._thread.submit(call, *arguments)
+            except RuntimeError:  # this process can get no thread
+                return call(*arguments)
+            return future.result(_ANSWER_S)
+        except NoAnswer:
+            self._silent = True
+            raise PeerLost(f"the process group's store has not answered for {_ANSWER_S:.0f} s; {_ADVICE}") from None
+        except dist.DistError as error:
+            text = str(error).splitlines()[0]
+            raise PeerLost(f"the process group's store cannot be reached; {_ADVICE} ({text})") from error
+
+    def close(self) -> None:
+        """Call the store no more."""
+        self._thread.close()
+
+
+def lacking(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return those of the keys that a store does not have."""
+    return [key for key in keys if not store.check([key])]
+
+
+def values(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that a store has."""
+    return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def until(done: Callable[[], bool], look: Callable[[float], None], patience_s: float) -> bool:
+    """Call ``done`` until it returns True, at growing intervals; returns False after ``patience_s`` seconds.
+
+    Args:
+        look: called before each interval, with the seconds since the beginning; may raise.
+    """
+    begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while not done():
+        waited = time.monotonic() - begun
+        look(waited)
+        if waited > patience_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _PAUSE_S)
+    return True
