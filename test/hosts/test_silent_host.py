@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from datetime import timedelta
 from functools import partial
@@ -13,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import fall_silent, join_host, require_namespaces
+from test.hosts.namespaces import ADDRESSES, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import shared_memory_exchange
-from zero_opt.comm.keepalive import ending_with_hosts
-from zero_opt.optimizer import process_groups
+from zero_opt.comm.keepalive import HostLimits
+from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
@@ -37,9 +39,14 @@ def _init(rank: int, world_size: int, folder: Path) -> int:
     return host
 
 
+def _shorten() -> None:
+    """Let hosts be silent for seconds only."""
+    process_groups.HostLimits = partial(HostLimits, SILENT_S, PROBE_S)  # type: ignore[attr-defined,misc]
+
+
 def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short: bool) -> Any:
     if short:
-        process_groups.ending_with_hosts = partial(ending_with_hosts, SILENT_S, PROBE_S)  # type: ignore[attr-defined]
+        _shorten()
     process_exit._QUIET_S = 10.0 * SECONDS
     host = _init(rank, world_size, folder)
     params, optimizer = make_stepped(2)
@@ -82,3 +89,88 @@ def _require_named(world_size: int, when: str, folder: Path, short: bool) -> flo
         assert name == "PeerLost", text
         assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
     return max(waited for _, _, waited in found[:1] + found[2:])
+
+
+def _fall_silent_for_good(host: int, *_: Any, **__: Any) -> None:
+    fall_silent(host)
+    time.sleep(SECONDS)
+
+
+def _one_falls_silent_in_construction(rank: int, world_size: int, folder: Path, where: str, short: bool) -> Any:
+    """Rank 1 does before it comes, or once all ranks are connected."""
+    if short:
+        _shorten()
+    host = _init(rank, world_size, folder)
+    dist.barrier()
+    if rank == 1 and where == "before it comes":
+        _fall_silent_for_good(host)
+    if rank == 1:
+        sharded_optimizer.build_sharded = partial(_fall_silent_for_good, host)  # type: ignore[attr-defined]
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        make_stepped(2)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
+
+
+def _require_named_in_construction(where: str, folder: Path, short: bool) -> float:
+    require_namespaces()
+    ranks = 3, _one_falls_silent_in_construction, folder, where, short
+    first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1})
+    for name, text, _ in (first, last):
+        if where == "before it comes":
+            assert name == "PeerLost", text
+            assert text.startswith("rank 1 has ended, or its host does not answer, while another waited for it"), text
+        else:
+            assert name == "PeerSilent", text
+            assert text.startswith("rank 1 has not come to step 0"), text
+    return max(first[2], last[2])
+
+
+WHERE = ["before it comes", "once all are connected"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_host_that_falls_silent_in_construction_is_named(where: str, tmp_path: Path) -> None:
+    _require_named_in_construction(where, tmp_path, short=True)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@pytest.mark.parametrize("where", WHERE)
+def test_it_is_named_within_two_minutes_by_default(where: str, tmp_path: Path) -> None:
+    assert _require_named_in_construction(where, tmp_path, short=False) < AT_MOST_S
+
+
+def _limits() -> list[int]:
+    """Milliseconds that other hosts may be silent, of each connection to one; 0 is no limit."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as each:
+            if each.family == socket.AF_INET and each.getpeername()[0] in ADDRESSES:
+                found.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return sorted(found)
+
+
+def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[int], list[int]]:
+    """Before the construction, when all are connected, and afterwards."""
+    _init(rank, world_size, folder)
+    dist.barrier()
+    found, build = [_limits()], sharded_optimizer.build_sharded
+
+    def look_and_build(*arguments: Any) -> Any:
+        found.append(_limits())
+        return build(*arguments)
+
+    sharded_optimizer.build_sharded = look_and_build
+    _, optimizer = make_stepped(2)
+    found.append(_limits())
+    optimizer.close()
+    before, during, after = found
+    return before, during, after
+
+
+def test_connections_of_the_user_and_of_training_have_limits_during_construction_alone(tmp_path: Path) -> None:
+    require_namespaces()
+    for before, during, after in run_processes(2, _has_limits, tmp_path, timeout=SECONDS, backend=None):
+        assert set(before) == {0} and set(during) == {75_000}
+        assert len(during) > len(before) + 1
+        assert after == [*[0] * (len(during) - 1), 75_000]

@@ -94,9 +94,9 @@ def test_tags_of_messages_come_back_and_none_is_that_which_nobody_sends() -> Non
         assert last == 2 * pairwise_exchange._TAG_MODULUS - 1
         # Of other messages over the same connections, which no reduction has.
         assert (elements, failures) == (pairwise_exchange._ELEMENTS, pairwise_exchange._FAILURES)
-        assert failures < groups._MOVED < groups._NEVER_SENT < 2**31
+        assert failures < groups._MOVED < groups.NEVER_SENT < 2**31
         # An interrupt receives it, in order that this takes too long.
-        assert groups._NEVER_SENT not in tags
+        assert groups.NEVER_SENT not in tags
 
 
 def _given_up(rank: int, world_size: int) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +21,9 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import rendezvous
+from zero_opt.comm import rendezvous, store
+from zero_opt.comm.connecting import Connecting
+from zero_opt.comm.peer_watch import Home
 
 MOST_SECONDS = 5
 
@@ -129,3 +138,115 @@ def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error()
         assert "must construct it" in text and "init_process_group(timeout=...)" in text
         (warning,) = logged
         assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning
+
+
+# -- ranks that are stopped, or end -----------------------------------------------------------------------------------
+
+SECONDS = 600  # nothing hangs
+
+
+def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
+    """Rank 1 does while it waits for rank 2, which comes then; or when it has made its groups."""
+    folder = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+
+        def strike(*_: Any) -> None:
+            folder.set("struck", "")
+            os.kill(os.getpid(), number)
+
+        if place == "before it comes":
+            strike()
+        setattr(rendezvous.Meeting if place == "_look_around" else Connecting, place, strike)
+    if rank == 2 and place == "_look_around":
+        folder.wait(["struck"], timedelta(seconds=SECONDS))
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        _train_with(zero_opt.Checks(hang_timeout=2.0))
+    folder.set(f"told {rank}", "")
+    folder.wait(["told 0", "told 2"], timedelta(seconds=SECONDS))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def _train_with(checks: zero_opt.Checks) -> None:
+    zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.Adam, checks=checks)
+
+
+@pytest.mark.parametrize("place", ["_look_around", "meet"])
+def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(place: str) -> None:
+    ranks = 3, _strikes_itself, signal.SIGSTOP, place
+    first, _, last = run_processes(*ranks, timeout=SECONDS, may_hang={1})
+    for name, text in (first, last):
+        assert name == "PeerSilent", text
+        assert text.startswith("rank 1 (pid "), text
+        assert ") has been stopped for " in text and "kill -CONT" in text
+
+
+@pytest.mark.parametrize("place", ["before it comes", "_look_around", "meet"])
+def test_a_rank_that_is_killed_in_construction_is_named(place: str) -> None:
+    ranks = 3, _strikes_itself, signal.SIGKILL, place
+    first, _, last = run_processes(*ranks, timeout=SECONDS, expect_errors=True)
+    for name, text in (first, last):
+        assert name == "PeerLost", text
+        assert text.startswith("rank 1 "), text
+        assert "has ended" in text
+
+
+def _server_is_stopped(rank: int, world_size: int, folder: Path) -> str:
+    store._ANSWER_S = 2.0
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        (folder / "new").write_text(str(port))
+        (folder / "new").rename(folder / "port")
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    tcp = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world_size, rank == 0)
+    dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world_size)
+    if rank == 0:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        _train(None, rank)
+    return str(caught.value)
+
+
+def test_a_store_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
+    _, text = run_processes(2, _server_is_stopped, tmp_path, timeout=SECONDS, backend=None, may_hang={0})
+    assert text.startswith("the process group's store has not answered for 2 s; rank 0, or the launcher, serves it")
+
+
+def _earlier_group(rank: int, world_size: int) -> Tensor:
+    """What a process has left there that has ended, and one that runs, is there before the ranks come."""
+    group, members = dist.group.WORLD, tuple(range(world_size))
+    assert group is not None
+    place = rendezvous._place((group.group_name, members), 0)
+    if rank == 0:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait(SECONDS)
+        left = Home.of_this_process()
+        for other, pid in ((1, ended.pid), (2, left.pid)):
+            place.set(f"came/{other}", json.dumps(["earlier", json.dumps(left._replace(pid=pid))]))
+        _store_of_ranks().set("left", "")
+    elif rank == 1:
+        _store_of_ranks().wait(["looked"], timedelta(seconds=SECONDS))
+    look = rendezvous.Meeting._stopped
+
+    def looked(meeting: Any, waited: float) -> Any:
+        if waited > 3.0:
+            _store_of_ranks().set("looked", "")
+        return look(meeting, waited)
+
+    rendezvous.Meeting._stopped = looked  # type: ignore[method-assign]
+    _store_of_ranks().wait(["left"], timedelta(seconds=SECONDS))
+    return _train(None, rank)
+
+
+def _store_of_ranks() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def test_what_an_earlier_group_has_left_in_the_store_is_taken_for_no_rank() -> None:
+    first, *others = run_processes(3, _earlier_group, timeout=SECONDS)
+    for param in others:
+        assert_bitwise(param, first)
