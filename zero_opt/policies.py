@@ -1,10 +1,11 @@
-"""The policies a user writes. Frozen, checked when made; their *type* picks a strategy, their fields tune it."""
+"""The policies a user writes. Frozen, checked when made; the *type* picks a strategy, the fields tune it."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, quoted
@@ -17,46 +18,55 @@ NONFINITE = ("ignore", "raise", "skip")
 MOMENT_FORMS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # The most threads that may step. A typo could otherwise use up all the threads that the system grants.
-_MOST_THREADS = 1024
+_THREADS_LIMIT = 1024
 # Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
 _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
 
 
 def waited_for(seconds: float) -> float:
-    """Return how long to wait where the user or torch has set a timeout of so many seconds: at most 24.8 days."""
+    """Cut a timeout of the user's or torch's, in seconds, to the longest that can be waited: 24.8 days."""
     return min(seconds, _LONGEST_WAIT_S)
 
 
-def _check_positive(owner: str, field: str, value: object) -> None:
+def _check_number(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{owner}.{field} must be a number, got {quoted(value)}")
+
+
+def _check_positive(owner: str, field: str, value: Any) -> None:
+    _check_number(owner, field, value)
     if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
         raise ConfigError(f"{owner}.{field} must be positive and finite, got {quoted(value)}")
 
 
-def _check_seconds(owner: str, field: str, value: object) -> None:
+def _check_seconds(owner: str, field: str, value: Any) -> None:
     _check_positive(owner, field, value)
-    if isinstance(value, (int, float)) and value < _LEAST_WAIT_S:
+    if value < _LEAST_WAIT_S:
         raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
 
 
-def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
+def _check_integer(owner: str, field: str, value: object, least: int = 1, most: float = inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{owner}.{field} must be an integer, got {quoted(value)}")
     if value < least:
         raise ConfigError(f"{owner}.{field} must be at least {least}, got {quoted(value)}")
+    if value > most:
+        raise ConfigError(f"{owner}.{field} must be at most {most}, got {quoted(value)}")
 
 
 def _check_threads(owner: str, value: object) -> None:
     if value is not None:
-        _check_count(owner, "threads", value)
-        if isinstance(value, int) and value > _MOST_THREADS:
-            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {quoted(value)}")
+        _check_integer(owner, "threads", value, most=_THREADS_LIMIT)
 
 
-def _check_exchange(owner: str, value: object) -> None:
-    if value not in EXCHANGES:
-        raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {quoted(value)}")
+def _check_flag(owner: str, field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigTypeError(f"{owner}.{field} must be True or False, got {quoted(value)}")
+
+
+def _check_choice(owner: str, field: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{owner}.{field} must be one of {choices}, got {quoted(value)}")
 
 
 def _check_dtype(owner: str, field: str, value: Any) -> None:
@@ -78,7 +88,7 @@ def _check_model(owner: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What every reduction policy says of how buckets travel.
+    """How buckets travel, under every reduction policy.
 
     Attributes:
         bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
@@ -101,7 +111,7 @@ class Reduction:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_positive(owner, "bucket_mb", self.bucket_mb)
-        _check_exchange(owner, self.exchange)
+        _check_choice(owner, "exchange", self.exchange, EXCHANGES)
         _check_model(owner, self.overlap_param_gather)
 
 
@@ -144,7 +154,7 @@ class AlreadyReduced:
     bucket_mb: ClassVar[float] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
-        _check_exchange("AlreadyReduced", self.exchange)
+        _check_choice("AlreadyReduced", "exchange", self.exchange, EXCHANGES)
         _check_model("AlreadyReduced", self.overlap_param_gather)
 
 
@@ -174,19 +184,17 @@ class Selective:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.topk_ratio, bool) or not isinstance(self.topk_ratio, (int, float)):
-            raise ConfigTypeError(f"Selective.topk_ratio must be a number, got {quoted(self.topk_ratio)}")
+        _check_number("Selective", "topk_ratio", self.topk_ratio)
         if not 0 <= self.topk_ratio <= 1:
             raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {quoted(self.topk_ratio)}")
-        _check_count("Selective", "select_interval", self.select_interval)
-        if isinstance(self.update_interval, str):
-            if self.update_interval != "auto":
-                raise ConfigError(
-                    f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
-                )
-        else:
-            _check_count("Selective", "update_interval", self.update_interval)
-        _check_count("Selective", "warmup_steps", self.warmup_steps, 0)
+        _check_integer("Selective", "select_interval", self.select_interval)
+        if not isinstance(self.update_interval, str):
+            _check_integer("Selective", "update_interval", self.update_interval)
+        elif self.update_interval != "auto":
+            raise ConfigError(
+                f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
+            )
+        _check_integer("Selective", "warmup_steps", self.warmup_steps, 0)
 
 
 def _check_selective(owner: str, value: object) -> None:
@@ -228,12 +236,8 @@ class WorkerOffload:
         _check_selective("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
-        if isinstance(self.delay, bool) or not isinstance(self.delay, int):
-            raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
-        if self.delay not in (0, 1):
-            raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
-        if not isinstance(self.speculate, bool):
-            raise ConfigTypeError(f"WorkerOffload.speculate must be True or False, got {quoted(self.speculate)}")
+        _check_integer("WorkerOffload", "delay", self.delay, 0, most=1)
+        _check_flag("WorkerOffload", "speculate", self.speculate)
         if self.speculate and self.delay:
             raise ConfigConflict(
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
@@ -243,13 +247,13 @@ class WorkerOffload:
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_seconds("WorkerOffload", "hang_timeout", self.hang_timeout)
-        _check_count("WorkerOffload", "max_deaths", self.max_deaths)
+        _check_integer("WorkerOffload", "max_deaths", self.max_deaths)
 
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):
             raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {quoted(cores)}")
         for core in cores:
-            _check_count("WorkerOffload", "cores", core, 0)
+            _check_integer("WorkerOffload", "cores", core, 0)
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {quoted(cores)}")
         object.__setattr__(self, "cores", tuple(cores))
@@ -323,8 +327,7 @@ class CPUOffload:
 
     def __post_init__(self) -> None:
         _check_selective("CPUOffload", self.selective)
-        if not isinstance(self.pin_memory, bool):
-            raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {quoted(self.pin_memory)}")
+        _check_flag("CPUOffload", "pin_memory", self.pin_memory)
         _check_positive("CPUOffload", "ratio", self.ratio)
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
@@ -351,15 +354,13 @@ class MixedPrecision:
     accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.master_dtype, str):
-            if self.master_dtype != "split":
-                raise ConfigError(
-                    f"MixedPrecision.master_dtype must be a dtype or 'split', got {quoted(self.master_dtype)}"
-                )
-        elif self.master_dtype is not None:
+        is_text = isinstance(self.master_dtype, str)
+        if not is_text:
             _check_dtype("MixedPrecision", "master_dtype", self.master_dtype)
-            if str(self.master_dtype) != "torch.float32":
-                raise ConfigError(f"MixedPrecision.master_dtype must be torch.float32, got {quoted(self.master_dtype)}")
+        if self.master_dtype not in (None, "split") and (is_text or str(self.master_dtype) != "torch.float32"):
+            raise ConfigError(
+                f"MixedPrecision.master_dtype must be torch.float32 or 'split', got {quoted(self.master_dtype)}"
+            )
         _check_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
         _check_dtype("MixedPrecision", "accumulate_dtype", self.accumulate_dtype)
 
@@ -383,8 +384,7 @@ class Checks:
     hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in NONFINITE:
-            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {quoted(self.nonfinite)}")
+        _check_choice("Checks", "nonfinite", self.nonfinite, NONFINITE)
         if self.timeout is not None:
             _check_seconds("Checks", "timeout", self.timeout)
         _check_seconds("Checks", "hang_timeout", self.hang_timeout)
@@ -410,7 +410,5 @@ class AdamState:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        if self.moments not in MOMENT_FORMS:
-            raise ConfigError(f"AdamState.moments must be one of {MOMENT_FORMS}, got {quoted(self.moments)}")
-        if self.master not in MASTERS:
-            raise ConfigError(f"AdamState.master must be one of {MASTERS}, got {quoted(self.master)}")
+        _check_choice("AdamState", "moments", self.moments, MOMENT_FORMS)
+        _check_choice("AdamState", "master", self.master, MASTERS)
