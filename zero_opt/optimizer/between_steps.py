@@ -17,7 +17,7 @@ from ..comm.groups import Group
 from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, ZeroOptError
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.gather import spread
+from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, tensors_of
 from ..state.guard import marks
 from ..state.state_dict import StateDict, pack_groups
@@ -205,9 +205,9 @@ class BetweenSteps:
                 self._guard.take_back()
             raise
         if self.agreement.any(self._behind):
-            spread(self.partition.buckets, self._groups.control)
+            broadcast_shards(self.partition.buckets, self._groups.control)
             self._behind = False
-            self.gather.made_up_for()
+            self.gather.forget_failure()
             with self.parts.shown.lock:
                 self._guard.commit(self.count.step)
                 self.parts.shown.landed()
@@ -284,7 +284,7 @@ class BetweenSteps:
             self._show_state()
         self._loaded = self._loaded or bool(states)
         self._guard.failed(None)
-        self.gather.made_up_for()
+        self.gather.forget_failure()
         self._guard.commit(self.count.step)
 
     # -- memory, and the end ------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class BetweenSteps:
         """See :class:`Engine`; lets go of staging too."""
         self.gather.flush()
         # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
-        leaves = not self.reduction.shards_count and self.parts.thread.idle_within(_IDLE_S)
+        leaves = not self.reduction.holds_gradients and self.parts.thread.idle_within(_IDLE_S)
         for bucket in self.partition.buckets:
             if leaves:
                 bucket.leave()

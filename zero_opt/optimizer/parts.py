@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.exchange import Exchange, StagingPool, close_all
 from ..placement import Placement, Results, build_placement, build_results
-from ..reduction import GradReduction, Parts, StepCount, build_reduction
+from ..reduction import GradReduction, ReductionParts, StepCount, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.gather import ParamGather
 from ..sharding.partition import Geometry, Partition
@@ -92,7 +92,7 @@ def build_parts(
     thread = SerialThread("zero_opt exchange", partial(close_all, exchanges))
     groups.leave_with(exchanges, thread)
     count, params = StepCount(), list[Tensor]()
-    of_reduction = Parts(partition, agreement, count, exchanges, thread, params, unscale)
+    of_reduction = ReductionParts(partition, agreement, count, exchanges, thread, params, unscale)
     reduction = build_reduction(config.reduction, of_reduction)
     results = build_results(config.reduction.overlap_param_gather)
     placement = _built_placement(config, groups, agreement, results)

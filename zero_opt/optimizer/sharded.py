@@ -27,7 +27,7 @@ from ..errors import ConfigConflict, ConfigTypeError, StepDesync, StepFailed, Un
 from ..layout import mask_of
 from ..reduction import DDPHookReduction, GradShard, ReductionReport
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure
-from ..reduction.nonfinite import build_nonfinite
+from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..state.visible_state import Owner
 from ..system.log import log
@@ -60,7 +60,6 @@ class ShardedEngine(BetweenSteps):
         super().__init__(config, groups, describe, user, parked, owner or user, self.unscale)
         self._notify_join, self.begun = join_notice(user), False
         self._digest = EditDigest()
-        self._nonfinite = build_nonfinite(config.checks, describe)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class ShardedEngine(BetweenSteps):
         """
         limit, look = self._config.max_grad_norm, cache(partial(self.measure, shards))
         grad_scale *= self.reduction.grad_scale
-        if self._nonfinite.skips(look):
+        if skips_step(self._config.checks, look, self._describe):
             self.skips, self.begun = self.skips + 1, False
             return
         if limit is not None:
@@ -222,7 +221,7 @@ class ShardedEngine(BetweenSteps):
                 "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another "
                 "wrapper has replaced the model's parameters, construct the optimizer after it"
             )
-        self.reduction.stepped()
+        self.reduction.end_step()
         count.step, count.epoch, self.begun = count.step + 1, 0, False
         self._groups.control.in_step(count.step)
         self.partition.settle()
@@ -250,7 +249,7 @@ class ShardedEngine(BetweenSteps):
         """Scale reduced gradients that a step is to be taken with; the norm before. Collective."""
         measured = self.measure(shards)
         norm = measured.norm * self.reduction.grad_scale
-        if not self._nonfinite.skips(lambda: measured):
+        if not skips_step(self._config.checks, lambda: measured, self._describe):
             widened = any(map(self._config.widens, self.partition.buckets))
             (self.reduction.scale_in_step if widened else self.reduction.scale)(clip_factor(norm, max_norm))
         return norm

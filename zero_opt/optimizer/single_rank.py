@@ -17,7 +17,7 @@ from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
 from ..policies import Checks
 from ..reduction.grad_norm import Measured, check_max_norm, measure
-from ..reduction.nonfinite import Ignored, build_nonfinite
+from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
 from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, copied
@@ -64,8 +64,7 @@ class SingleRank:
         self._config, self._parked = config, parked
         with adopt_errors():
             self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
-        self._nonfinite = build_nonfinite(config.checks, partial(_describe, self._wrapped))
-        self._prepares = config.max_grad_norm is not None or not isinstance(self._nonfinite, Ignored)
+        self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
         self._user: Callable[[], Any] = _nobody
 
     @property
@@ -128,7 +127,7 @@ class SingleRank:
             if closure is not None:
                 losses.append(closure())
             params = self._params
-            if self._nonfinite.skips(lambda: self._measured(params)):
+            if self._skips_step(params):
                 raise _NotTaken
             if self._config.max_grad_norm is not None:
                 self._scale(params, self._config.max_grad_norm)
@@ -147,9 +146,12 @@ class SingleRank:
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params
-        if self._nonfinite.skips(lambda: self._measured(params)):
+        if self._skips_step(params):
             return self._norm(params)
         return self._scale(params, limit)
+
+    def _skips_step(self, params: Sequence[Tensor]) -> bool:
+        return skips_step(self._config.checks, partial(self._measured, params), partial(_describe, self._wrapped))
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
+from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict, forward_of_ddp
-from .interface import Parts, ReductionReport
+from .interface import ReductionParts, ReductionReport
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -32,9 +33,9 @@ _NOT_REGISTERED = (
 
 
 class DDPHookReduction(OverlappedReduction):
-    """See the module. A round is one backward that DDP synchronizes."""
+    """Gradients that leave for their shards when DDP hands them to its hook. A round is a backward that DDP syncs."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._index: dict[int, int] = {}
         self._called = False
@@ -44,12 +45,13 @@ class DDPHookReduction(OverlappedReduction):
         self._known: set[int] = set()
         self._alone: set[int] = set()
 
-    def _listen(self, index: int, param: Tensor) -> None:
-        """See :class:`OverlappedReduction`; what arrives only shows whether its backward ends."""
-        self._index[id(param)] = index
-        super()._listen(index, param)
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            self._index.update(zip((id(flat.param) for flat in bucket.params), bucket.layout.params, strict=True))
+        super().watch(buckets)
 
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
+        """Note a backward, which may end in an exception."""
         with self._lock:
             self._passes.begins()
 
@@ -59,40 +61,36 @@ class DDPHookReduction(OverlappedReduction):
         Raises:
             ConfigConflict: DDP has a parameter that this optimizer has not, and would not be reduced.
         """
-        with self._lock:
-            self._take_gradients(params, buffer, first=first, last=last)
-
-    def _take_gradients(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         self._called = True
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
-        if first:
-            self._open_round()
-        for param in params:
-            index = self._index.get(id(param))
-            if index is None:
-                raise ConfigConflict(
-                    f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that is not in the "
-                    "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
-                    "optimizer all parameters that DDP trains"
-                )
-            self._take_from(index, param, buffer)
+        with self._lock:
+            if first:
+                self._open_round()
+            for param in params:
+                self._take_from(param, buffer)
         if last:
             # DDP's own callback, which copies buckets to p.grad, is queued after the last bucket's hook.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(engine.queue_callback, self._end_backward))
 
-    def _take_from(self, index: int, param: Tensor, buffer: Tensor) -> None:
+    def _take_from(self, param: Tensor, buffer: Tensor) -> None:
+        index = self._index.get(id(param))
+        if index is None:
+            raise ConfigConflict(
+                f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that is not in the "
+                "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
+                "optimizer all parameters that DDP trains"
+            )
         consumed, grad = self._consumed[index], param.grad
+        value: Tensor | None = None
         self._handed[index] = param
         self._known.add(index)
         if index in self._lent:
             value = consumed.take_pending()
-        elif grad is None or grad is consumed:
-            value = None
-        else:
+        elif grad is not None and grad is not consumed:
             value = self._fresh(index, grad)
-            if value is not None and value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
         if grad is consumed:
             param.grad = None  # DDP is about to write to it
@@ -101,7 +99,7 @@ class DDPHookReduction(OverlappedReduction):
             self._deliver(index, value)
 
     def _is_dropped(self, index: int) -> bool:
-        """See :class:`OverlappedReduction`; during a backward, DDP keeps gradients of its own there."""
+        """Return whether ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
         return self._parts.partition.flats[index].param.grad is None
 
     def lends(self, param: int, target: Tensor) -> bool:
@@ -127,7 +125,7 @@ class DDPHookReduction(OverlappedReduction):
         self._moved.clear()
 
     def _end_backward(self) -> None:
-        """DDP has written to ``p.grad``: make it say again who holds the gradient."""
+        """Make ``p.grad``, to which DDP has written, say again who holds the gradient."""
         for index, param in self._handed.items():
             param.grad = self._consumed[index] if index in self._shown else None
         self._forget_handed()

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from ..comm.agreement import StepAgreement
 from ..errors import StepDesync
 from ..sharding.buckets import GradBucket
-from .interface import Parts
+from .interface import ReductionParts
 
 Launch = Callable[[], Future[bool]]
 
@@ -33,7 +33,7 @@ class RoundMatching:
         abandoned: rounds launched since the ranks last agreed, which ``zero_grad()`` has voided.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         self._parts = parts
         self.abandoned = 0
         self._launched = 0
@@ -103,6 +103,6 @@ class RoundMatching:
             self._usual_resets = self._parts.count.epoch - self._agreed_epoch
             self._agreed_epoch = self._parts.count.epoch
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Note that a step has been taken, which begins to count ``zero_grad()`` calls anew."""
         self._agreed_epoch, self._settled = 0, False

@@ -11,7 +11,7 @@ from ..comm.groups import Group
 from ..errors import UnsupportedParam
 from ..layout import mask_of
 from ..sharding.partition import Partition
-from .interface import GradShard, Parts
+from .interface import GradShard, ReductionParts
 
 
 def _sparse_grads(partition: Partition) -> dict[int, Tensor]:
@@ -33,7 +33,7 @@ def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
 class SparseGrads:
     """Reduces the sparse gradients of whole-parameter partitions."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         self._parts = parts
         self._reduced: dict[int, Tensor] = {}
 

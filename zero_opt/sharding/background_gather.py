@@ -1,4 +1,4 @@
-"""Bring updated parameters in the background, and let each module's forward wait for its own."""
+"""A gather in the background, and module hooks that let each forward wait for its parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from .buckets import GradBucket
 from .gather import ParamGather
-from .late_params import announce
 from .partition import Partition
+
+_gathers: weakref.WeakSet[BackgroundGather] = weakref.WeakSet()
+
+
+def finish_gathers(params: Collection[torch.Tensor]) -> None:
+    """Return when no gather of any optimizer will write to these. Collective, among the ranks that update them."""
+    for gather in list(_gathers):
+        if gather.holds(params):
+            gather.flush()
 
 
 class PendingResults(Protocol):
-    """What a step has made and has yet to be copied into the parameters; of a placement."""
+    """The results of a step that have yet to be copied into the parameters; of a placement."""
 
     def bring(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
@@ -62,20 +70,23 @@ class BackgroundGather(ParamGather):
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook_modules()
-        announce(self)
+        _gathers.add(self)
 
     def _hook_modules(self) -> None:
-        """Let all modules wait that there are by now."""
+        """Hook the modules that the model has by now."""
         me, present = weakref.ref(self), {id(module): module for module in self._model.modules()}
         self._called.intersection_update(present)
         self._present = present  # those of before have lived until here, so that an id has meant one module
         fresh = [m for m in present.values() if m not in self._hooked and not _is_compiled_form(m)]
+        wait = _Hook(me, lambda gather, module: gather.called(module))
+        read = _Hook(me, lambda gather, _: gather.require_whole())
+        write = _Hook(me, lambda gather, _: gather.flush())
         for module in fresh:
             self._hooked.add(module)
             # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
-            self._handles.append(module.register_forward_pre_hook(_Waiter(me), prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(_Reader(me)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(write))  # type: ignore[no-untyped-call]
         if fresh:
             _forget_compiled()
 
@@ -94,7 +105,8 @@ class BackgroundGather(ParamGather):
     def end(self) -> Sequence[int]:
         """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
         if self._last is not None:
-            self._failures = self._thread_of(self._last).submit(_failures, self._last, self._step)
+            last, step = self._last, self._step
+            self._failures = self._thread_of(last).submit(lambda: last.failures(step)())
         return ()
 
     def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
@@ -120,7 +132,7 @@ class BackgroundGather(ParamGather):
                 "a part of that step on all ranks: load a checkpoint, or step again"
             )
 
-    def made_up_for(self) -> None:
+    def forget_failure(self) -> None:
         self._failures = None
 
     def watch(self) -> None:
@@ -154,10 +166,9 @@ class BackgroundGather(ParamGather):
         for index in self._needs.get(id(module), ()):
             self._arrive(index)
 
-    def bring(self, params: Collection[torch.Tensor]) -> None:
-        held = {flat.param for flat in self._partition.flats.values()}
-        if any(param in held for param in params):
-            self.flush()
+    def holds(self, params: Collection[torch.Tensor]) -> bool:
+        """Return whether any of these parameters is gathered here."""
+        return not {flat.param for flat in self._partition.flats.values()}.isdisjoint(params)
 
     def _arrive(self, index: int) -> None:
         arriving = self._arriving.get(index)
@@ -196,48 +207,22 @@ class BackgroundGather(ParamGather):
 
 
 class _Hook:
-    """Called with a module, before something; that of a copy of a module, or of one that was saved, does nothing."""
+    """A hook of a module that calls ``act(gather, module)``. That of a copied or saved module does nothing."""
 
-    def __init__(self, gather: weakref.ReferenceType[BackgroundGather] | None = None) -> None:
-        self._gather = gather
+    def __init__(
+        self,
+        gather: weakref.ReferenceType[BackgroundGather] | None = None,
+        act: Callable[[BackgroundGather, nn.Module], None] | None = None,
+    ) -> None:
+        self._gather, self._act = gather, act
 
-    def _target(self) -> BackgroundGather | None:
-        return None if self._gather is None else self._gather()
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        gather = None if self._gather is None else self._gather()
+        if gather is not None and self._act is not None:
+            self._act(gather, module)
 
     def __reduce__(self) -> Any:
-        return type(self), ()
-
-
-class _Waiter(_Hook):
-    """Before forward."""
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.called(module)
-
-
-class _Flusher(_Hook):
-    """Waits for all parameters, before the model's state is written."""
-
-    def __call__(self, *_: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.flush()
-
-
-class _Reader(_Hook):
-    """Waits for all parameters, and refuses those of a failed step, before the model's state is read."""
-
-    def __call__(self, *_: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.require_whole()
-
-
-def _failures(exchange: Exchange, step: int) -> Sequence[int]:
-    """Return the ranks on which a step failed, once its gathers have ended."""
-    return exchange.failures(step)()
+        return _Hook, ()
 
 
 def _forget_compiled() -> None:

@@ -217,9 +217,7 @@ class GradBucket:
         """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
         views, shard = [], self._claim(keep=True)
         for position, piece in self._own:
-            run = shard[slice(*piece.in_shard)]
-            flat = self.params[position]
-            views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
+            views.append(self.params[position].shaped_if_whole(shard[slice(*piece.in_shard)]))
         return views
 
     def reserve_staging(self, pool: StagingPool) -> None:

@@ -130,14 +130,16 @@ class FlatParam:
         """A 1-D run of numel elements in storage order, seen in the parameter's shape."""
         return run.as_strided(self.param.shape, self.strides, run.storage_offset())
 
+    def shaped_if_whole(self, run: Tensor) -> Tensor:
+        """A slice's elements in storage order: in the parameter's shape where the slice is whole, else 1-D as given."""
+        return self.shaped(run) if run.numel() == self.param.numel() else run
+
     def part(self, span: Span) -> Tensor:
         """The tensor an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.
 
         The result aliases the parameter (or its mirror); it is a leaf that needs no gradient.
         """
-        if span.numel == self.param.numel():
-            return self.shaped(self.flat)
-        return self.flat[span.start : span.stop]
+        return self.shaped_if_whole(self.flat[span.start : span.stop])
 
     def flatten(self, value: Tensor) -> Tensor:
         """``value``, of the parameter's shape and any strides, as a 1-D run in storage order; a view where possible."""

@@ -72,7 +72,7 @@ class ParamGather:
         """Return the ranks on which the last step failed, if :meth:`end` could not return them. Waits for them."""
         return ()
 
-    def made_up_for(self) -> None:
+    def forget_failure(self) -> None:
         """Forget a failed step: its missing part has arrived since, or a state was loaded."""
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
         torch.autograd.graph.increment_version([flat.param for flat in bucket.params if not flat.param.is_inference()])
 
 
-def spread(buckets: Iterable[GradBucket], group: Group) -> None:
+def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
     """Bring every rank's shard of the parameters to all, one broadcast each, apart from all exchanges. Collective.
 
     For when the ranks may not be at the same point of their exchanges.
