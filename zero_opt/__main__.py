@@ -6,7 +6,8 @@ import argparse
 import ast
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,12 @@ from .tools import doctor
 from .tools.estimate import estimate
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
-_OFFLOADS = ("none", "cpu", "worker", "nvme")
+_OFFLOADS: dict[str, Callable[..., Offload]] = {
+    "none": lambda: None,
+    "cpu": CPUOffload,
+    "worker": WorkerOffload,
+    "nvme": partial(NVMeOffload, "."),  # the estimate makes nothing there
+}
 _NATIVE = ("CPUAdam", "CPUAdamW")
 # Fields of offloads, and whose they are.
 _FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme", "delay": "worker", "speculate": "worker"}
@@ -109,12 +115,7 @@ def _offload(given: argparse.Namespace) -> Offload:
     for name, offload in own.items():
         if offload != given.offload:
             raise ConfigConflict(f"--{name.replace('_', '-')} is of --offload {offload}, not of {given.offload}")
-    fields = {name: getattr(given, name) for name in own}
-    if given.offload == "cpu":
-        return CPUOffload(**fields)
-    if given.offload == "nvme":
-        return NVMeOffload(".", **fields)  # nothing is made there
-    return WorkerOffload(**fields) if given.offload == "worker" else None
+    return _OFFLOADS[given.offload](**{name: getattr(given, name) for name in own})
 
 
 def _print_estimate(given: argparse.Namespace) -> None:

@@ -176,7 +176,7 @@ def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[in
     return sorted(closed, key=lambda chunk: -chunk[-1])
 
 
-def _bucket(
+def _bucket_layout(
     index: int, chunk: Sequence[int], specs: Mapping[int, ParamSpec], bounds: Sequence[int] | None, world_size: int
 ) -> BucketLayout:
     offsets, end = [], 0
@@ -203,7 +203,7 @@ def plan_flat(
         bucket_bytes: a bucket is closed before it would exceed this; a larger parameter is alone in its bucket.
     """
     chunks = _chunks(specs, bucket_bytes)
-    return [_bucket(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
+    return [_bucket_layout(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
 
 
 def assign_owners(numels: Mapping[int, int], loads: Iterable[int]) -> dict[int, int]:
@@ -244,5 +244,5 @@ def plan_whole_params(
         for param, end in zip(ordered, accumulate(footprint(specs[p].numel) for p in ordered)):
             ends[owners[param]] = end
         bounds = OwnerBounds(world_size, tuple(ends), tuple(ends.values()))
-        buckets.append(_bucket(first_index + i, ordered, specs, bounds, world_size))
+        buckets.append(_bucket_layout(first_index + i, ordered, specs, bounds, world_size))
     return buckets

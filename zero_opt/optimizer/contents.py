@@ -172,14 +172,14 @@ class EditDigest:
         self._digest = 0
 
     def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int]) -> int:
-        """The same on every rank, in every process, if the values are."""
+        """Return the digest, which is the same on every rank and in every process if the values are."""
         values = [
-            (key, _comparable(value))
-            for group in groups
+            (number, key, _comparable(value))
+            for number, group in enumerate(groups)
             for key, value in hypers_of(group).items()
             if not (isinstance(value, Tensor) and not value.is_cpu)
         ]
-        values += [("dropped", index) for index in dropped]
+        values += [(index, "dropped", None) for index in dropped]
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()
             self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

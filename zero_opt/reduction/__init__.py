@@ -24,7 +24,7 @@ __all__ = [
     "check_policy",
 ]
 
-_REDUCTIONS: dict[type[Policy], type[GradReduction]] = {
+_REDUCTION_OF: dict[type[Policy], type[GradReduction]] = {
     Overlapped: OverlappedReduction,
     AtStep: AtStepReduction,
     AlreadyReduced: AlreadyReducedGrads,
@@ -34,7 +34,7 @@ _REDUCTIONS: dict[type[Policy], type[GradReduction]] = {
 
 def check_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is an instance of a reduction policy."""
-    if not isinstance(policy, tuple(_REDUCTIONS)):
+    if not isinstance(policy, tuple(_REDUCTION_OF)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigTypeError(
             f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {quoted(policy)}{called}"
@@ -43,5 +43,5 @@ def check_policy(policy: object) -> None:
 
 def build_reduction(policy: Policy, parts: ReductionParts) -> GradReduction:
     """Make the reduction that a policy asks for."""
-    made = next(made for kind, made in _REDUCTIONS.items() if isinstance(policy, kind))
+    made = next(made for kind, made in _REDUCTION_OF.items() if isinstance(policy, kind))
     return made(parts)

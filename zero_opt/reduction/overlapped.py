@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
-from ..sharding.buckets import BucketState, Fill, GradBucket
+from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
@@ -144,7 +144,7 @@ class OverlappedReduction(GradReduction):
     def _deliver(self, index: int, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
         bucket, position = self._parts.partition.places[index]
-        if self._fills[bucket].state is not BucketState.FILLING:
+        if self._fills[bucket].launched:
             self._open_round()
         self._in_round.add(index)
         self._delivered.add(index)
@@ -430,7 +430,7 @@ class OverlappedReduction(GradReduction):
     def zero_consumed(self, param: int) -> None:
         bucket, position = self._parts.partition.places[param]
         fill = self._fills.get(bucket)
-        if fill is not None and fill.state is BucketState.FILLING:
+        if fill is not None and not fill.launched:
             fill.grads[position] = None
         self._restart([param])
 

@@ -8,7 +8,6 @@ that completes the bucket enqueues the staging copy, see [Note: producer streams
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -26,17 +25,11 @@ from .flat_param import FlatParam
 _ODD_GRADS, _MEAN = 2, 6
 
 
-class BucketState(Enum):
-    """Life of one round of a bucket."""
-
-    FILLING = auto()  # gradients are arriving
-    REDUCING = auto()  # handed to the exchange, in the agreed order; no gradient is taken any more
-
-
 class Fill:
     """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
 
     Attributes:
+        launched: handed to the exchange, in the order that all ranks share; takes no gradient any more.
         staged: the gradients as one tensor, once launched on an accelerator. ready: the events of that copy.
     """
 
@@ -44,7 +37,7 @@ class Fill:
         self.producers = Producers(streams)
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum(flat.param.requires_grad for flat in params)
-        self.state = BucketState.FILLING
+        self.launched = False
         self.staged: Tensor | None = None
         self.ready: list[Any] = []
 
@@ -61,22 +54,26 @@ class Fill:
 
 
 class ShardReader(Protocol):
-    """Who reads shards as soon as they are reduced. Called on the thread that writes the shard; must not wait there."""
+    """A reader of shards as soon as they are reduced.
 
-    def reduced(self, bucket: GradBucket) -> None:
-        """The shard holds the mean of a round."""
+    Per round the bucket calls :meth:`rewrites`, :meth:`sums` and :meth:`reduced`, on the thread that writes the shard,
+    where none of them may wait. The others are called on the main thread, with no round under way.
+    """
 
     def rewrites(self, bucket: GradBucket) -> None:
-        """The shard is about to be written to: what was read of it is void."""
-
-    def scales(self, bucket: GradBucket, factor: float) -> None:
-        """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
+        """Forget what was read of the shard, which is about to be written to."""
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
         """Where the round that is about to be written adds up squares as it goes: per slice, or nowhere."""
 
+    def reduced(self, bucket: GradBucket) -> None:
+        """Read the shard, which holds the mean of a round."""
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        """Note that the shard is about to be multiplied; may wait until it has been read."""
+
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        """Per slice, sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
+        """Return per slice the sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
 
 
 class GradBucket:
@@ -86,7 +83,7 @@ class GradBucket:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
-        reader: who is told of what becomes of the shard.
+        reader: hears what becomes of the shard.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
@@ -137,19 +134,16 @@ class GradBucket:
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
 
     def leave(self) -> None:
-        """Let go of the shard's memory on an accelerator, and of its values, until :meth:`come_back`.
-
-        Views of it stay what they are.
-        """
+        """Free the shard's memory on an accelerator, with its values, until :meth:`come_back`. Views stay views."""
         for shard in self._shards[self._lodged :]:
             if not shard.is_cpu:
                 self._away.append(shard)
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Take memory again, zeros.
+        """Take memory for the shard again, filled with zeros.
 
-        The memory is the side stream's, as it was: collectives may write to it when it leaves once more.
+        The side stream allocates the memory, as before: collectives may write to it when the shard leaves once more.
         """
         with torch.no_grad(), self.streams.side([], []):
             while self._away:
@@ -164,9 +158,9 @@ class GradBucket:
         return self._shards[self._lodged :]
 
     def lodge(self, shards: Sequence[Tensor]) -> None:
-        """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
+        """Keep the shard in one of these tensors, the first for now; another one serves while that is lent.
 
-        Called again, with tensors over the same memory, it stays where it is.
+        A later call, with tensors over the same memory, leaves the shard where it is.
         """
         self._shards[: self._lodged] = shards
         self._lodged = len(shards)
@@ -177,21 +171,21 @@ class GradBucket:
         return self._shards[self._at if self._at < self._lodged else 0]
 
     def lend(self) -> None:
-        """:attr:`lodging` is the shard, and is read until :meth:`reclaim`; whoever writes takes other memory."""
+        """Let a worker read :attr:`lodging`, which has the shard, until :meth:`reclaim`; writers take other memory."""
         self._at, self._lent = (self._at if self._at < self._lodged else 0), True
 
     def reclaim(self) -> None:
-        """Nobody reads what was lent any more."""
+        """End :meth:`lend`: the worker does not read the shard any more."""
         self._lent = False
 
     def writable(self, *, keep: bool) -> Tensor:
-        """The shard to write to; ``keep`` its values, else they are undefined."""
+        """Return the shard, to be written to; its values are undefined unless ``keep``."""
         if self.reader is not None:
             self.reader.rewrites(self)
         return self._claim(keep=keep)
 
     def _claim(self, *, keep: bool) -> Tensor:
-        """The shard in memory that nobody was lent."""
+        """Move the shard out of memory that is lent, and return it."""
         before = self.shard
         if self._lent:
             if len(self._shards) == 1:
@@ -214,14 +208,14 @@ class GradBucket:
         return [None] * len(self.slices) if self.reader is None else self.reader.squares(self)
 
     def slice_grads(self) -> list[Tensor]:
-        """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
+        """Return the shard as this rank's slices, to be read and written: see :meth:`FlatParam.shaped_if_whole`."""
         views, shard = [], self._claim(keep=True)
         for position, piece in self._own:
             views.append(self.params[position].shaped_if_whole(shard[slice(*piece.in_shard)]))
         return views
 
     def reserve_staging(self, pool: StagingPool) -> None:
-        """Announce the buffers that gradients and parameters of this bucket will pass through."""
+        """Reserve room in the buffers that gradients and parameters of this bucket will pass through."""
         for dtype in (self.dtype, self.params[0].param.dtype):
             pool.reserve(self.layout.numel, dtype, self.device)
 
@@ -288,7 +282,7 @@ class GradBucket:
 
         Called on the thread that completes the bucket. Waits for nothing.
         """
-        fill.state = BucketState.REDUCING
+        fill.launched = True
         if not has_streams(self.device):
             return
         producers = fill.producers.events()
