@@ -51,7 +51,7 @@ class DDPHookReduction(OverlappedReduction):
         super().watch(buckets)
 
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
-        """Note a backward, which may end in an exception."""
+        """Note the backward, which may end in an exception."""
         with self._lock:
             self._passes.begins()
 

@@ -1,4 +1,4 @@
-"""Does anybody else reduce the gradients that we are about to reduce?"""
+"""A search for a DistributedDataParallel that reduces the gradients which the optimizer is about to reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import GradientConflict
 
 
 def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
-    """The error if ``DistributedDataParallel`` all-reduces any of the gradients. Looks at every object there is."""
+    """Return the error if ``DistributedDataParallel`` all-reduces any of the gradients. Looks at all its instances."""
     held = {id(param) for param in params}
     if not held or not _ddp_over(held):
         return None
@@ -37,7 +37,7 @@ def _ddp_over(held: Collection[int]) -> bool:
 
 
 def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataParallel]:
-    """All there are, of subclasses too: an object refers to its class.
+    """Yield all instances, of subclasses too: an object refers to its class.
 
     Not by ``gc.get_objects``, which refers to tuples that other threads are still making: those threads fail then.
     """

@@ -409,7 +409,7 @@ class OverlappedReduction(GradReduction):
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
         self._spoiled = False
-        self._launch_zeros(self._matching.owed(self._order))
+        self._launch_zeros(self._matching.complete_round(self._order))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
         self._forget_dropped(self._parts.partition.flats)

@@ -40,14 +40,14 @@ class PendingResults(Protocol):
 class BackgroundGather(ParamGather):
     """A gather that goes on after :meth:`end` has returned: on ``thread``, in order with all other exchanges.
 
-    The copy of a bucket's results, where they lie elsewhere, runs there too, before the bucket's gather. As reductions
-    do as well, nothing that a backward makes can overtake one. On an accelerator, gathers run on the side stream.
-    :meth:`start` records an event before each; the stream that runs a forward waits for the event after it.
+    Where a bucket's results lie elsewhere, they are copied on ``thread`` too, before the bucket's gather. Reductions
+    run there as well, so no reduction of the next backward overtakes a gather. On an accelerator, gathers run on the
+    side stream. :meth:`start` records an event before each; the stream that runs a forward waits for the event after.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
-    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
-    While the whole model is in evaluation, which may call others, every module does.
+    The first forward shows which modules are called; until then the outermost module waits for everything. While the
+    whole model is in evaluation, which may call other modules, every module waits for everything.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BackgroundGather(ParamGather):
         """Hook the modules that the model has by now."""
         me, present = weakref.ref(self), {id(module): module for module in self._model.modules()}
         self._called.intersection_update(present)
-        self._present = present  # those of before have lived until here, so that an id has meant one module
+        self._present = present  # modules of before have lived until here, so that an id has meant one module
         fresh = [m for m in present.values() if m not in self._hooked and not _is_compiled_form(m)]
         wait = _Hook(me, lambda gather, module: gather.called(module))
         read = _Hook(me, lambda gather, _: gather.require_whole())
@@ -97,13 +97,13 @@ class BackgroundGather(ParamGather):
         self._failures = None
 
     def start(self, bucket: GradBucket, *, failed: bool) -> None:
-        """See :class:`ParamGather`. Waits for nothing."""
+        """Hand the bucket to the thread. Waits for nothing."""
         self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
         thread, ident = self._thread_of(self._last), self._next_ident()
         self._arriving[bucket.layout.index] = thread.submit(self._gather_one, bucket, ident, stepped, failed)
 
     def end(self) -> Sequence[int]:
-        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
+        """Return no rank, since no rank knows of failures yet; :meth:`failed` waits until they do."""
         if self._last is not None:
             last, step = self._last, self._step
             self._failures = self._thread_of(last).submit(lambda: last.failures(step)())
@@ -113,7 +113,7 @@ class BackgroundGather(ParamGather):
         return self._thread if exchange.blocks else CallingThread()
 
     def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Any:
-        """Bring a bucket's results and the other ranks' shards, and return an event after that."""
+        """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.bring(bucket.layout.index)
             self._gather(bucket, ident, failed=failed)()
@@ -139,7 +139,7 @@ class BackgroundGather(ParamGather):
         self._plan_waits()
 
     def _plan_waits(self) -> None:
-        """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
+        """Find the buckets that each module's forward needs; see the class. Modules may have come or gone."""
         self._hook_modules()
         self._needs.clear()
         places = self._partition.places
@@ -157,7 +157,7 @@ class BackgroundGather(ParamGather):
         own(self._model)
 
     def called(self, module: nn.Module) -> None:
-        """A module's forward begins: wait for what it needs."""
+        """Wait for what a module needs, whose forward begins."""
         self._called.add(id(module))
         if not self._model.training:
             self.flush()
@@ -186,7 +186,7 @@ class BackgroundGather(ParamGather):
         self._results.bring(index)
 
     def flush(self) -> None:
-        """See :class:`ParamGather`. What is on this rank arrives, whatever becomes of the other ranks' parts."""
+        """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts."""
         try:
             for index in [*self._arriving, *self._arrived]:
                 self._arrive(index)
@@ -226,7 +226,7 @@ class _Hook:
 
 
 def _forget_compiled() -> None:
-    """Have ``torch.compile`` look for hooks: what it made of a model before would not wait for parameters."""
+    """Have ``torch.compile`` look for hooks: what it has made of a model would not wait for parameters."""
     torch.compiler.reset()
     config: Any = torch._dynamo.config
     if hasattr(config, "skip_nnmodule_hook_guards"):
@@ -263,5 +263,5 @@ def build_gather(
 
 
 def _is_compiled_form(module: nn.Module) -> bool:
-    """Return whether it is what ``torch.compile`` makes of a module; that module's own forward is called, and waits."""
+    """Return whether ``torch.compile`` has made this of a module, whose own forward is called, and waits."""
     return "_orig_mod" in module._modules

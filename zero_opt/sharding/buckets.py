@@ -99,7 +99,7 @@ class GradBucket:
         accumulate_dtype: torch.dtype | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.layout, self.params, self._rank = layout, params, rank
+        self.layout, self.params = layout, params
         self.slices = layout.slices(rank)
         position_of = {index: position for position, index in enumerate(layout.params)}
         self._own = [(position_of[piece.param], piece) for piece in self.slices]

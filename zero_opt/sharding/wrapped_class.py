@@ -1,4 +1,4 @@
-"""What is known of the wrapped optimizer class."""
+"""Facts about the wrapped optimizer class."""
 
 from __future__ import annotations
 
