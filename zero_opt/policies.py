@@ -197,7 +197,7 @@ class Selective:
         _check_integer("Selective", "warmup_steps", self.warmup_steps, 0)
 
 
-def _check_selective(owner: str, value: object) -> None:
+def _check_selective_field(owner: str, value: object) -> None:
     if value is not None and not isinstance(value, Selective):
         called = f"; write {value.__name__}()" if isinstance(value, type) else ""
         raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {quoted(value)}{called}")
@@ -233,7 +233,7 @@ class WorkerOffload:
     speculate: bool = False
 
     def __post_init__(self) -> None:
-        _check_selective("WorkerOffload", self.selective)
+        _check_selective_field("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
         _check_integer("WorkerOffload", "delay", self.delay, 0, most=1)
@@ -290,7 +290,7 @@ class NVMeOffload:
     selective: Selective | None = None
 
     def __post_init__(self) -> None:
-        _check_selective("NVMeOffload", self.selective)
+        _check_selective_field("NVMeOffload", self.selective)
         if not isinstance(self.path, (str, os.PathLike)):
             raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
         if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
@@ -326,7 +326,7 @@ class CPUOffload:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        _check_selective("CPUOffload", self.selective)
+        _check_selective_field("CPUOffload", self.selective)
         _check_flag("CPUOffload", "pin_memory", self.pin_memory)
         _check_positive("CPUOffload", "ratio", self.ratio)
         if self.ratio > 1:

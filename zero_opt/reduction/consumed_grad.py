@@ -130,8 +130,7 @@ _WANTED = {
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
-    found = next((a for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), None)
-    label = "a parameter" if found is None else found.label
+    label = next((a.label for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), "a parameter")
     namespace, name, *_ = (*str(func).split("."), "")
     first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
     if func in (aten.copy_.default, aten.mul.out) and torch._C._current_graph_task_id() != -1:  # as DDP's buckets do

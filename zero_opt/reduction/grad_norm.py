@@ -118,7 +118,7 @@ class Measured(NamedTuple):
     nonfinite: tuple[int, int] | None
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+    def from_rows(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
         """Combine (rank, sum of squares, first non-finite parameter or -1) of ranks, in one order everywhere."""
         total = sum(square for _, square, _ in rows)
         norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu")
@@ -142,7 +142,7 @@ def measure(
         known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
     """
     rows = look(grads, params, group, known)
-    return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
+    return Measured.from_rows([(rank, *row) for rank, row in enumerate(rows)])
 
 
 def look(

@@ -254,8 +254,8 @@ class OverlappedReduction(GradReduction):
         try:
             self._require_synced()
             self._take_plain()
-        except ZeroOptError as found:
-            error = error or found
+        except ZeroOptError as own:
+            error = error or own
         if not self._fills and self._void is not None and not self._void.done():
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()

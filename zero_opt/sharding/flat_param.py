@@ -62,7 +62,7 @@ class FlatParam:
         check_memory(param, label)
         self._planned = self._identity()
         self._counter = _VersionCounter()
-        self.follow()
+        self.remake_views()
 
     def _identity(self) -> tuple[Any, ...]:
         """Return what the plan, and gradients and state on their way, depend on."""
@@ -73,7 +73,7 @@ class FlatParam:
         param = self.param
         return param.data_ptr(), param.shape, param.stride(), param.dtype, param.device
 
-    def follow(self) -> None:
+    def remake_views(self) -> None:
         """Make the views anew, of the parameter's data as it is now."""
         param = self.param
         self._where = self._place()
@@ -96,7 +96,7 @@ class FlatParam:
         return ParamSpec(param.numel(), param.element_size(), group, str(param.dtype), str(param.device))
 
     def moved(self) -> bool:
-        """Whether ``param.data`` was re-pointed, so that :meth:`follow` is called for.
+        """Whether ``param.data`` was re-pointed, so that :meth:`remake_views` is called for.
 
         Raises:
             UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or

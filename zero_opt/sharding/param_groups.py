@@ -98,8 +98,7 @@ class PlannedGroups:
             _edit(f'"params" of param group {number}', group.get("params"), planned)
             for number, (group, planned) in enumerate(zip(groups, self._planned, strict=True))
         ]
-        found = [edit for edit in edits if edit is not None]
-        return min(found, key=lambda edit: edit.fits) if found else None
+        return min((edit for edit in edits if edit is not None), key=lambda edit: edit.fits, default=None)
 
     def require(self) -> None:
         """Raise ParamsReplaced unless the groups hold the planned parameters."""
@@ -166,14 +165,14 @@ def _failed(error: Exception) -> Iterator[Any]:
 
 def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
     """Return the parameters in what :func:`run_once` returns, in their order; none if iterating over that raises."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, Mapping):
             params = entry["params"]
-            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+            tensors += [params] if isinstance(params, Tensor) else tensors_of(params)
         else:
-            found.append(entry[1] if isinstance(entry, tuple) else entry)
-    return found
+            tensors.append(entry[1] if isinstance(entry, tuple) else entry)
+    return tensors
 
 
 def normalized(params: Iterable[Any]) -> list[Any]:

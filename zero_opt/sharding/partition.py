@@ -116,7 +116,7 @@ class Partition:
         """
         moved = [index for index, flat in self.flats.items() if flat.moved()]
         for index in moved:
-            self.flats[index].follow()
+            self.flats[index].remake_views()
         self._moved.update(moved)
         return moved
 

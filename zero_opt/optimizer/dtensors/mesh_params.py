@@ -82,7 +82,7 @@ class MeshParams:
                 for param, grad in zip(params, grads, strict=True)
             ]
             rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
-        return Measured.of(rows)
+        return Measured.from_rows(rows)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
