@@ -18,7 +18,7 @@ from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, ZeroOptError
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
 from ..sharding.gather import broadcast_shards
-from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, tensors_of
+from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
 from ..state.state_dict import StateDict, pack_groups
 from ..state.visible_state import Owner
@@ -136,7 +136,7 @@ class BetweenSteps:
                 self._parked.require_here()
                 with adopt_errors():
                     taken = normalized_group(group, known)
-                    self._admit(tensors_of([taken]))
+                    self._admit(params_of([taken]))
                     torch.optim.Optimizer.add_param_group(user, taken)
                     template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
                 config.check_params(user.param_groups, self._describe)

@@ -12,8 +12,7 @@ from ..placement import Policy as Offload
 from ..placement import check_params, home_of
 from ..placement import check_policy as check_offload
 from ..policies import Checks, MixedPrecision
-from ..reduction import Policy
-from ..reduction import check_policy as check_reduction
+from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
 from ..sharding.buckets import GradBucket
@@ -31,7 +30,7 @@ class Config:
 
     optimizer_class: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
-    reduction: Policy
+    reduction: ReductionPolicy
     offload: Offload
     precision: MixedPrecision
     max_grad_norm: float | None
@@ -43,7 +42,7 @@ class Config:
         Raises:
             ConfigError, ConfigTypeError, UnsupportedOptimizer: what is wrong.
         """
-        check_reduction(self.reduction)
+        check_reduction_policy(self.reduction)
         check_offload(self.offload)
         check_type("precision", self.precision, MixedPrecision)
         check_type("checks", self.checks, Checks)

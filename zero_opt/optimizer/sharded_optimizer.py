@@ -15,9 +15,9 @@ from ..comm.groups import Group, agreed_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
 from ..placement import Policy as Offload
 from ..policies import Checks, MixedPrecision, Overlapped
-from ..reduction import Policy
+from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import following, hypers_of, normalized, param_name, run_once, tensors_of
+from ..sharding.param_groups import following, hypers_of, normalized, param_name, params_of, run_once
 from ..state.state_dict import StateDict
 from .between_steps import SteppedTogether
 from .config import Config
@@ -76,7 +76,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         optimizer_class: type[torch.optim.Optimizer],
         process_group: Any = None,
         *,
-        reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+        reduction: ReductionPolicy = Overlapped(),  # noqa: B008  (frozen)
         offload: Offload = None,
         precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
         max_grad_norm: float | None = None,
@@ -86,7 +86,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         params = run_once(params)
         self._process_group, self._parked, self._closed = process_group, Parked(), False
         Joinable.__init__(self)
-        parent = None if any(map(is_dtensor, tensors_of(params))) else agreed_group(process_group)
+        parent = None if any(map(is_dtensor, params_of(params))) else agreed_group(process_group)
         alone = parent is None or parent.size() == 1
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)

@@ -18,7 +18,7 @@ from ..errors import ConfigConflict, UnsupportedOptimizer
 from ..policies import Checks
 from ..reduction.grad_norm import Measured, check_max_norm, measure
 from ..reduction.nonfinite import skips_step
-from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
+from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, copied
 from .config import Config
@@ -107,7 +107,7 @@ class SingleRank:
         wrapped = self._current()
         with adopt_errors():
             taken = normalized_group(group, len(wrapped.param_groups))
-            self._admit(tensors_of([taken]))
+            self._admit(params_of([taken]))
             wrapped.add_param_group(taken)
 
     def _admit(self, params: Sequence[Tensor]) -> None:

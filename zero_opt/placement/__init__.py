@@ -12,7 +12,7 @@ from ..comm.groups import Group
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..kernels.adam_state import HALVES
 from ..policies import AlreadyReduced, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
-from ..reduction import Policy as Reduction
+from ..reduction import ReductionPolicy as Reduction
 from ..sharding.wrapped_class import steps_params_apart
 from ..system.devices import HOST, is_host
 from ..system.extension import require_native

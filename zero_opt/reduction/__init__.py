@@ -10,21 +10,21 @@ from .ddp_buckets import DDPHookReduction
 from .interface import GradReduction, GradShard, ReductionParts, ReductionReport, StepCount
 from .overlapped import OverlappedReduction
 
-Policy = Overlapped | AtStep | AlreadyReduced | DDPHook
+ReductionPolicy = Overlapped | AtStep | AlreadyReduced | DDPHook
 
 __all__ = [
     "DDPHookReduction",
     "GradReduction",
     "GradShard",
-    "Policy",
     "ReductionParts",
+    "ReductionPolicy",
     "ReductionReport",
     "StepCount",
     "build_reduction",
-    "check_policy",
+    "check_reduction_policy",
 ]
 
-_REDUCTION_OF: dict[type[Policy], type[GradReduction]] = {
+_REDUCTION_OF: dict[type[ReductionPolicy], type[GradReduction]] = {
     Overlapped: OverlappedReduction,
     AtStep: AtStepReduction,
     AlreadyReduced: AlreadyReducedGrads,
@@ -32,7 +32,7 @@ _REDUCTION_OF: dict[type[Policy], type[GradReduction]] = {
 }
 
 
-def check_policy(policy: object) -> None:
+def check_reduction_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is an instance of a reduction policy."""
     if not isinstance(policy, tuple(_REDUCTION_OF)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
@@ -41,7 +41,7 @@ def check_policy(policy: object) -> None:
         )
 
 
-def build_reduction(policy: Policy, parts: ReductionParts) -> GradReduction:
+def build_reduction(policy: ReductionPolicy, parts: ReductionParts) -> GradReduction:
     """Make the reduction that a policy asks for."""
     made = next(made for kind, made in _REDUCTION_OF.items() if isinstance(policy, kind))
     return made(parts)

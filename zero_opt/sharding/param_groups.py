@@ -163,13 +163,13 @@ def _failed(error: Exception) -> Iterator[Any]:
     raise error
 
 
-def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
+def params_of(entries: Iterable[Any]) -> list[Tensor]:
     """Return the parameters in what :func:`run_once` returns, in their order; none if iterating over that raises."""
     tensors: list[Tensor] = []
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, Mapping):
             params = entry["params"]
-            tensors += [params] if isinstance(params, Tensor) else tensors_of(params)
+            tensors += [params] if isinstance(params, Tensor) else params_of(params)
         else:
             tensors.append(entry[1] if isinstance(entry, tuple) else entry)
     return tensors

@@ -27,7 +27,7 @@ from ..comm.single_rank_exchange import AloneExchange
 from ..errors import UnsupportedParam
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..policies import AlreadyReduced
-from ..reduction import Policy
+from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
 from ..sharding.partition import Geometry
@@ -142,7 +142,7 @@ class Rehearsal:
     """
 
     def __init__(
-        self, sketches: Mapping[int, Sketch], ranks: tuple[int, int], reduction: Policy, geometry: Geometry
+        self, sketches: Mapping[int, Sketch], ranks: tuple[int, int], reduction: ReductionPolicy, geometry: Geometry
     ) -> None:
         (self._world_size, self._ranks_per_host), self._sketches, self._reduction = ranks, sketches, reduction
         self._dtypes = (geometry.reduce_dtype, geometry.accumulate_dtype)

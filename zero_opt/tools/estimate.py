@@ -19,8 +19,8 @@ from ..optimizer.contents import adopt_errors, template_of
 from ..placement import Policy as Offload
 from ..placement import check_params, check_reduction
 from ..policies import Checks, MixedPrecision, Overlapped
-from ..reduction import Policy
-from ..sharding.param_groups import hypers_of, normalized, tensors_of
+from ..reduction import ReductionPolicy
+from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise
 from ..system.devices import HOST, is_meta
 from .dry_run import sketch_of
@@ -119,7 +119,7 @@ def estimate(
     world_size: int,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
-    reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+    reduction: ReductionPolicy = Overlapped(),  # noqa: B008  (frozen)
     offload: Offload = None,
     precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
     param_dtype: torch.dtype | None = None,
@@ -236,7 +236,7 @@ class _Home(NamedTuple):
             raise ConfigTypeError(f"the model must be a module, its parameters or their number, got {params!r}")
         entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
         listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
-        return [{**group, "params": list(map(self._as, tensors_of([group])))} for group in listed]
+        return [{**group, "params": list(map(self._as, params_of([group])))} for group in listed]
 
     def _as(self, param: Tensor) -> Tensor:
         if self.dtype in (None, param.dtype) or not param.is_floating_point() or param.layout is not torch.strided:

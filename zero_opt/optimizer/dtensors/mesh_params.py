@@ -20,7 +20,7 @@ from ...kernels import CPUAdam, CPUAdamW
 from ...policies import AlreadyReduced, DDPHook, WorkerOffload
 from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
-from ...sharding.param_groups import tensors_of
+from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
 from ...state.state_dict import copied
 from ...state.trial import is_known, state_after_a_step
@@ -180,7 +180,7 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
-    params = tensors_of(entries)
+    params = params_of(entries)
     mesh = MeshParams() if any(map(is_dtensor, params)) else None
     if mesh is not None:
         _check_policies(config, process_group)
