@@ -259,7 +259,7 @@ class WorkerOffload:
         object.__setattr__(self, "cores", tuple(cores))
 
     @property
-    def beside(self) -> bool:
+    def steps_in_background(self) -> bool:
         """Whether the worker steps while this process computes."""
         return self.delay == 1 or self.speculate
 

@@ -189,11 +189,11 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._worker.wait(sequence)
 
     def land(self) -> Iterator[int]:
-        self._results.bring_all()
+        self._results.bring_in_all()
         self._results.forget_overtaken()
         self._load_mirrors()
         landed = list(self._land())
-        self._results.bring_all()  # the next step is made where they are
+        self._results.bring_in_all()  # the next step is made where they are
         yield from landed
 
     def _land(self) -> Iterator[int]:

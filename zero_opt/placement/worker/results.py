@@ -64,13 +64,13 @@ class Results:
         return [bucket.layout.index for bucket in buckets]
 
     def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """A step has made these, and they stay as they are until :meth:`bring` or :meth:`bring_all`."""
+        """A step has made these, and they stay as they are until :meth:`bring_in` or :meth:`bring_in_all`."""
         writer.write(made)
 
-    def bring(self, bucket: int) -> None:
+    def bring_in(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
 
-    def bring_all(self) -> None:
+    def bring_in_all(self) -> None:
         """Return when all results have arrived."""
 
     def forget_overtaken(self) -> None:
@@ -114,7 +114,7 @@ class LateResults(Results):
         if len(late) < len(made):
             writer.write([found for found in made if not is_host(found.shard.bucket.device)])
 
-    def bring(self, bucket: int) -> None:
+    def bring_in(self, bucket: int) -> None:
         """See :class:`Results`; beside whoever computes."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
@@ -123,7 +123,7 @@ class LateResults(Results):
                     writer.write_beside(self._current([found]))
                     del self._left[bucket]
 
-    def bring_all(self) -> None:
+    def bring_in_all(self) -> None:
         """See :class:`Results`; nobody computes meanwhile."""
         if self._left:
             with uninterrupted(), self._lock:

@@ -223,7 +223,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
-        self._results.bring(index)  # of narrower parameters there is one place for results
+        self._results.bring_in(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))

@@ -412,7 +412,7 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
     late = LateResults(nn.Linear(1, 1))
     late.put([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
     assert written == [0]
-    late.bring_all()
+    late.bring_in_all()
     assert written == [0, 1]
-    late.bring_all()
+    late.bring_in_all()
     assert written == [0, 1]
