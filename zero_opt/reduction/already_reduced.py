@@ -32,7 +32,7 @@ class AlreadyReducedGrads(GradReduction):
         self._compared = False
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
-        return ReductionReport(0, error or sparse_refusal(self._parts.partition))
+        return ReductionReport(0, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """Return slices of ``p.grad``, as views where its strides are the parameter's."""
@@ -41,7 +41,7 @@ class AlreadyReducedGrads(GradReduction):
         self._copies.clear()
         sent = self._to_absentees(agreed) if agreed.absent else {}
         shards = []
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
             any_used = any(agreed.used >> index & 1 for index in bucket.layout.params)
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
@@ -55,7 +55,7 @@ class AlreadyReducedGrads(GradReduction):
                 index = (missing & -missing).bit_length() - 1
                 other = next(rank for rank, used in enumerate(agreed.used_by) if used >> index & 1)
                 raise GradientConflict(
-                    f"{self._parts.partition.flats[index].label} has a gradient on rank {other} but none on rank "
+                    f"{self._partition.flats[index].label} has a gradient on rank {other} but none on rank "
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
                 )
 
@@ -65,7 +65,7 @@ class AlreadyReducedGrads(GradReduction):
         Raises:
             GradientConflict: on every rank, if the elements differ.
         """
-        group, partition = self._parts.agreement.group, self._parts.partition
+        group, partition = self._parts.agreement.group, self._partition
         used = [flat for index, flat in partition.flats.items() if agreed.used >> index & 1]
         if self._compared or not used or group.world_size == 1:
             return
@@ -92,7 +92,7 @@ class AlreadyReducedGrads(GradReduction):
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
         """Send ranks that have run out of inputs their slices of the mean; returns those this rank receives."""
-        group, partition = self._parts.agreement.group, self._parts.partition
+        group, partition = self._parts.agreement.group, self._partition
         present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
         received, window = dict[int, Tensor](), Window()
         for bucket, rank in product(partition.buckets, agreed.absent):
@@ -113,7 +113,7 @@ class AlreadyReducedGrads(GradReduction):
         return {index: partition.flats[index].shaped_if_whole(run) for index, run in on_device.items()}
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
-        flat = self._parts.partition.flats[piece.param]
+        flat = self._partition.flats[piece.param]
         grad = flat.param.grad
         if grad is None:
             return None
@@ -127,7 +127,7 @@ class AlreadyReducedGrads(GradReduction):
 
     def scale(self, factor: Tensor) -> None:
         """Multiply ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        grads = (flat.param.grad for flat in self._parts.partition.flats.values())
+        grads = (flat.param.grad for flat in self._partition.flats.values())
         scale_([*(grad.detach() for grad in grads if grad is not None), *self._copies], factor)
 
     scale_in_step = scale

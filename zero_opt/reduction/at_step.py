@@ -70,7 +70,7 @@ class AtStepReduction(GradReduction):
             )
         error = error or self._conflict(params)
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
-        return ReductionReport(rounds, error or sparse_refusal(self._parts.partition))
+        return ReductionReport(rounds, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:
@@ -81,7 +81,7 @@ class AtStepReduction(GradReduction):
 
     def _conflict(self, params: Sequence[Tensor]) -> GradientConflict | None:
         """Look for another reducer where gradients come for the first time."""
-        if self._alone or self._parts.partition.world_size == 1:
+        if self._alone or self._partition.world_size == 1:
             return None
         with_grad = [param for param in params if param.grad is not None]
         conflict = ddp_conflict(with_grad)
@@ -91,8 +91,8 @@ class AtStepReduction(GradReduction):
     def _reduce(self, used: int, *, sparse: bool) -> None:
         parts = self._parts
         dense = used & ~(self._sparse.reduce() if sparse else 0)
-        sequence, self._sequence = self._sequence, self._sequence + len(parts.partition.buckets)
-        for position, bucket in enumerate(parts.partition.buckets):
+        sequence, self._sequence = self._sequence, self._sequence + len(self._partition.buckets)
+        for position, bucket in enumerate(self._partition.buckets):
             members = bucket.layout.params
             if not any(dense >> index & 1 for index in members):
                 continue
@@ -104,7 +104,7 @@ class AtStepReduction(GradReduction):
             bucket.launch(fill)
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
-        parts.partition.join()
+        self._partition.join()
         self._shards = self._sparse.merge(parts.shards(used)) if sparse else parts.shards(used)
 
     def scale(self, factor: Tensor) -> None:

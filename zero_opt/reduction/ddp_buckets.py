@@ -42,8 +42,7 @@ class DDPHookReduction(OverlappedReduction):
         self._lent: set[int] = set()
         self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
-        self._known: set[int] = set()
-        self._alone: set[int] = set()
+        self._examined: set[int] = set()  # reduced by no DDP on its own
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
@@ -85,7 +84,7 @@ class DDPHookReduction(OverlappedReduction):
         consumed, grad = self._consumed[index], param.grad
         value: Tensor | None = None
         self._handed[index] = param
-        self._known.add(index)
+        self._examined.add(index)
         if index in self._lent:
             value = consumed.take_pending()
         elif grad is not None and grad is not consumed:
@@ -100,7 +99,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _is_dropped(self, index: int) -> bool:
         """Return whether ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
-        return self._parts.partition.flats[index].param.grad is None
+        return self._partition.flats[index].param.grad is None
 
     def lends(self, param: int, target: Tensor) -> bool:
         if not self._called:
@@ -119,7 +118,7 @@ class DDPHookReduction(OverlappedReduction):
     def _put_back(self) -> None:
         """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
         for index, view in self._moved.items():
-            param = self._parts.partition.flats[index].param
+            param = self._partition.flats[index].param
             if param.grad is view:
                 param.grad = self._consumed[index]
         self._moved.clear()
@@ -136,23 +135,23 @@ class DDPHookReduction(OverlappedReduction):
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
         self._put_back()
-        flats = self._parts.partition.flats.values()
+        flats = self._partition.flats.values()
         if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
         return super().report(error or self._conflict(), absent=absent)
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""
-        flats = self._parts.partition.flats
-        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._known - self._alone
+        flats = self._partition.flats
+        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._examined
         conflict = ddp_conflict(flats[index].param for index in unseen)
-        self._alone |= unseen if conflict is None else set()
+        self._examined |= unseen if conflict is None else set()
         return conflict
 
     def reset(self) -> None:
         self._forget_handed()
         for index in self._moved:  # DDP's forward failed
-            self._parts.partition.flats[index].param.grad = None
+            self._partition.flats[index].param.grad = None
         self._moved.clear()
         super().reset()
 

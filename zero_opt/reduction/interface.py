@@ -134,7 +134,7 @@ class GradReduction(ABC):
     grad_scale = 1.0
 
     def __init__(self, parts: ReductionParts) -> None:
-        self._parts = parts
+        self._parts, self._partition = parts, parts.partition
 
     @abstractmethod
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:

@@ -16,8 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
+from .dropped_grads import require_same_restarts
 from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
@@ -92,7 +92,7 @@ class OverlappedReduction(GradReduction):
 
     def _activate(self) -> None:
         """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
-        buckets = self._parts.partition.buckets
+        buckets = self._partition.buckets
         self._order = [i for i in self._ranked if any(flat.param.requires_grad for flat in buckets[i].params)]
 
     # -- during backward ----------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class OverlappedReduction(GradReduction):
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        if self._parts.partition.places[index][0] not in self._fills:
+        if self._partition.places[index][0] not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
-        param = self._parts.partition.flats[index].param
+        param = self._partition.flats[index].param
         consumed, grad = self._consumed[index], param.grad
         if grad is None:
             return  # a hook of the user's has dropped it
@@ -135,7 +135,7 @@ class OverlappedReduction(GradReduction):
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
-                self._parts.partition.flats[index].moved()
+                self._partition.flats[index].moved()
                 raise
             self._shown.add(index)
         if value is not None:
@@ -143,7 +143,7 @@ class OverlappedReduction(GradReduction):
 
     def _deliver(self, index: int, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        bucket, position = self._parts.partition.places[index]
+        bucket, position = self._partition.places[index]
         if self._fills[bucket].launched:
             self._open_round()
         self._in_round.add(index)
@@ -177,7 +177,7 @@ class OverlappedReduction(GradReduction):
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
         self._launch_all()
-        partition = self._parts.partition
+        partition = self._partition
         self._forget_dropped(self._shown)
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._order}
@@ -190,7 +190,7 @@ class OverlappedReduction(GradReduction):
         factor, self.grad_scale = self.grad_scale, 1.0
         if factor == 1.0 or not self._live:
             return
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             if bucket.shard_nbytes:
                 with torch.no_grad(), bucket.streams.side([], []):
                     bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
@@ -203,7 +203,7 @@ class OverlappedReduction(GradReduction):
 
     def _is_dropped(self, index: int) -> bool:
         """Return whether ``p.grad`` was dropped; another thread of autograd may have put a new one there."""
-        return self._parts.partition.flats[index].param.grad is not self._consumed[index]
+        return self._partition.flats[index].param.grad is not self._consumed[index]
 
     def _restart(self, indices: Iterable[int]) -> None:
         """Void what has been exchanged of these gradients."""
@@ -222,7 +222,7 @@ class OverlappedReduction(GradReduction):
             self._launch()
 
     def _launch(self) -> None:
-        bucket = self._parts.partition.buckets[self._order[self._next]]
+        bucket = self._partition.buckets[self._order[self._next]]
         fill = self._fills[bucket.layout.index]
         bucket.launch(fill)
         self._next += 1
@@ -261,7 +261,7 @@ class OverlappedReduction(GradReduction):
             self._open_round()
         self._launch_all()
         self._launched = self._order
-        flats = self._parts.partition.flats
+        flats = self._partition.flats
         dropped = {index for index in self._in_round if flats[index].param.grad is None}
         return ReductionReport(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
 
@@ -272,14 +272,14 @@ class OverlappedReduction(GradReduction):
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         self._launch_zeros(self._matching.missing(agreed, self._launched))
         self._futures += self._matching.settle()
-        self._require_same_restarts(agreed)
+        require_same_restarts(agreed, self._partition)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
         self._exchange_late(agreed.used)
         self._matching.agreed(agreed.rounds)
         reduced = [future.result() for future in self._futures]
-        self._parts.partition.join()
+        self._partition.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._forget_rounds()
@@ -289,52 +289,9 @@ class OverlappedReduction(GradReduction):
         self._settle(agreed.used)
         return self._parts.shards(agreed.used)
 
-    def _require_same_restarts(self, agreed: StepAgreement) -> None:
-        """Refuse a gradient that was dropped where its parameter is used, if its owner, not using it, could not know.
-
-        Nor can an owner know which of the rounds before count where the ranks have had unequal numbers of them.
-
-        Raises:
-            GradientConflict: on every rank.
-        """
-        restarted = [mask & agreed.used for mask in agreed.restarted]
-        if not any(restarted):
-            return
-        self._require_same_drops(restarted, agreed.used_by)
-        if len({rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}) > 1:
-            raise GradientConflict(
-                "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
-                "numbers; call opt.zero_grad() instead of model.zero_grad()"
-            )
-        for bucket in self._parts.partition.buckets:
-            for owner in range(self._parts.partition.world_size):
-                for piece in bucket.layout.slices(owner):
-                    if any(mask >> piece.param & 1 for mask in restarted) and not restarted[owner] >> piece.param & 1:
-                        raise GradientConflict(
-                            f"{self._parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between "
-                            f"two backwards of one step on some ranks, while on rank {owner} it has had none yet; call "
-                            "opt.zero_grad() instead of model.zero_grad()"
-                        )
-
-    def _require_same_drops(self, restarted: Sequence[int], used_by: Sequence[int]) -> None:
-        """Refuse a gradient that one rank has dropped since its backward, and another has not: it is in the mean."""
-        kept_by = [used & ~mask for used, mask in zip(used_by, restarted, strict=True)]
-        kept = reduce(or_, kept_by)
-        for rank, mask in enumerate(restarted):
-            dropped = mask & ~used_by[rank] & kept
-            if dropped:
-                index = (dropped & -dropped).bit_length() - 1
-                other = next(other for other, held in enumerate(kept_by) if held >> index & 1)
-                label = self._parts.partition.flats[index].label
-                raise GradientConflict(
-                    f"{label}: p.grad was dropped on rank {rank} after its backward, and not on rank {other}, so it is "
-                    "in the mean of all ranks; drop it on every rank with opt.zero_grad(), or use "
-                    "reduction=zero_opt.AtStep(), which reduces what there is at step()"
-                )
-
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
-        buckets = self._parts.partition.buckets
+        buckets = self._partition.buckets
         late = [
             i for i in self._ranked if i not in self._order and any(used >> p & 1 for p in buckets[i].layout.params)
         ]
@@ -344,7 +301,7 @@ class OverlappedReduction(GradReduction):
         self._open_round()
         for bucket in late:
             for index in buckets[bucket].layout.params:
-                grad = self._parts.partition.flats[index].param.grad
+                grad = self._partition.flats[index].param.grad
                 if grad is not None and grad is not self._consumed[index]:
                     self._take(index)
         self._launch_all()
@@ -360,9 +317,9 @@ class OverlappedReduction(GradReduction):
 
     def _take_plain(self) -> None:
         """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one."""
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             grad = flat.param.grad
-            bucket = self._parts.partition.places[index][0]
+            bucket = self._partition.places[index][0]
             if (
                 grad is None
                 or bucket not in self._order
@@ -388,13 +345,13 @@ class OverlappedReduction(GradReduction):
 
     def _settle(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             if used >> index & 1:
                 flat.param.grad = self._consumed[index]
                 self._shown.add(index)
             else:
                 self._live.discard(index)
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             for piece in bucket.slices:
                 if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
                     bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
@@ -412,7 +369,7 @@ class OverlappedReduction(GradReduction):
         self._launch_zeros(self._matching.complete_round(self._order))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
-        self._forget_dropped(self._parts.partition.flats)
+        self._forget_dropped(self._partition.flats)
         self._forget_rounds()
         self._forget_backwards()
         self.grad_scale = 1.0
@@ -420,7 +377,7 @@ class OverlappedReduction(GradReduction):
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
     def scale(self, factor: Tensor) -> None:
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             if bucket.shard_nbytes:
                 bucket.scale(factor)
 
@@ -428,7 +385,7 @@ class OverlappedReduction(GradReduction):
         self.grad_scale *= float(factor)
 
     def zero_consumed(self, param: int) -> None:
-        bucket, position = self._parts.partition.places[param]
+        bucket, position = self._partition.places[param]
         fill = self._fills.get(bucket)
         if fill is not None and not fill.launched:
             fill.grads[position] = None
@@ -452,6 +409,6 @@ class OverlappedReduction(GradReduction):
 
     def close(self) -> None:
         self._hooks.close()
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             if index in self._consumed and flat.param.grad is self._consumed[index]:
                 flat.param.grad = None
