@@ -109,7 +109,7 @@ class GradBucket:
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
-        self._at, self._lent, self._lodged = 0, False, 0
+        self._at, self._lent, self._lendables = 0, False, 0
         self._away: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
@@ -135,7 +135,7 @@ class GradBucket:
 
     def leave(self) -> None:
         """Free the shard's memory on an accelerator, with its values, until :meth:`come_back`. Views stay views."""
-        for shard in self._shards[self._lodged :]:
+        for shard in self._shards[self._lendables :]:
             if not shard.is_cpu:
                 self._away.append(shard)
                 shard.untyped_storage().resize_(0)
@@ -155,24 +155,24 @@ class GradBucket:
     @property
     def own_shards(self) -> Sequence[Tensor]:
         """The memory of the shard, where it is the bucket's own."""
-        return self._shards[self._lodged :]
+        return self._shards[self._lendables :]
 
-    def lodge(self, shards: Sequence[Tensor]) -> None:
+    def keep_shard_in(self, shards: Sequence[Tensor]) -> None:
         """Keep the shard in one of these tensors, the first for now; another one serves while that is lent.
 
         A later call, with tensors over the same memory, leaves the shard where it is.
         """
-        self._shards[: self._lodged] = shards
-        self._lodged = len(shards)
+        self._shards[: self._lendables] = shards
+        self._lendables = len(shards)
 
     @property
-    def lodging(self) -> Tensor:
-        """The lodged tensor that holds the shard, or that :meth:`lend` expects it in."""
-        return self._shards[self._at if self._at < self._lodged else 0]
+    def lendable(self) -> Tensor:
+        """The tensor given to :meth:`keep_shard_in` that holds the shard, or that :meth:`lend` expects the shard in."""
+        return self._shards[self._at if self._at < self._lendables else 0]
 
     def lend(self) -> None:
-        """Let a worker read :attr:`lodging`, which has the shard, until :meth:`reclaim`; writers take other memory."""
-        self._at, self._lent = (self._at if self._at < self._lodged else 0), True
+        """Let a worker read :attr:`lendable`, which has the shard, until :meth:`reclaim`; writers take other memory."""
+        self._at, self._lent = (self._at if self._at < self._lendables else 0), True
 
     def reclaim(self) -> None:
         """End :meth:`lend`: the worker does not read the shard any more."""

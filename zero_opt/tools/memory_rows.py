@@ -129,8 +129,8 @@ class Sizing:
         mirrored = (self.sketches[index] for index in self.trainable if self.sketches[index].flat.mirrored)
         yield Row("buffers", DEVICE, "copies without gaps", _nbytes(mirrored))
         policy = self.config.offload
-        lodges = isinstance(policy, WorkerOffload) and policy.selective is None
-        if not lodges:
+        into_arena = isinstance(policy, WorkerOffload) and policy.selective is None
+        if not into_arena:
             yield Row("grad_shards", DEVICE, "reduced gradients", sum(bucket.shard_nbytes for bucket in buckets))
         if policy is not None and policy.selective is not None:
             yield from self._of_columns(policy, policy.selective, buckets)
@@ -294,12 +294,12 @@ class Sizing:
             arrays = shard.missing(amsgrad=amsgrad, grads=grad_buffers_of(policy, self.config.reduction))
             owned = sum(piece.in_param.numel for piece in bucket.slices)
             for role, dtype in arrays.items():
-                place = _place_of(role, lodged=shard.lodged)
+                place = _place_of(role, in_arena=shard.grads_in_arena)
                 whole = place[0] == "grad_shards" or is_sums(role)
                 held[place] += (shard.numel_of(role) if whole else owned) * dtype.itemsize
             taken += shard.nbytes_of(arrays)
             held["state", HOST, "step"] += shard.steps.numel() * shard.steps.element_size()
-            if not shard.lodged:
+            if not shard.grads_in_arena:
                 held["grad_shards", DEVICE, "reduced gradients"] += bucket.shard_nbytes
         in_arena = sum(nbytes for (_, where, name), nbytes in held.items() if where == HOST and name != "step")
         held["buffers", HOST, "control area"] += start
@@ -324,7 +324,7 @@ def _nbytes(sketches: Iterable[Sketch]) -> int:
     return sum(found.nbytes for found in sketches)
 
 
-def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
+def _place_of(role: str, *, in_arena: bool) -> tuple[str, str, str]:
     """What an array of the arena is, as a kind, a place and a name."""
     if is_second(role):
         return "buffers", HOST, "second bank"
@@ -335,5 +335,5 @@ def _place_of(role: str, *, lodged: bool) -> tuple[str, str, str]:
     if role == "out":
         return "buffers", HOST, "updated parameters"
     if role.startswith("grad"):
-        return ("grad_shards", HOST, "reduced gradients") if lodged else ("buffers", HOST, "copies of gradients")
+        return ("grad_shards", HOST, "reduced gradients") if in_arena else ("buffers", HOST, "copies of gradients")
     return "state", HOST, role

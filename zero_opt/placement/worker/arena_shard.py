@@ -43,8 +43,8 @@ class ArenaShard(StateShard):
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
-        self.lodged = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
-        self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
+        self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
+        self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, Section] = {}
 
@@ -57,7 +57,7 @@ class ArenaShard(StateShard):
             wanted[MAXIMUM] = torch.float32
         if self.param_dtype in HALVES:
             wanted["out"] = self.param_dtype
-        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.lodged else 1)})
+        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
     @property
@@ -92,9 +92,9 @@ class ArenaShard(StateShard):
                 self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state
         self._renew_views()
         self._copies.clear()
-        if self.lodged:
+        if self.grads_in_arena:
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
-            self.bucket.lodge([self._arrays[role] for role in grads])
+            self.bucket.keep_shard_in([self._arrays[role] for role in grads])
 
     def result(self, position: int) -> Tensor:
         return self._slice("out" if "out" in self._arrays else "master", position)
@@ -106,7 +106,7 @@ class ArenaShard(StateShard):
 
         From an accelerator the copies may still be under way on its current stream.
         """
-        home = self.bucket.lodging if self.lodged else self._arrays["grad0"]
+        home = self.bucket.lendable if self.grads_in_arena else self._arrays["grad0"]
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
@@ -116,7 +116,7 @@ class ArenaShard(StateShard):
 
     def lend_grads(self) -> None:
         """The gradients are read until :meth:`count_step`."""
-        if self.lodged:
+        if self.grads_in_arena:
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:

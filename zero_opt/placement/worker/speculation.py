@@ -187,7 +187,7 @@ class SpeculativePlacement(WorkerPlacement):
     def _at_home(self, shard: ArenaShard) -> bool:
         """Whether the worker can read the gradient, and has no step of it to make."""
         bucket = shard.bucket
-        return self._pending is None and shard.lodged and bucket.shard.data_ptr() == bucket.lodging.data_ptr()
+        return self._pending is None and shard.grads_in_arena and bucket.shard.data_ptr() == bucket.lendable.data_ptr()
 
     def _may(self, shard: ArenaShard) -> bool:
         """Whether a draft can be the step, as far as can be seen."""
@@ -199,7 +199,7 @@ class SpeculativePlacement(WorkerPlacement):
         )
 
     def _sum(self, shard: BankedShard) -> None:
-        home = shard.bucket.lodging
+        home = shard.bucket.lendable
         grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
         with suppress(OverflowError):  # then they are summed when they are asked for
             self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
@@ -227,7 +227,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
-            home = shard.bucket.lodging
+            home = shard.bucket.lendable
             batch = (
                 step.hypers.for_kernel(step.unscale),
                 [bound.run for bound, _ in runs],
