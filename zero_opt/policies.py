@@ -1,4 +1,4 @@
-"""The policies a user writes. Frozen, checked when made; the *type* picks a strategy, the fields tune it."""
+"""The policies that users write. Frozen, checked when made; the *type* picks a strategy, the fields tune it."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class Reduction:
         bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
-            background after ``step()`` returns, and each module's forward waits for its own. So are they copied from
-            where a worker has stepped them (:class:`WorkerOffload`, at one rank too; not with ``delay=1``, whose next
-            step is made there). Call ``opt.flush()`` before reading parameters in any other way (an average of weights,
-            a norm, ``torch.func``; in training, a weight of a module that is also called), or changing any, ``p.data``
-            included. A change that an update of this rank finds in its way is ``StepPending`` at the next ``step()``;
-            one that is made at the same moment may be lost. What ``torch.compile`` has made before is made anew, with
-            the waits in it (``torch.compiler.reset``), which break its graphs: not with ``fullgraph=True``, nor
-            ``torch.jit.script``.
+            background after ``step()`` returns, and each module's forward waits for its own. With
+            :class:`WorkerOffload` and ``delay=0``, at one rank too, what the worker has stepped is copied into the
+            parameters in the background as well. Call ``opt.flush()`` before reading parameters in any other way (an
+            average of weights, a norm, ``torch.func``; in training, a weight of a module that is also called), and
+            before changing any, ``p.data`` included. If an update of this rank meets a change, the next ``step()``
+            raises ``StepPending``; a change that is made at the same moment may be lost. ``torch.compile`` compiles
+            models anew (``torch.compiler.reset``), with the waits in them, which break graphs: ``fullgraph=True`` and
+            ``torch.jit.script`` cannot be used.
     """
 
     bucket_mb: float = 25
@@ -170,12 +170,12 @@ class Selective:
     one exp_avg_sq and one step count.
 
     Attributes:
-        topk_ratio: of the columns of each parameter that are selected, rounded, at least one; 0 selects none.
-        select_interval: after how many steps columns are selected anew, with the first step of the next window.
+        topk_ratio: share of each parameter's columns that is selected, rounded, at least one column; 0 selects none.
+        select_interval: number of steps after which columns are selected anew, with the first step of the next window.
         update_interval: steps of a window; ``"auto"`` begins with 4 and goes by the share of the gradient's norm that
-            is not in selected columns, when these are selected: above 3/4 a window has half as many steps, below 1/2
+            is not in selected columns, when columns are selected: above 3/4 a window has half as many steps, below 1/2
             twice as many, from 1 to 16.
-        warmup_steps: steps at the beginning that are made as without this policy.
+        warmup_steps: number of steps at the beginning that are made as without this policy.
     """
 
     topk_ratio: float = 0.1
@@ -213,8 +213,8 @@ class WorkerOffload:
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
             next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind.
-        threads: of the worker, at most 1024; ``None``: half of the cores it may use with ``delay=1`` or ``speculate``,
-            which leave the rest to this process; else all.
+        threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
+            with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
         hang_timeout: seconds without any progress after which a worker is killed and replaced.
         max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
@@ -276,9 +276,9 @@ class NVMeOffload:
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
         window_mb: size of a window in MiB.
-        threads: how many step, at most 1024. ``None``: the number of cores that this process may use, divided by the
-            ranks that share them, but at most what ``torch.set_num_threads`` was given (``OMP_NUM_THREADS=1``, which
-            torchrun sets, is ignored).
+        threads: number of threads that step, at most 1024. ``None``: the number of cores that this process may use,
+            divided by the ranks that share them, but at most what ``torch.set_num_threads`` was given
+            (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored).
         hang_timeout: seconds, from 0.001, that the disk may take for one window; more than 24.8 days count as 24.8.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
@@ -310,12 +310,13 @@ class CPUOffload:
 
     Attributes:
         pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.
-        ratio: how much of the elements is offloaded; the rest, the first-registered parameters, whose gradients come
+        ratio: share of the elements that is offloaded; the rest, the first-registered parameters, whose gradients come
             last, is stepped on the parameters' device. Both are cut between parameters, and never across param groups.
         subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
             memory at a time. A larger parameter is a sub-group of its own.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
-        threads: how many step, at most 1024; torch's own operations use as many where the class steps by itself.
+        threads: number of threads that step, at most 1024; torch's own operations use as many where the class steps by
+            itself.
             ``None``: as for :class:`NVMeOffload`. Backward and all other operations keep torch's number.
     """
 

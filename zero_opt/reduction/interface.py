@@ -86,13 +86,13 @@ class ReductionParts:
     pool: StagingPool = field(default_factory=StagingPool)
 
     def exchange_of(self, bucket: GradBucket) -> Exchange:
-        """The exchange that carries a bucket."""
+        """Return the exchange that carries a bucket."""
         return self.exchanges[bucket.device.type]
 
     def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
         """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now.
 
-        An error of the second kind is raised in backward: a collective that was not enqueued must not count as one.
+        An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
         exchange = self.exchange_of(bucket)
         if exchange.blocks:
@@ -107,7 +107,7 @@ class ReductionParts:
         return self.partition.world_size > 1 and not all(exchange.blocks for exchange in self.exchanges.values())
 
     def shards(self, used: int) -> list[GradShard]:
-        """One GradShard per bucket over the buckets' own memory; ``used`` has a bit per parameter with a gradient."""
+        """Return a GradShard per bucket, views of its shard; ``used`` has a bit per parameter with a gradient."""
         shards = []
         for bucket in self.partition.buckets:
             grads: list[Tensor | None] = [None] * len(bucket.slices)
