@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
 from ..sharding.param_groups import following, hypers_of
@@ -34,18 +33,6 @@ class ShadowSteps(JoinHook):
         self._end()
 
 
-def join_notice(joinable: Joinable) -> Callable[[], None]:
-    """What tells ``Join``, before each step, that this rank still has inputs; does not keep the joinable alive."""
-    reference = weakref.ref(joinable)
-
-    def notify() -> None:
-        alive = reference()
-        if alive is not None:
-            Join.notify_join_context(alive)
-
-    return notify
-
-
 def device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
     """Return where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
 
@@ -62,7 +49,7 @@ def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]]
     Numbers, strings, tensors of one element and tuples of those; anything else stays as it is.
     """
     source = next(rank for rank in range(group.world_size) if rank not in absentees)
-    listed = [_plain(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
+    listed = [_as_json(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
     received = json.loads(group.all_gather_bytes(json.dumps(listed).encode())[source])
     if group.rank in absentees:
         for entry, values in zip(param_groups, received, strict=True):
@@ -70,7 +57,7 @@ def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]]
                 _set(entry, key, value)
 
 
-def _plain(hypers: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(hypers: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters that can be told as JSON."""
     found = {}
     for key, value in hypers.items():

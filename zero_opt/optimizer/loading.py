@@ -14,6 +14,7 @@ from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
 from ..placement import check_state, extra_places, home_of, is_by_columns, taken_states
 from ..sharding.flat_param import is_dtensor
+from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
@@ -22,9 +23,6 @@ from ..system.log import log
 from .config import Config
 from .contents import check_options
 from .dtensors.mesh_params import state_like
-
-States = dict[int, Mapping[str, Any]]
-
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
@@ -41,13 +39,12 @@ def asked_by_load() -> bool:
     return frame.f_globals.get("__name__") == _LOADER
 
 
-def places(config: Config, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
     require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
-    hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    home = home_of(config.offload, config.precision, param)
+    hypers, home = hypers_of(packed), home_of(config.offload, config.precision, param)
     if is_dtensor(param):
         return state_like(config, hypers, param, home[0])
     made = first_state(config.optimizer_class, hypers, param, home[0])
@@ -105,7 +102,7 @@ class Loaded(NamedTuple):
         states: what fits, by global index. groups: the hyperparameters of each group. refused: what does not fit.
     """
 
-    states: States
+    states: dict[int, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     refused: Refused
 

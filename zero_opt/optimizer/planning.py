@@ -95,9 +95,8 @@ class Planner:
         self._reserve_staging(added)
         parts.reduction.watch(added)
         parts.gather.watch()
-        with parts.shown.lock:
-            parts.shown.add(kinds_of(config.offload, config.precision, of_group))
-            parts.shown.show(parts.params)
+        with parts.visible.lock:
+            parts.visible.add(kinds_of(config.offload, config.precision, of_group))
 
     def _connect(self) -> None:
         """Make the exchanges for device types that have none yet."""

@@ -21,46 +21,23 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as DDPBucket
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join
 
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
 from ..errors import ConfigConflict, ConfigTypeError, StepDesync, StepFailed, UnsupportedParam, ZeroOptError
 from ..layout import mask_of
 from ..reduction import DDPHookReduction, GradShard, ReductionReport
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure
-from ..reduction.nonfinite import build_nonfinite
 from ..sharding.buckets import GradBucket
-from ..state.visible_state import Owner
 from ..system.log import log
-from .between_steps import BetweenSteps, SteppedTogether
-from .config import Config
-from .contents import EditDigest, edit_contents
-from .join import follow_hypers, join_notice
+from .between_steps import BetweenSteps
+from .contents import edit_contents
+from .join import follow_hypers
 from .loss_scale import overflowed, unscaling
-from .offload_state import Parked
-from .process_groups import OwnGroups
 
 
 class ShardedEngine(BetweenSteps):
-    """See the module, and :class:`Engine`.
-
-    Attributes:
-        begun: whether ``Join`` knows that this rank is about to take the next step.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        groups: OwnGroups,
-        describe: Callable[[int], str],
-        user: SteppedTogether,
-        parked: Parked,
-        owner: Owner | None = None,
-    ) -> None:
-        """See :class:`BetweenSteps`. Collective."""
-        super().__init__(config, groups, describe, user, parked, owner or user, self.unscale)
-        self._notify_join, self.begun = join_notice(user), False
-        self._digest = EditDigest()
-        self._nonfinite = build_nonfinite(config.checks, describe)
+    """The engine that reduces gradients, steps this rank's shards, and gathers the parameters; see the module."""
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +78,7 @@ class ShardedEngine(BetweenSteps):
         if agreed.absent:
             follow_hypers(self.agreement.group, self.parts.param_groups, agreed.absent)
         if not agreed.same_hypers:
-            dropped = map(self._describe, self.parts.shown.dropped)
+            dropped = map(self._describe, self.parts.visible.dropped)
             self.agreement.on_contents(edit_contents(self.parts.param_groups, dropped))
         return agreed, shards
 
@@ -119,7 +96,7 @@ class ShardedEngine(BetweenSteps):
         count, edits = self.count, self.partition.edits()
         mine = self.step_report(report, clip_to, edits, absent=absent)
         if not self.begun and not absent:
-            self._notify_join()
+            Join.notify_join_context(self._user)
         self.begun = True
         try:
             agreed = self.agreement.on_step(mine, len(self.parts.params), report.error)
@@ -149,7 +126,7 @@ class ShardedEngine(BetweenSteps):
             restarted=mask_of(report.restarted),
             absent=absent,
             clip_to=clip_to,
-            hypers=self._digest.of(self.parts.param_groups, self.parts.shown.dropped),
+            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
             abandoned=report.abandoned,
             edits=edits_digest(edits),
         )
@@ -226,10 +203,10 @@ class ShardedEngine(BetweenSteps):
         count.step, count.epoch, self.begun = count.step + 1, 0, False
         self._groups.control.in_step(count.step)
         self.partition.settle()
-        with self.parts.shown.lock:
+        with self.parts.visible.lock:
             self._guard.commit(count.step)
             if failure is None:
-                self.parts.shown.stepped(agreed.used)
+                self.parts.visible.count_step(agreed.used)
                 self._show_state()
         if failed:
             self._behind = True

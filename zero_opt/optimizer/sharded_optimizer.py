@@ -19,10 +19,10 @@ from ..reduction import Policy
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import following, hypers_of, normalized, param_name, run_once, tensors_of
 from ..state.state_dict import StateDict
-from .between_steps import SteppedTogether
+from .between_steps import JoinableOptimizer
 from .config import Config
 from .contents import adopt_errors, template_of
-from .dtensors.engine import build_sharded, build_single_rank, own_groups
+from .dtensors.engine import build_sharded, build_single_rank
 from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
@@ -36,7 +36,7 @@ from .sharded import ShardedEngine
 _Closure = Callable[[], Any]
 
 
-class ShardedOptimizer(UnevenInputs, SteppedTogether):
+class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -87,37 +87,35 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         self._process_group, self._parked, self._closed = process_group, Parked(), False
         Joinable.__init__(self)
         parent = None if any(map(is_dtensor, tensors_of(params))) else agreed_group(process_group)
-        alone = parent is None or parent.size() == 1
+        alone, mesh, error = parent is None or parent.size() == 1, None, None
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
             mesh = mesh_of(params, self._config, process_group)
-        except ZeroOptError as error:
-            if not alone:  # the other ranks must hear of it
-                self._raise_first(error, own_groups(parent, Checks(), None))
-            raise
-        if alone and not (self._config.has_masters if mesh is None else steps_apart(self._config)):
-            wrapping = build_single_rank(self._config, params, self._parked, mesh)
-            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
-            self._engine: Engine = wrapping
-            wrapping.attach(self)
-        else:
-            groups = own_groups(parent, checks, mesh)
-            try:
-                with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
-                    self._validate(params)
-            except BaseException:
-                groups.close()
+        except ZeroOptError as own_error:
+            if alone:
                 raise
-            self._engine = self._connected(groups, mesh)
+            error, checks = own_error, Checks()
+        if alone and not self._steps_apart(mesh):
+            engine = build_single_rank(self._config, params, self._parked, mesh)
+            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
+            self._engine: Engine = engine
+            engine.attach(self)
+            return
+        groups = OwnGroups(parent, checks, None if mesh is None else mesh.largest)
+        with ExitStack() as undo:
+            undo.callback(groups.close)
+            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                if error is not None:
+                    raise error
+                self._validate(params)
+            undo.pop_all()
+        self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _raise_first(self, error: ZeroOptError, groups: OwnGroups) -> None:
-        """Raise the error of the first rank that has one, on every rank. Collective."""
-        try:
-            Agreement(groups.control, self._describe).raise_first_error(error, "ShardedOptimizer()")
-        finally:
-            groups.close()
+    def _steps_apart(self, mesh: MeshParams | None) -> bool:
+        """Return whether a rank alone cannot leave the parameters themselves to the wrapped class."""
+        return self._config.has_masters if mesh is None else steps_apart(self._config)
 
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
@@ -146,7 +144,10 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         """Build the engine again for parameters that the user has replaced the planned ones with. Collective."""
         old, config = self._engine, self._config
         assert isinstance(old, ShardedEngine)  # no other raises ParamsReplaced
-        mesh = old.make_way(self._examined)
+        with old.together(""):
+            old.require_replaceable()
+            mesh = self._examined()
+        old.make_way(dtensors=mesh is not None)
         self._closed = True  # it stays so if anything below fails
         self.state.clear()
         if mesh is not None and not steps_apart(config):
@@ -157,12 +158,12 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
             self.param_groups, self.state = held
         else:
             parent = old.group.parent if mesh is None else None
-            engine = self._connected(own_groups(parent, config.checks, mesh), mesh)
+            engine = self._connected(OwnGroups(parent, config.checks, None if mesh is None else mesh.largest), mesh)
             self._engine, engine.begun = engine, old.begun
         self._closed = False
 
     def _examined(self) -> MeshParams | None:
-        """Check the parameters that there are now; what there is to say of their meshes if they are DTensors."""
+        """Check the parameters that there are now; return what is known of their meshes if they are DTensors."""
         mesh = mesh_of(self.param_groups, self._config, self._process_group)
         if mesh is None or steps_apart(self._config):
             self._config.check_params(self.param_groups, self._describe)

@@ -128,7 +128,7 @@ class FrozenState:
         return self._runs[entry.param, entry.key]
 
 
-class FullState:
+class IncomingState:
     """The state of all ranks, in host memory, as it comes in."""
 
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
@@ -233,7 +233,7 @@ class Consolidation:
                 cannot be read.
         """
         payloads = self._group.all_gather_bytes(self._listing(to))
-        result = FullState(self._partition.flats) if self._group.rank == to else None
+        result = IncomingState(self._partition.flats) if self._group.rank == to else None
         window, failed = Window(), list[Exception]()
         for src, payload in enumerate(payloads):
             if src != to:

@@ -15,12 +15,11 @@ from ..sharding.partition import Partition
 from .consolidate import Consolidation
 from .guard import StateGuard
 from .service import StateService
-from .state_dict import copied, cut
+from .state_dict import States, copied, cut
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
 
-States = dict[int, dict[str, Any]]
 # The most files that an import has open at one time, with some to spare.
 _IMPORT_DESCRIPTORS = 8
 
@@ -34,7 +33,7 @@ def require_importable() -> None:
         require_descriptors(_IMPORT_DESCRIPTORS, "the first import of torch.distributed.tensor")
 
 
-class WholeState:
+class FullState:
     """See the module. Methods are collective but for :meth:`here` and :meth:`close`."""
 
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement, guard: StateGuard) -> None:

@@ -26,9 +26,7 @@ from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
-from .state_dict import cut, torch_dtype
-
-States = dict[int, dict[str, Any]]
+from .state_dict import States, cut, torch_dtype
 
 
 class Form(NamedTuple):
@@ -138,7 +136,7 @@ class ShardedState:
                     runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
                 source = None
                 if owner == self._group.rank:
-                    read = partial(_read, local, entry)
+                    read = partial(_on_host, local, entry)
                     source = read_to_send(read, entry.numel, torch_dtype(entry.dtype), failed)
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._window.drain()
@@ -249,7 +247,7 @@ class ShardedState:
         self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
-def _read(state: LocalState, entry: Entry) -> Tensor:
+def _on_host(state: LocalState, entry: Entry) -> Tensor:
     """An entry's elements in host memory."""
     run = state.run(entry)
     require_readable(run)

@@ -53,7 +53,7 @@ from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from ..system.log import log
 from . import process_exit
-from .consolidate import FrozenState, FullState, LocalState, chunks_to_send, listed, listing, spans
+from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing, spans
 from .guard import StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -358,7 +358,7 @@ class StateService:
             try:
                 with self._side.looking():
                     payloads = self._ask(changes)
-                    result = FullState(flats)
+                    result = IncomingState(flats)
                     targets = [self._place(result, own, payload) for payload in payloads]
                     for rank in self._others:
                         unasked.discard(rank)
@@ -425,7 +425,7 @@ class StateService:
         del heard[rank]
         return payload
 
-    def _place(self, result: FullState, own: LocalState, payload: bytes | None) -> list[Tensor]:
+    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
         """Make room for what a rank has; the runs that its messages go to."""
         if payload is None:
             result.add_own(own)

@@ -22,6 +22,8 @@ from ..system.log import log
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
+# State by global parameter index.
+States = dict[int, dict[str, Any]]
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

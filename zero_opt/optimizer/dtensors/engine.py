@@ -7,23 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
-from ...policies import AlreadyReduced, Checks
+from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict
-from ..between_steps import SteppedTogether
+from ..between_steps import JoinableOptimizer
 from ..config import Config
-from ..loading import Loaded, States
+from ..loading import Loaded
 from ..offload_state import Parked
 from ..process_groups import OwnGroups
 from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
-from .local_parts import hidden, local_grad, shown
+from .local_parts import local_grad, state_of_param, state_of_part
 from .local_view import LocalView
 from .mesh_params import MeshParams, admit
 
@@ -77,7 +76,7 @@ class DTensorSingleRank(SingleRank):
         return {**state_dict, "state": self._mesh.full_state(state_dict["state"], wrapped.state)}
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
-        return self._mesh.spread(state_dict, self._current().param_groups)
+        return self._mesh.cut_state_dict(state_dict, self._current().param_groups)
 
 
 class DTensorEngine(ShardedEngine):
@@ -92,7 +91,7 @@ class DTensorEngine(ShardedEngine):
         config: Config,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        user: SteppedTogether,
+        user: JoinableOptimizer,
         parked: Parked,
         mesh: MeshParams,
     ) -> None:
@@ -119,7 +118,7 @@ class DTensorEngine(ShardedEngine):
         try:
             super()._update(agreed, shards, grad_scale)
         finally:
-            self._view.written()
+            self._view.note_writes()
 
     def flush(self) -> None:
         if self.placement.pending:
@@ -128,7 +127,7 @@ class DTensorEngine(ShardedEngine):
         try:
             super().flush()
         finally:
-            self._view.written()
+            self._view.note_writes()
 
     def measure(self, shards: Sequence[GradShard]) -> Measured:
         """See :class:`ShardedEngine`. Collective over the parameters' meshes."""
@@ -148,24 +147,24 @@ class DTensorEngine(ShardedEngine):
         super()._show_state()
         self._view.state.refresh()
 
-    def _as_shown(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         plain = self.parts.params
-        return {i: shown(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
+        return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:
         """See :class:`ShardedEngine`, and :meth:`MeshParams.consolidate`."""
         self._settle("consolidate_state_dict()")
-        self._mesh.consolidate(to, self._as_shown(super()._full_state()), self._user.state)
+        self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """See :class:`ShardedEngine`; tensors are DTensors."""
         self._settle("sharded_state_dict()")
-        return self._as_shown(super()._full_state())
+        return self._as_seen(super()._full_state())
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
         """The full state on the rank that :meth:`consolidate` brought it to, while current; else :meth:`rows`' form."""
         states: dict[int, dict[str, Any]] = self._mesh.full_state(
-            self._as_shown(super()._full_state()), self._user.state
+            self._as_seen(super()._full_state()), self._user.state
         )
         return states
 
@@ -174,14 +173,11 @@ class DTensorEngine(ShardedEngine):
         self._mesh.forget()
         self._follow()
         plain = self.parts.params
-        parts: States = {i: hidden(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()}
+        parts: dict[int, Mapping[str, Any]] = {
+            i: state_of_part(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()
+        }
         super()._write(loaded._replace(states=parts))
-        self._view.written()
-
-
-def own_groups(parent: dist.ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
-    """The groups of an optimizer: over DTensors a rank is alone but for its neighbors. Collective."""
-    return OwnGroups(parent, checks, None if mesh is None else mesh.largest)
+        self._view.note_writes()
 
 
 def build_single_rank(config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None) -> SingleRank:
@@ -195,7 +191,7 @@ def build_sharded(
     config: Config,
     groups: OwnGroups,
     describe: Callable[[int], str],
-    user: SteppedTogether,
+    user: JoinableOptimizer,
     parked: Parked,
     mesh: MeshParams | None,
 ) -> ShardedEngine:

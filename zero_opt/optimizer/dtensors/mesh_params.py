@@ -22,14 +22,12 @@ from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import tensors_of
 from ...sharding.wrapped_class import is_elementwise
-from ...state.state_dict import copied
+from ...state.state_dict import StateDict, States, copied
 from ...state.trial import is_known, state_after_a_step
 from ..config import Config
 from .fsdp import Shards
-from .local_parts import check_dtensor, counts_here, cut_like, local_of, shown, whole
+from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param
 from .mesh_group import MeshGroup
-
-States = dict[int, dict[str, Any]]
 
 
 class MeshParams:
@@ -105,10 +103,10 @@ class MeshParams:
         mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
         for index, state in sorted(states.items()):
             entry = {}
-            for key, value in state.items():  # one after the other: nobody but ``to`` holds more than one
-                found = whole(value)
+            for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
+                full_value = full_copy(value)
                 if mine:
-                    entry[key] = found
+                    entry[key] = full_value
             full[index] = entry
         if mine:
             self._kept = (_version(live), full)
@@ -123,8 +121,8 @@ class MeshParams:
         """The state is about to change."""
         self._kept = None
 
-    def spread(self, state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A checked state dict with state as a step of DTensors needs it; see :func:`cut_like`."""
+    def cut_state_dict(self, state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]]) -> StateDict:
+        """Return a checked state dict, its state by :func:`cut_like` as a step of DTensors needs it. Collective."""
         self.forget()
         param_of = {
             saved_id: param
@@ -156,7 +154,7 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
     else:
         part = local_of(like).to(stepped_dtype)
         master = {} if stepped_dtype is param.dtype else {"master": part}
-        made = shown({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
+        made = state_of_param({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
