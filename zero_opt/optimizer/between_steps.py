@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -29,6 +29,7 @@ from ..system.streams import wait_done
 from .config import Config
 from .contents import EditDigest, adopt_errors, loaded_contents, template_of
 from .dtensors.mesh_params import admit
+from .interface import Engine
 from .loading import Loaded, fitted_shards
 from .offload_state import Parked
 from .parts import EngineParts
@@ -43,7 +44,7 @@ class JoinableOptimizer(torch.optim.Optimizer, Joinable):
     """The type of the optimizer that users see."""
 
 
-class BetweenSteps(ABC):
+class BetweenSteps(Engine):
     """The base of :class:`ShardedEngine`: all of :class:`Engine` but the step.
 
     Attributes:
@@ -92,9 +93,6 @@ class BetweenSteps(ABC):
         """Multiply the reduced gradients for GradScaler; return whether any rank found a non-finite one. Collective."""
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
-
-    def attach(self, user: torch.optim.Optimizer) -> None:  # noqa: B027  (not abstract)
-        """Do nothing: the engine is made for its optimizer, and cannot be copied."""
 
     def attribute(self, name: str) -> Any:
         kind = type(self._user).__name__
@@ -270,7 +268,7 @@ class BetweenSteps(ABC):
         self._planner.plan(mask_of(states))
         mine = parts.full.own_part(states)
         self._guard.begin(parts.patience_s)
-        with self._guard.whole(), self.agreement.together():  # a disk may have failed since that was checked
+        with self._guard.telling_why(), self.agreement.together():  # a disk may have failed since that was checked
             self.placement.load(mine, loaded.groups)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
             group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
@@ -278,7 +276,7 @@ class BetweenSteps(ABC):
             parts.visible.load(states)
             self._show_state()
         self._loaded = self._loaded or bool(states)
-        self._guard.failed(None)
+        self._guard.note_failure(None)
         self.gather.made_up_for()
         self._guard.commit(self.count.step)
 

@@ -33,16 +33,6 @@ class ShadowSteps(JoinHook):
         self._end()
 
 
-def device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
-
-    DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
-    """
-    if group is None:
-        return device
-    return device if carries(str(dist.get_backend_config(group)), device) else HOST
-
-
 def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:
     """Give ranks that have run out of inputs, whose schedulers stand still, the others' hyperparameters. Collective.
 
@@ -88,7 +78,7 @@ class UnevenInputs(Joinable):
     """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
 
     _engine: Engine
-    _params: Callable[[], list[Tensor]]
+    param_groups: list[dict[str, Any]]
     _replan: Callable[[], None]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
@@ -108,7 +98,12 @@ class UnevenInputs(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return device_for(self._params()[0].device, self.join_process_group)
+        """Where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
+
+        DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
+        """
+        device, group = self.param_groups[0]["params"][0].device, self.join_process_group
+        return device if group is None or carries(str(dist.get_backend_config(group)), device) else HOST
 
     @property
     def join_process_group(self) -> Any:

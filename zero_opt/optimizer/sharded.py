@@ -157,7 +157,7 @@ class ShardedEngine(BetweenSteps):
             return
         if limit is not None:
             grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
-        with self._guard.whole():
+        with self._guard.telling_why():
             self.gather.begin(self.count.step)
             for bucket in self._stepped(shards, grad_scale):
                 self.gather.start(bucket, failed=self._guard.lacks())
@@ -174,12 +174,12 @@ class ShardedEngine(BetweenSteps):
             left += [index for index in range(len(buckets)) if index not in left]
         try:
             self._guard.begin(self.parts.patience_s)
-            self._guard.failed(None)
+            self._guard.note_failure(None)
             for index in self.placement.step(shards, self.parts.param_groups, grad_scale):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
-            self._guard.failed(error)
+            self._guard.note_failure(error)
         yield from (buckets[index] for index in left)
         self._behind = False
 

@@ -22,7 +22,7 @@ from ..state.state_dict import StateDict
 from .between_steps import JoinableOptimizer
 from .config import Config
 from .contents import adopt_errors, template_of
-from .dtensors.engine import build_sharded, build_single_rank
+from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
@@ -32,8 +32,7 @@ from .loss_scale import unscaling
 from .offload_state import Parked
 from .process_groups import OwnGroups
 from .sharded import ShardedEngine
-
-_Closure = Callable[[], Any]
+from .single_rank import SingleRank
 
 
 class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
@@ -96,7 +95,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
                 raise
             error, checks = own_error, Checks()
         if alone and not self._steps_apart(mesh):
-            engine = build_single_rank(self._config, params, self._parked, mesh)
+            given = (self._config, params, self._parked)
+            engine = SingleRank(*given) if mesh is None else DTensorSingleRank(*given, mesh)
             super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
             self._engine: Engine = engine
             engine.attach(self)
@@ -132,7 +132,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """The engine over ``groups``, with the param groups planned; if that fails, all is closed. Collective."""
         with ExitStack() as undo:
             undo.callback(groups.close)
-            engine = build_sharded(self._config, groups, self._describe, self, self._parked, mesh)
+            given = (self._config, groups, self._describe, self, self._parked)
+            engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
             undo.pop_all()
             undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
             engine.add_groups()
@@ -152,7 +153,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self.state.clear()
         if mesh is not None and not steps_apart(config):
             held = self.param_groups, self.state  # by the user
-            self._engine = build_single_rank(config, self.param_groups, self._parked, mesh)
+            self._engine = DTensorSingleRank(config, self.param_groups, self._parked, mesh)
             self._engine.attach(self)
             held[1].update(self.state)
             self.param_groups, self.state = held
@@ -194,7 +195,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: _Closure | None = None, **options: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
@@ -221,9 +222,6 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         except ParamsReplaced:
             self._replan()
         return self._engine.step(losses.pop if losses else None, options)
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""

@@ -78,7 +78,7 @@ _MARGIN_S = 30.0
 # Seconds that messages to the next rank have to arrive before connections are broken.
 _FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
-_INTERRUPTED_S = 5.0
+_INTERRUPTION_S = 5.0
 _State = LocalState | FrozenState
 
 
@@ -145,7 +145,7 @@ class StateService:
             with self._condition:
                 while not self._closed:
                     self._condition.wait(_FOR_EVER_S / 100)
-            self._wait_passed(_INTERRUPTED_S)
+            self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
             self._find_lost()
@@ -181,11 +181,11 @@ class StateService:
         """No rank can ask any more, and none can be asked."""
         self._jobs.put(None)
         for thread in [*self._answering, self._delivering]:
-            thread.join(_INTERRUPTED_S)
+            thread.join(_INTERRUPTION_S)
         with self._condition:
             self._capture = self._final = None
-        self._serving.over()
-        if self._asking.acquire(timeout=_INTERRUPTED_S):  # what pull() waits for ends with the connections
+        self._serving.end()
+        if self._asking.acquire(timeout=_INTERRUPTION_S):  # what pull() waits for ends with the connections
             self._asking.release()
         self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
@@ -491,4 +491,4 @@ class StateService:
         if not (failed or self._departures.given_up):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
-        self._thread.join(_INTERRUPTED_S)
+        self._thread.join(_INTERRUPTION_S)
