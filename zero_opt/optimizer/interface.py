@@ -42,7 +42,7 @@ class Engine(Protocol):
 
     # -- the wrapped optimizer ----------------------------------------------------------------------------------------
 
-    def attach(self, user: torch.optim.Optimizer) -> None:
+    def attach(self, user: torch.optim.Optimizer) -> None:  # noqa: ARG002  (of the protocol)
         """Serve this optimizer; called once it is constructed, copied or unpickled."""
         return
 

@@ -1,4 +1,4 @@
-"""Uneven inputs: what ranks do that have run out of them while the others train on (torch's ``Join``)."""
+"""Uneven inputs (torch's ``Join``): ranks that have run out of inputs take part in the others' steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .interface import Engine
 
 
 class ShadowSteps(JoinHook):
-    """Takes part in every step of the ranks that still have inputs."""
+    """The hook of a rank without inputs: it takes part in every step of the ranks that still have some."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
         """Take ``shadow_step``, called per step of the others, and ``end``, called when all have run out of inputs."""
         self._shadow_step, self._end = shadow_step, end
 
     def main_hook(self) -> None:
-        """The others take a step."""
+        """Take part in a step of the others."""
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
-        """All have run out."""
+        """End: all ranks have run out of inputs."""
         self._end()
 
 
@@ -48,20 +48,20 @@ def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]]
 
 
 def _as_json(hypers: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that can be told as JSON."""
-    found = {}
+    """Return the hyperparameters that JSON can hold."""
+    listed = {}
     for key, value in hypers.items():
         items = [
             item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
             for item in (value if isinstance(value, (tuple, list)) else [value])
         ]
         if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
-            found[key] = items if isinstance(value, (tuple, list)) else items[0]
-    return found
+            listed[key] = items if isinstance(value, (tuple, list)) else items[0]
+    return listed
 
 
 def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Take over one hyperparameter, a tensor in place."""
+    """Set one hyperparameter, a tensor in place."""
     mine = entry.get(key)
     if isinstance(mine, Tensor):
         mine.fill_(value)

@@ -57,7 +57,7 @@ def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tenso
 
 
 def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
-    """Give trainable parameters without state a place to load it into, in full shape, or as a DTensor is cut.
+    """Give trainable parameters without state places to load into, in full shape, or cut as a DTensor is.
 
     Raises:
         StateDictError: what the class keeps is not known before its first step.
@@ -73,13 +73,12 @@ def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]],
                     f"{cls.__name__} keeps is not known before its first step; if it is elementwise, see "
                     "zero_opt.register_elementwise(), else give opt.load_state_dict() a full state dict"
                 )
-            made = places(config, AloneGroup(), packed, param)
-            if made:
+            if made := places(config, AloneGroup(), packed, param):
                 state[index] = made
 
 
 def entry_of(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
-    """Return one parameter's state. Of that, torch puts what is no tensor under the number as text, as in a path."""
+    """Return one parameter's state. torch puts values that are no tensors under the number as text, as in a path."""
     return {**state.get(index, {}), **state.get(str(index), {})}
 
 
@@ -96,10 +95,11 @@ def joined(saved: Any) -> Any:
 
 
 class Loaded(NamedTuple):
-    """A state dict that was found to fit.
+    """A checked state dict.
 
     Attributes:
-        states: what fits, by global index. groups: the hyperparameters of each group. refused: what does not fit.
+        states: those that fit, by global index. groups: the hyperparameters of each group.
+        refused: the parts that do not fit.
     """
 
     states: dict[int, Mapping[str, Any]]
@@ -107,7 +107,7 @@ class Loaded(NamedTuple):
     refused: Refused
 
     def say(self, config: Config, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-        """Log what starts afresh, and what is loaded with fewer bits than were saved."""
+        """Log which parameters start afresh, and which lose bits of a master."""
         self.refused.say(self.states, params, describe)
         if config.has_masters or issubclass(config.optimizer_class, (CPUAdam, CPUAdamW)):
             return
@@ -125,13 +125,13 @@ class Loaded(NamedTuple):
 def fitted_whole(
     saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool = True
 ) -> Loaded:
-    """What the wrapped class can load of a full state dict.
+    """Return the part of a full state dict that the wrapped class can load.
 
     Args:
         whole: the wrapped class itself will load it.
 
     Raises:
-        StateDictError: names what does not fit. ConfigTypeError: of ``strict``.
+        StateDictError: names what does not fit. ConfigTypeError: ``strict`` is no bool.
     """
     if not isinstance(strict, bool):
         raise ConfigTypeError(f"strict must be True or False, got {strict!r}")
@@ -148,7 +148,7 @@ def fitted_whole(
 def fitted_shards(
     saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool
 ) -> Loaded:
-    """What a placement can load of a full state dict; see :func:`fitted_whole`."""
+    """Return the part of a full state dict that a placement can load, after the checks of :func:`fitted_whole`."""
     loaded = fitted_whole(saved, param_groups, config, strict=strict, whole=False)
     states = taken_states(config.offload, loaded.states)
     try:

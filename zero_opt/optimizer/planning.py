@@ -1,4 +1,4 @@
-"""How parameters get into the engine: param groups compared between ranks, buckets planned, memory taken."""
+"""The way of parameters into the engine: ranks compare param groups, plan buckets, and take memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .parts import EngineParts
 
 
 class Planner:
-    """Takes param groups in, and plans those of their parameters that are trainable or have a gradient.
+    """Takes in param groups, and plans their parameters that are trainable or have a gradient.
 
-    A parameter that is planned does not move. Methods are collective.
+    A planned parameter does not move. Methods are collective.
 
     Attributes:
         planned: the parameters of every group that was taken in.
@@ -32,7 +32,7 @@ class Planner:
         self._values_count = parts.groups.control.world_size > 1 and not already_reduced
 
     def add_groups(self) -> None:
-        """Take in the owner's param groups that are new, after comparing them with the other ranks'.
+        """Take in the owner's new param groups, after comparing them with the other ranks'.
 
         Raises:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
@@ -60,7 +60,7 @@ class Planner:
         parts.groups.serve(parts.guard, parts.placement, parts.partition)
 
     def plan(self, mask: int) -> None:
-        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
+        """Plan the masked parameters that are not planned yet; the mask is the same on every rank.
 
         Raises:
             RankMismatch: values differ between ranks, as those of frozen parameters may.
@@ -99,7 +99,7 @@ class Planner:
             parts.visible.add(kinds_of(config.offload, config.precision, of_group))
 
     def _connect(self) -> None:
-        """Make the exchanges for device types that have none yet."""
+        """Make an exchange for each device type that has none yet."""
         parts, groups = self._parts, self._parts.groups
         by_type = {bucket.device.type: bucket.device for bucket in parts.partition.buckets}
         for device_type in sorted(by_type):
@@ -111,7 +111,7 @@ class Planner:
                 parts.exchanges[device_type] = made
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
-        """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
+        """Make staging buffers large enough for new buckets, and drop all references to those that are replaced."""
         for bucket in added:
             bucket.reserve_staging(self._parts.pool)
         for bucket in self._parts.partition.buckets:
