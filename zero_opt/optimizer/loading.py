@@ -56,8 +56,10 @@ def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tenso
     }
 
 
-def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
-    """Give trainable parameters without state places to load into, in full shape, or cut as a DTensor is.
+def with_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> StateDict:
+    """Return ``state_dict``, to which it adds places to load state into that trainable parameters lack.
+
+    Places have the full shape, or are cut as a DTensor is.
 
     Raises:
         StateDictError: what the class keeps is not known before its first step.
@@ -75,6 +77,7 @@ def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]],
                 )
             if made := places(config, AloneGroup(), packed, param):
                 state[index] = made
+    return state_dict
 
 
 def entry_of(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:

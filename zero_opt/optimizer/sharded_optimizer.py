@@ -27,7 +27,7 @@ from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
 from .join import UnevenInputs
-from .loading import add_places, asked_by_load, joined
+from .loading import asked_by_load, joined, with_places
 from .loss_scale import unscaling
 from .offload_state import Parked
 from .process_groups import OwnGroups
@@ -129,7 +129,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         config.check_params(self.param_groups, self._describe)
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
-        """The engine over ``groups``, with the param groups planned; if that fails, all is closed. Collective."""
+        """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
         with ExitStack() as undo:
             undo.callback(groups.close)
             given = (self._config, groups, self._describe, self, self._parked)
@@ -175,7 +175,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         return mesh
 
     def _describe(self, index: int) -> str:
-        """How messages name the parameter with a global index."""
+        """Return the name that messages give the parameter with a global index."""
         return param_name(self.param_groups, index)
 
     @torch.inference_mode(False)
@@ -285,7 +285,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load. It needs no call of this; see there.
+        :meth:`state_dict` returns it there until the next step or load, and works without this call too.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
@@ -297,11 +297,11 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._engine.consolidate(to)
 
     def state_dict(self) -> StateDict:
-        """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
+        """Return the full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 
         Not collective: any rank may call it alone between two steps, and so may several at once. Unless
         :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
-        go on. They may be anywhere up to the next step, or closed, or about to exit.
+        ranks go on. The other ranks may be anywhere up to the next step, or closed, or about to exit.
 
         Raises:
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
@@ -311,15 +311,18 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
+        if not asked_by_load():
+            return self._with_hooks(self._engine.state_dict)
+        return self._with_hooks(lambda: with_places(self._engine.state_dict(), self.param_groups, self._config))
+
+    def _with_hooks(self, make: Callable[[], StateDict]) -> StateDict:
+        """Return the state dict that ``make`` returns, after the user's state dict hooks."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state_dict = self._engine.state_dict()
-        if asked_by_load():
-            add_places(state_dict, self.param_groups, self._config)
+        state_dict = make()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+            state_dict = state_dict if replaced is None else replaced
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
@@ -359,12 +362,12 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     @following
     def _rows(self) -> dict[int, dict[str, Any]]:
-        """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
+        """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
         return self._engine.rows()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
+        """Return the bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
         ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
