@@ -23,7 +23,7 @@ from ..sharding.gather import spread
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, tensors_of
 from ..state.guard import marks
 from ..state.stand_ins import StateOwner
-from ..state.state_dict import StateDict, States, pack_groups
+from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.log import log
 from ..system.streams import wait_done
 from .config import Config
@@ -226,7 +226,7 @@ class BetweenSteps(Engine):
         self._settle("consolidate_state_dict()")
         self.parts.full.consolidate(to)
 
-    def rows(self) -> States:
+    def rows(self) -> StatesByIndex:
         """Return all state, pending step included, cut by rows over the ranks."""
         self._settle("sharded_state_dict()")
         return self.parts.full.rows()
@@ -235,7 +235,7 @@ class BetweenSteps(Engine):
         """Return the full state. The other ranks' edits of ``state`` are in it from their next step on."""
         return {"state": self._full_state(), "param_groups": pack_groups(self._user.param_groups)}
 
-    def _full_state(self) -> States:
+    def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, if still current, else pull it from the other ranks."""
         full = self.parts.full
         full.require_landed()

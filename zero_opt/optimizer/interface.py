@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from ..comm.groups import Group
-from ..state.state_dict import StateDict, States
+from ..state.state_dict import StateDict, StatesByIndex
 
 
 class Engine(Protocol):
@@ -97,7 +97,7 @@ class Engine(Protocol):
     def consolidate(self, to: int) -> None:
         """Bring the full state to one rank, where :meth:`state_dict` returns it while it is current."""
 
-    def rows(self) -> States:
+    def rows(self) -> StatesByIndex:
         """Return copies of all state by global parameter index, cut by rows over the ranks, in host memory."""
 
     def state_dict(self) -> StateDict:

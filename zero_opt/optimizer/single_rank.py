@@ -20,7 +20,7 @@ from ..reduction.grad_norm import Measured, check_max_norm, measure
 from ..reduction.nonfinite import Ignored, build_nonfinite
 from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
 from ..sharding.wrapped_class import bare_step, needs_closure
-from ..state.state_dict import StateDict, States, copied
+from ..state.state_dict import StateDict, StatesByIndex, copied
 from .config import Config
 from .contents import adopt_errors
 from .dtensors.mesh_params import admit
@@ -175,7 +175,7 @@ class SingleRank(Engine):
     def consolidate(self, to: int) -> None:
         check_rank(to, 1, "to")
 
-    def rows(self) -> States:
+    def rows(self) -> StatesByIndex:
         return copied(self._current().state_dict()["state"], torch.device("cpu"))
 
     def state_dict(self) -> StateDict:

@@ -23,7 +23,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
-from .state_dict import States, torch_dtype
+from .state_dict import StatesByIndex, torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
@@ -133,7 +133,7 @@ class IncomingState:
 
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
         self._flats = flats
-        self._states: States = {}
+        self._states: StatesByIndex = {}
 
     def place(self, entry: Entry) -> Tensor | None:
         """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
@@ -160,7 +160,7 @@ class IncomingState:
                 for span, chunk in zip(spans(entry), chunks(state, entry), strict=True):
                     target[span].copy_(chunk)
 
-    def by_param(self) -> States:
+    def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
         return {index: self._states[index] for index in sorted(self._states)}
 
@@ -215,7 +215,7 @@ def chunks_to_send(state: LocalState | FrozenState, entry: Entry, failed: list[E
         yield read_to_send(partial(next, parts), span.stop - span.start, torch_dtype(entry.dtype), failed)
 
 
-def consolidated(agreement: Agreement, partition: Partition, placement: Placement, to: int) -> States | None:
+def consolidated(agreement: Agreement, partition: Partition, placement: Placement, to: int) -> StatesByIndex | None:
     """Return the full state on rank ``to``, in host memory; ``None`` elsewhere. Collective.
 
     Extra memory: the result on ``to``; elsewhere at most a few messages on their way.

@@ -15,7 +15,7 @@ from ..sharding.partition import Partition
 from .consolidate import consolidated
 from .guard import StateGuard
 from .service import StateService
-from .state_dict import States, copied, cut
+from .state_dict import StatesByIndex, copied, cut
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
@@ -41,7 +41,7 @@ class FullState:
 
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement, guard: StateGuard) -> None:
         self._agreement, self._partition, self._placement, self._guard = agreement, partition, placement, guard
-        self._kept: tuple[tuple[int, ...], States | None] = ((), None)  # and its _version()
+        self._kept: tuple[tuple[int, ...], StatesByIndex | None] = ((), None)  # and its _version()
         self._closed = False
 
     def consolidate(self, to: int) -> None:
@@ -54,7 +54,7 @@ class FullState:
         live = (value for _, state in self._placement.state() for value in tensors_of(state))
         return (self._guard.changes, *(value._version for value in live))
 
-    def _current(self) -> States | None:
+    def _current(self) -> StatesByIndex | None:
         """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""
         version, state = self._kept
         return state if state is None or self._closed or version == self._version() else None
@@ -74,7 +74,7 @@ class FullState:
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
             )
 
-    def here(self, service: StateService | None) -> States:
+    def here(self, service: StateService | None) -> StatesByIndex:
         """Return a copy of the full state: what :meth:`consolidate` brought, if current, else pulled from all ranks."""
         kept = self._current()
         if kept is not None:
@@ -88,7 +88,7 @@ class FullState:
             "every rank, after the last step, then opt.state_dict() on that rank"
         )
 
-    def _own(self) -> States:
+    def _own(self) -> StatesByIndex:
         """Return the full state at world size 1, on any thread. Steps wait for it."""
         with self._guard.reading(), self._guard.after_change(self._guard.here()):
             failed = self._guard.lacking()
@@ -96,7 +96,7 @@ class FullState:
                 raise failed
             return consolidated(self._agreement, self._partition, self._placement, 0) or {}
 
-    def rows(self) -> States:
+    def rows(self) -> StatesByIndex:
         """Return all state cut by rows over the ranks, in host memory."""
         return self._by_rows().snapshot()
 

@@ -27,7 +27,7 @@ from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
-from .state_dict import States, cut, torch_dtype
+from .state_dict import StatesByIndex, cut, torch_dtype
 
 
 class Form(NamedTuple):
@@ -104,7 +104,7 @@ class ShardedState:
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> States:
+    def snapshot(self) -> StatesByIndex:
         """Return the state in host memory: tensors cut by rows, small ones and numbers in full.
 
         Extra memory: the result, and a few tensors on their way.
@@ -118,7 +118,7 @@ class ShardedState:
             local = LocalState.of(self._placement, self._partition)
             mine = listing(local)
         runs: dict[tuple[int, str], Tensor] = {}
-        result: States = {}
+        result: StatesByIndex = {}
         for owner, payload in enumerate(self._group.all_gather_bytes(mine)):
             for entry in listed(payload):
                 state = result.setdefault(entry.param, {})
@@ -164,14 +164,14 @@ class ShardedState:
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def shards(self, states: Mapping[int, Mapping[str, Any]]) -> States:
+    def shards(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
         """Return this rank's slices of the given state, which is cut by rows, cut otherwise, or full.
 
         The ranks have compared keys, shapes, dtypes and how tensors are cut.
         """
         own = {piece.param: piece for piece in self._partition.owned()}
         owners = self._owners()
-        mine: States = {index: {} for index in states if index in own}
+        mine: StatesByIndex = {index: {} for index in states if index in own}
         for index, state in states.items():
             for key, value in state.items():
                 local = value

@@ -23,7 +23,7 @@ from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
 # State by global parameter index.
-States = dict[int, dict[str, Any]]
+StatesByIndex = dict[int, dict[str, Any]]
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -369,7 +369,7 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
     return part
 
 
-def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> States:
+def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> StatesByIndex:
     """Return a copy of state, its tensors on ``device`` if one is given."""
 
     def copy_of(value: Any) -> Any:

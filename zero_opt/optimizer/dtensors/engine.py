@@ -14,7 +14,7 @@ from ...errors import ZeroOptError
 from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
-from ...state.state_dict import StateDict, States
+from ...state.state_dict import StateDict, StatesByIndex
 from ..between_steps import JoinableOptimizer
 from ..config import Config
 from ..loading import Loaded
@@ -145,7 +145,7 @@ class DTensorEngine(ShardedEngine):
         super()._show_state()
         self._view.state.refresh()
 
-    def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> States:
+    def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
         plain = self.parts.params
         return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
@@ -153,13 +153,13 @@ class DTensorEngine(ShardedEngine):
         self._settle("consolidate_state_dict()")
         self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
-    def rows(self) -> States:
+    def rows(self) -> StatesByIndex:
         self._settle("sharded_state_dict()")
         return self._as_seen(super()._full_state())
 
-    def _full_state(self) -> States:
+    def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""
-        states: States = self._mesh.full_state(self._as_seen(super()._full_state()), self._user.state)
+        states: StatesByIndex = self._mesh.full_state(self._as_seen(super()._full_state()), self._user.state)
         return states
 
     def _write(self, loaded: Loaded) -> None:

@@ -22,7 +22,7 @@ from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import tensors_of
 from ...sharding.wrapped_class import is_elementwise
-from ...state.state_dict import StateDict, States, copied
+from ...state.state_dict import StateDict, StatesByIndex, copied
 from ...state.trial import is_known, state_after_a_step
 from ..config import Config
 from .fsdp import Shards
@@ -41,7 +41,7 @@ class MeshParams:
         self.shards = Shards()
         self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
-        self._kept: tuple[tuple[int, ...], States] | None = None
+        self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Take in more parameters, DTensors or not."""
