@@ -87,14 +87,11 @@ class UnevenInputs(Joinable):
         That rank takes part in the others' steps with gradients of zero, so the mean is still over all ranks, and with
         the others' hyperparameters. DDP, if used, comes before the optimizer: ``Join([ddp, opt])``.
         """
-        return ShadowSteps(self._shadow_step, self._forget_epoch)
+        return ShadowSteps(self._shadow_step, lambda: self._engine.forget_epoch())
 
     @following
     def _shadow_step(self) -> None:
         self._engine.shadow_step()
-
-    def _forget_epoch(self) -> None:
-        self._engine.forget_epoch()
 
     @property
     def join_device(self) -> torch.device:

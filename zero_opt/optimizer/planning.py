@@ -49,7 +49,7 @@ class Planner:
                 parts.placement.add_group(groups[number])
                 params.extend(groups[number]["params"])
                 self._group_of.extend([number] * len(groups[number]["params"]))
-            self._plan_missing(mask_of(i for i, param in enumerate(params) if param.requires_grad))
+            self._plan(self._missing(mask_of(i for i, param in enumerate(params) if param.requires_grad)))
         except BaseException:
             del params[before:], self._group_of[before:]
             parts.placement.drop_groups(self._known_groups)
@@ -69,19 +69,20 @@ class Planner:
         if missing and self._values_count:
             labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
             self._parts.agreement.on_contents(value_contents(labeled))
-        self._plan_missing(mask)
+        self._plan(missing)
 
     def _missing(self, mask: int) -> list[int]:
+        """Return the masked parameters that are not planned yet."""
         planned = self._parts.partition.flats
         return [i for i in range(len(self._parts.params)) if mask >> i & 1 and i not in planned]
 
-    def _plan_missing(self, mask: int) -> None:
-        missing = self._missing(mask)
+    def _plan(self, missing: Sequence[int]) -> None:
         if missing:
             with self._parts.guard.changing(self._parts.patience_s, self._parts.count.step):
-                self._plan(missing)
+                self._add_buckets(missing)
 
-    def _plan(self, missing: Sequence[int]) -> None:
+    def _add_buckets(self, missing: Sequence[int]) -> None:
+        """Put parameters into new buckets, and let every part of the engine take those in."""
         parts, config = self._parts, self._parts.config
         of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
         added = parts.partition.add(of_group)

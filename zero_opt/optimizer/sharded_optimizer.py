@@ -86,15 +86,16 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._process_group, self._parked, self._closed = process_group, Parked(), False
         Joinable.__init__(self)
         parent = None if any(map(is_dtensor, tensors_of(params))) else agreed_group(process_group)
-        alone, mesh, error = parent is None or parent.size() == 1, None, None
+        alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
             mesh = mesh_of(params, self._config, process_group)
+            apart = self._config.has_masters if mesh is None else steps_apart(self._config)
         except ZeroOptError as own_error:
             if alone:
                 raise
             error, checks = own_error, Checks()
-        if alone and not self._steps_apart(mesh):
+        if alone and not apart:
             given = (self._config, params, self._parked)
             engine = SingleRank(*given) if mesh is None else DTensorSingleRank(*given, mesh)
             super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
@@ -112,10 +113,6 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _steps_apart(self, mesh: MeshParams | None) -> bool:
-        """Return whether a rank alone cannot leave the parameters themselves to the wrapped class."""
-        return self._config.has_masters if mesh is None else steps_apart(self._config)
 
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""

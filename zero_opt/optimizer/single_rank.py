@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import GradBucket
 from ..comm.groups import AloneGroup, Group, check_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
-from ..policies import Checks
 from ..reduction.grad_norm import Measured, check_max_norm, measure
 from ..reduction.nonfinite import Ignored, build_nonfinite
 from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
@@ -31,15 +30,6 @@ from .offload_state import Parked
 
 class _NotTaken(Exception):
     """The exception that leaves the wrapped class's step from within its closure, before anything is changed."""
-
-
-def check_skippable(optimizer_class: type[torch.optim.Optimizer], checks: Checks) -> None:
-    """Raise UnsupportedOptimizer if a step cannot be left out as ``checks`` asks."""
-    if checks.nonfinite == "skip" and needs_closure(optimizer_class):
-        raise UnsupportedOptimizer(
-            f"{optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be skipped then; "
-            'use Checks(nonfinite="raise")'
-        )
 
 
 def _no_user() -> None:
@@ -61,7 +51,11 @@ class SingleRank(Engine):
     unscales = False
 
     def __init__(self, config: Config, params: Iterable[Any], parked: Parked) -> None:
-        check_skippable(config.optimizer_class, config.checks)
+        if config.checks.nonfinite == "skip" and needs_closure(config.optimizer_class):
+            raise UnsupportedOptimizer(
+                f"{config.optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be "
+                'skipped then; use Checks(nonfinite="raise")'
+            )
         self._config, self._parked = config, parked
         with adopt_errors():
             self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
