@@ -153,14 +153,9 @@ class ShardedState:
         span = Span(entry.start, entry.start + entry.numel)
         for target in form.ranks_of(span, self._group.world_size):
             run = form.run(target, self._group.world_size)
-            part = overlap(span, run)
-            self._move(
-                None if source is None else source[part.start - span.start : part.stop - span.start],
-                rows[part.start - run.start : part.stop - run.start] if target == self._group.rank else None,
-                (owner, target),
-                part.numel,
-                form.dtype,
-            )
+            part, mine = overlap(span, run), rows if target == self._group.rank else None
+            ends = (owner, target)
+            self._move(_elements(source, span, part), _elements(mine, run, part), ends, part.numel, form.dtype)
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -218,14 +213,9 @@ class ShardedState:
             if run is not None:
                 result = form.rows(run) if span.numel == form.numel else run
             for rank in form.ranks_of(span, group.world_size):
-                part = overlap(span, form.run(rank, group.world_size))
-                self._move(
-                    source[part.start - rows.start : part.stop - rows.start] if rank == group.rank else None,
-                    None if run is None else run[part.start - span.start : part.stop - span.start],
-                    (rank, owner),
-                    part.numel,
-                    form.dtype,
-                )
+                part, mine = overlap(span, form.run(rank, group.world_size)), source if rank == group.rank else None
+                ends = (rank, owner)
+                self._move(_elements(mine, rows, part), _elements(run, span, part), ends, part.numel, form.dtype)
         return result
 
     # -- on the way ---------------------------------------------------------------------------------------------------
@@ -243,6 +233,11 @@ class ShardedState:
             return
         tensor = source if rank == src else target
         self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
+
+
+def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
+    """Return the elements ``part`` of a run that has the elements ``span``."""
+    return None if run is None else run[part.start - span.start : part.stop - span.start]
 
 
 def _on_host(state: LocalState, entry: Entry) -> Tensor:
