@@ -305,46 +305,6 @@ def test_a_step_is_begun_in_backward_and_only_committed_by_step() -> None:
     _alone(act)
 
 
-def test_an_lr_edited_between_backward_and_step_counts_in_that_step() -> None:
-    def run(offload: Any) -> Any:
-        params = make_params()
-        optimizer = make(params, offload=offload)
-        counts = []
-        for step in range(6):
-            _backward(params, step)
-            placement = _after_backward(optimizer)
-            if step in (2, 4):
-                optimizer.param_groups[0]["lr"] *= 0.25
-            optimizer.step()
-            optimizer.zero_grad()
-            if offload is SPECULATING:
-                counts.append((placement.kept > 0, placement.redone))
-        state = optimizer.state_dict()["state"]
-        optimizer.close()
-        return [param.detach() for param in params], state, counts
-
-    found, expected = run(SPECULATING), run(NOW)
-    assert_bitwise(found[:2], expected[:2])
-    redone = [count for _, count in found[2]]
-    assert found[2][-1][0] and redone[1] == 0 < redone[2] == redone[3] < redone[4] == redone[5]
-
-
-def test_param_groups_that_were_replaced_are_begun_with_their_own_values() -> None:
-    def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
-        optimizer.param_groups = [{**group, "lr": group["lr"] * 0.5} for group in optimizer.param_groups]
-        placement, kept = placement_of(optimizer), []
-        for step in range(1, 4):
-            before = placement.kept
-            _backward(params, step)
-            _after_backward(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append(placement.kept > before)
-        assert kept == [False, True, True]  # the first step is the first to see them
-
-    _alone(act)
-
-
 def test_what_was_begun_is_thrown_away_with_the_gradient() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
         _backward(params, 1)
