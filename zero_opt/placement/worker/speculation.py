@@ -125,7 +125,7 @@ class SpeculativePlacement(WorkerPlacement):
         super().__init__(policy, defaults, group, 1, results)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
-        self._groups: list[Mapping[str, Any]] = []
+        self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
         self._drafts: dict[int, _Draft] = {}
         self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
         self._asked = self._sums = False  # for sums: since the last step, in the one before
@@ -276,6 +276,7 @@ class SpeculativePlacement(WorkerPlacement):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
         with self._lock:
+            self._groups = list(groups)  # the user may have put others in the place of those that were added
             self._as_zero = native.flushes_denormals()
             self._flushes = self._flush_denormals or self._as_zero
             self._sums, self._asked = self._asked, False
