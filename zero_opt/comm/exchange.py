@@ -1,16 +1,19 @@
-"""What every exchange of buckets between ranks has in common: names, staging, arithmetic, the interface."""
+"""Exchanges of buckets between ranks: their interface, and the names, buffers and arithmetic that all of them use."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.adam_state import HALVES
+from ..layout import Span
 from ..system.extension import native, native_available
 
 # Of which the native kernels compute means, and what they call them.
@@ -22,8 +25,13 @@ NATIVE_DTYPES = {
 }
 
 
+# The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
+# that need it has uses 0 and 1, sharding/buckets 2, PairwiseExchange 3 to 5.
+MEAN = 6
+
+
 class Ident(NamedTuple):
-    """Names one bucket exchange; later exchanges compare greater, on every rank alike."""
+    """The name of one exchange; later exchanges have greater ones, on every rank alike."""
 
     step: int
     epoch: int
@@ -114,20 +122,6 @@ def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     return [bucket[start:stop] for start, stop in pairwise(bounds)]
 
 
-class Gathering:
-    """An all-gather under way."""
-
-    def __init__(self, works: Sequence[Any], chunks: Sequence[Tensor]) -> None:
-        self._works, self._chunks = works, chunks
-
-    def wait(self) -> Sequence[Tensor]:
-        """Every rank's shard, in rank order, once all are there."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        return self._chunks
-
-
 class Run(NamedTuple):
     """Elements of a bucket that lie together in memory, as a 1-D tensor; ``None`` where all are zero.
 
@@ -140,6 +134,66 @@ class Run(NamedTuple):
     numel: int
     values: Tensor | None
     add: bool = False
+
+
+class ParamRuns(list[Run]):
+    """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
+
+    Attributes:
+        copies: the views that a :class:`StagedExchange` copies: of this rank's shard, and of the others, by the address
+            of its staging.
+    """
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        super().__init__(runs)
+        self.copies: dict[int, tuple[Copies, Copies]] = {}
+
+    @property
+    def first(self) -> Tensor:
+        """The values of the first run."""
+        values = self[0].values
+        assert values is not None, "parameters have values"
+        return values
+
+
+def parts_within(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, Span]]:
+    """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
+    for run in runs[first_at(runs, span.start) :]:
+        if run.start >= span.stop:
+            return
+        part = Span(max(run.start, span.start), min(run.start + run.numel, span.stop))
+        if part.start < part.stop:
+            yield run, part
+
+
+def first_at(runs: Sequence[Run], element: int) -> int:
+    """Return the index of the last run that starts at or before an element; 0 if none does."""
+    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
+
+
+class Copies:
+    """Pairs of views with the same elements: of runs, and of buffers."""
+
+    def __init__(self) -> None:
+        self._of_runs: list[Tensor] = []
+        self._of_buffers: list[Tensor] = []
+
+    def add(self, runs: Sequence[Run], span: Span, buffer: Tensor) -> None:
+        """Pair the elements within a span of the bucket with ``buffer``, which has room for the span."""
+        for run, part in parts_within(runs, span):
+            if run.values is not None:
+                self._of_runs.append(run.values[part.start - run.start : part.stop - run.start])
+                self._of_buffers.append(buffer[part.start - span.start : part.stop - span.start])
+
+    def to_buffers(self) -> None:
+        """Copy the runs into the buffers."""
+        if self._of_runs:
+            torch._foreach_copy_(self._of_buffers, self._of_runs)
+
+    def to_runs(self) -> None:
+        """Copy the buffers into the runs."""
+        if self._of_runs:
+            torch._foreach_copy_(self._of_runs, self._of_buffers)
 
 
 class SliceSums(NamedTuple):
@@ -155,26 +209,46 @@ class SliceSums(NamedTuple):
     squares: Tensor
 
 
-class DirectExchange(Protocol):
-    """An exchange that reads gradients and writes parameters where they are, so that nothing has to be staged.
+class Exchange(Protocol):
+    """How the ranks of a group exchange buckets.
+
+    Every rank exchanges the same buckets in the same order. Only one thread at a time calls, and one exchange ends
+    before the next begins, except as :attr:`gathers_ahead` says; :meth:`leave` and :meth:`close` may be called by any
+    thread at any time.
 
     Attributes:
+        gathers_ahead: how many gathers may be started before the oldest has ended.
+        blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
+            they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
+        nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
     """
 
+    gathers_ahead: int
+    blocks: bool
     adds_up: Sequence[torch.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """See the class."""
 
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
-        """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone.
+        """Write the mean over ranks of this rank's shard of a bucket to ``out``, or add it where the runs say so.
+
+        A rank may skip exchanges that an exception kept it from. Elements of ``out`` that no run covers mean nothing.
 
         Args:
-            sums: ascending; none unless :attr:`adds_up` has the dtype. Undefined when the result is ``False``.
+            runs: on an accelerator the whole bucket in one run.
+            sums: ascending; none unless :attr:`adds_up` has the dtype.
+
+        Returns:
+            ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
         """
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        """Start bringing every other rank's shard into this rank's runs, none of which is ``None``.
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        """Start bringing every other rank's shard into this rank's runs.
 
         The result ends it, and must be called.
 
@@ -182,45 +256,8 @@ class DirectExchange(Protocol):
             StepDesync: another rank skipped this exchange.
         """
 
-
-class Exchange(Protocol):
-    """How the ranks of a group exchange buckets. One exchange at a time, except as :attr:`gathers_ahead` says.
-
-    Attributes:
-        gathers_ahead: how many all-gathers may be started before the oldest has been read.
-        blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
-            they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
-        nbytes: memory of its own, beside the pool.
-    """
-
-    gathers_ahead: int
-    blocks: bool
-
-    @property
-    def nbytes(self) -> int:
-        """See the class."""
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """Where to put together the bucket of the next exchange, as a 1-D tensor; what it holds is undefined.
-
-        ``turn`` counts all-gathers under way at a time.
-        """
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """Write the mean over ranks of this rank's shard of ``bucket``, from :meth:`staging`, to ``out``.
-
-        Called in the same order on every rank, except that a rank may skip exchanges that an exception kept it from.
-        Returns ``False``, with ``out`` undefined, when another rank skipped this one.
-        """
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """Start bringing every rank's shard here; this rank's is in place in ``bucket``, from :meth:`staging`."""
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
-
     def fail(self, step: int) -> None:
-        """Have the following all-gathers tell the other ranks that this step failed on this rank."""
+        """Have the following gathers tell the other ranks that this step failed on this rank."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.
@@ -238,7 +275,7 @@ class Exchange(Protocol):
 
 
 class PooledExchange:
-    """What exchanges have in common whose staging is ordinary memory from a pool."""
+    """The base of exchanges: buffers from a pool, and what is the same for most of them."""
 
     gathers_ahead, nbytes, blocks = 0, 0, True
     adds_up: Sequence[torch.dtype] = ()
@@ -246,24 +283,92 @@ class PooledExchange:
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
 
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        return self._pool.staging(turn, numel, dtype, device)
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        return None
-
     def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
+        """Tell no rank."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
-        """See :class:`Exchange`; reports no rank."""
+        """Report no rank."""
         return tuple
 
     def leave(self) -> None:
-        """See :class:`Exchange`; breaking the connections is enough."""
+        """Do nothing: breaking the connections is enough."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
+
+
+class StagedExchange(PooledExchange, ABC):
+    """The adapter for exchanges that need a bucket in one contiguous tensor: they are an :class:`Exchange` by it.
+
+    What is one run already is exchanged where it is. Other buckets, and all that are gathered, are copied to and from
+    buffers of the pool.
+    """
+
+    def __init__(self, rank: int, pool: StagingPool) -> None:
+        super().__init__(pool)
+        self._rank = rank
+
+    @abstractmethod
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        """As :meth:`Exchange.reduce_runs`, of a bucket in one tensor, whose mean overwrites all of ``out``."""
+
+    @abstractmethod
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
+        """Start bringing every other rank's shard into ``bucket``; the result ends it."""
+
+    def _staging(self, turn: int, numel: int, like: Tensor) -> Tensor:
+        return self._pool.staging(turn, numel, like.dtype, like.device)
+
+    def reduce_runs(
+        self,
+        ident: Ident,
+        runs: Sequence[Run],
+        bounds: Sequence[int],
+        out: Tensor,
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
+        bucket = runs[0].values if runs[0].numel == bounds[-1] else None
+        if bucket is None:
+            bucket, copies = self._staging(0, bounds[-1], out), Copies()
+            copies.add(runs, Span(0, bounds[-1]), bucket)
+            copies.to_buffers()
+            for run in runs:
+                if run.values is None:
+                    bucket[run.start : run.start + run.numel].zero_()
+        if not any(run.add for run in runs):
+            return self.reduce_scatter(ident, bucket, bounds, out)
+        mean = self._pool.take(MEAN, out.numel(), out.dtype, out.device)
+        if not self.reduce_scatter(ident, bucket, bounds, mean):
+            return False
+        own = bounds[self._rank]
+        for run, part in parts_within(runs, Span(own, bounds[self._rank + 1])):
+            there = slice(part.start - own, part.stop - own)
+            if run.add:
+                out[there] += mean[there]
+            else:
+                out[there] = mean[there]
+        return True
+
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
+        copies = runs.copies.get(bucket.data_ptr())
+        if copies is None:
+            copies = runs.copies[bucket.data_ptr()] = (Copies(), Copies())
+            for rank, (start, stop) in enumerate(pairwise(bounds)):
+                copies[rank != self._rank].add(runs, Span(start, stop), bucket[start:stop])
+        own, others = copies
+        own.to_buffers()
+        end = self.all_gather(ident, bucket, bounds)
+
+        def finish() -> None:
+            end()
+            others.to_runs()
+
+        return finish
+
+
+def nothing_left() -> None:
+    """End a gather that is complete already."""
 
 
 def close_all(exchanges: Mapping[str, Exchange]) -> None:

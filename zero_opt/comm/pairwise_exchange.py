@@ -7,15 +7,24 @@ same on every rank, so both ends of a message cut it alike.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..layout import Span
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, add_mean, chunks_of
+from .exchange import (
+    Ident,
+    ParamRuns,
+    PooledExchange,
+    Run,
+    SliceSums,
+    StagingPool,
+    add_mean,
+    first_at,
+    parts_within,
+)
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
@@ -49,7 +58,7 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
     messages, begin = [], low
-    for run in runs[_first_at(runs, low) :]:
+    for run in runs[first_at(runs, low) :]:
         start, stop = max(run.start, low), min(run.start + run.numel, high)
         if run.start >= high:
             break
@@ -63,26 +72,11 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     return messages
 
 
-def _first_at(runs: Sequence[Run], element: int) -> int:
-    """Index of the last run that starts at or before an element; 0 if none does."""
-    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
-
-
-def _parts(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, int, int]]:
-    """Every run's elements within a span, as (run, first, last + 1) in the bucket."""
-    for run in runs[_first_at(runs, span.start) :]:
-        if run.start >= span.stop:
-            return
-        low, high = max(run.start, span.start), min(run.start + run.numel, span.stop)
-        if low < high:
-            yield run, low, high
-
-
 def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
     """The span where it lies in memory, if it lies there together."""
-    for run, low, high in _parts(runs, span):
-        if run.values is not None and (low, high) == span:
-            return run.values[low - run.start : high - run.start]
+    for run, part in parts_within(runs, span):
+        if run.values is not None and part == span:
+            return run.values[part.start - run.start : part.stop - run.start]
     return None
 
 
@@ -109,7 +103,7 @@ class _Stretches:
         if found is not None:
             return found
         room = self.room(span.numel)
-        for run, low, high in _parts(runs, span):
+        for run, (low, high) in parts_within(runs, span):
             part = room[low - span.start : high - span.start]
             if run.values is None:
                 part.zero_()
@@ -174,9 +168,6 @@ class PairwiseExchange(PooledExchange):
         self._unread: list[Any] = []
         self._failed = -1  # the last step that failed on this rank
 
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        return self
-
     def reduce_runs(
         self,
         ident: Ident,
@@ -211,7 +202,7 @@ class PairwiseExchange(PooledExchange):
             works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
         for work in works:
             work.wait()
-        for run, low, high in _parts(runs, own):
+        for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
                 values = self._pool.take(_ZEROS, high - low, out.dtype, out.device).zero_()
@@ -237,8 +228,8 @@ class PairwiseExchange(PooledExchange):
             works += [self._reduce.send_to(stretches.filled(runs, span), peer, 2 * count + 1) for span in plan]
         return works
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        like = next(run.values for run in runs if run.values is not None)
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        like = runs.first
         plans = [
             plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
         ]
@@ -260,7 +251,7 @@ class PairwiseExchange(PooledExchange):
             for work in works:
                 work.wait()
             for span, values in later:
-                for run, low, high in _parts(runs, span):
+                for run, (low, high) in parts_within(runs, span):
                     if run.values is not None:
                         run.values[low - run.start : high - run.start].copy_(
                             values[low - span.start : high - span.start]
@@ -285,11 +276,3 @@ class PairwiseExchange(PooledExchange):
             return [rank for rank, word in words.items() if word.item() == step]
 
         return finish
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`; complete on return."""
-        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)()
-        return Gathering((), chunks_of(bucket, bounds))

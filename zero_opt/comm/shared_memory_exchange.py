@@ -31,15 +31,14 @@ from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
 from .exchange import (
     NATIVE_DTYPES,
-    DirectExchange,
     Exchange,
-    Gathering,
     Ident,
+    ParamRuns,
     PooledExchange,
     Run,
     SliceSums,
     StagingPool,
-    chunks_of,
+    nothing_left,
 )
 
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
@@ -121,21 +120,22 @@ class HostExchange(PooledExchange):
         slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._ranks = native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
 
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
-
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
-        bucket = _bucket(runs, bounds, out.dtype, sums)
+        if out.dtype not in NATIVE_DTYPES:
+            return self._fallback.reduce_runs(ident, runs, bounds, out)
+        bucket = _native_bucket(runs, bounds, out.dtype, sums)
         return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        """See :class:`DirectExchange`; complete on return."""
-        dtype = next(run.values.dtype for run in runs if run.values is not None)
-        if not self._complete(ident, partial(self._ranks.gather, ident, _bucket(runs, bounds, dtype))):
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        """Gather, and be done on return."""
+        dtype = runs.first.dtype
+        if dtype not in NATIVE_DTYPES:
+            return self._fallback.gather_runs(ident, runs, bounds)
+        if not self._complete(ident, partial(self._ranks.gather, ident, _native_bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
-        return _nothing_left
+        return nothing_left
 
     def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
@@ -179,18 +179,6 @@ class HostExchange(PooledExchange):
         gone = f"rank {rank} (pid {self._peers[rank].pid}) has left, or died, before the exchange of step {ident.step}"
         return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        if bucket.dtype not in NATIVE_DTYPES:
-            return self._fallback.reduce_scatter(ident, bucket, bounds, out)
-        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`; complete on return."""
-        if bucket.dtype not in NATIVE_DTYPES:
-            return self._fallback.all_gather(ident, bucket, bounds)
-        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
-        return Gathering((), chunks_of(bucket, bounds))
-
     def leave(self) -> None:
         """See :class:`Exchange`. A forked child, which shares this memory, leaves the byte as it is."""
         self._closed = True
@@ -210,12 +198,10 @@ class HostExchange(PooledExchange):
             self._reading.release()
 
 
-def _nothing_left() -> None:
-    """An exchange that is complete already."""
-
-
-def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()) -> Any:
-    """What the native exchange takes; the caller keeps the tensors alive."""
+def _native_bucket(
+    runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()
+) -> Any:
+    """Return what the native exchange takes; the caller keeps the tensors alive."""
     listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
     places = [(part.start, part.numel, part.squares.data_ptr()) for part in sums]
     return native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)

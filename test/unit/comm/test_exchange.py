@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.comm.exchange import Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+from zero_opt.comm.exchange import (
+    Ident,
+    ParamRuns,
+    Run,
+    StagedExchange,
+    StagingPool,
+    chunks_of,
+    mean_in_rank_order,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,17 +107,90 @@ def test_chunks_are_views_in_rank_order(bounds: range | tuple[int, ...]) -> None
     assert chunks[-1].data_ptr() == bucket[bounds[-2] :].data_ptr()
 
 
-def test_a_gathering_waits_once_for_every_work() -> None:
-    waited: list[int] = []
+# -- the adapter for exchanges that need a bucket in one tensor -------------------------------------------------------
 
-    class Work:
-        def wait(self) -> None:
-            waited.append(1)
 
-    gathering = Gathering([Work(), Work()], [torch.zeros(1)])
-    assert len(gathering.wait()) == 1
-    gathering.wait()
-    assert len(waited) == 2
+class Mirror(StagedExchange):
+    """Rank 1 of three whose peers hold what it holds: a mean is its own values, and so is what arrives."""
+
+    gathers_ahead = 1
+
+    def __init__(self, *, skipped: bool = False) -> None:
+        super().__init__(1, StagingPool())
+        self.skipped, self.buckets, self.ended = skipped, list[Tensor](), 0
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        self.buckets.append(bucket)
+        out.copy_(bucket[bounds[1] : bounds[2]])
+        return not self.skipped
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
+        self.buckets.append(bucket)
+        own = bucket[bounds[1] : bounds[2]]
+
+        def end() -> None:
+            self.ended += 1
+            for chunk in (bucket[: bounds[1]], bucket[bounds[2] :]):
+                chunk.copy_(own[: chunk.numel()])
+
+        return end
+
+
+BOUNDS = (0, 8, 16, 24)
+
+
+def values(start: int, numel: int) -> Tensor:
+    return torch.arange(start, start + numel, dtype=torch.float32) + 1
+
+
+def test_a_bucket_in_one_run_is_exchanged_where_it_is() -> None:
+    exchange, bucket, out = Mirror(), values(0, 24), torch.zeros(8)
+    assert exchange.reduce_runs(Ident(0, 0, 0), [Run(0, 24, bucket)], BOUNDS, out)
+    assert exchange.buckets[0] is bucket
+    assert torch.equal(out, values(8, 8))
+    assert exchange._pool.nbytes == 0
+
+
+def test_runs_are_put_together_with_zeros_where_there_are_no_values() -> None:
+    exchange, out = Mirror(), torch.zeros(8)
+    exchange._pool.take(0, 24, torch.float32, CPU).fill_(torch.nan)
+    runs = [Run(0, 6, values(0, 6)), Run(6, 4, None), Run(10, 14, values(10, 14))]
+    assert exchange.reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert out.tolist() == [0, 0, *values(10, 6).tolist()]
+    assert torch.equal(exchange.buckets[0][:6], values(0, 6))
+
+
+def test_means_are_added_only_where_the_runs_say_so() -> None:
+    out = torch.full((8,), 100.0)
+    runs = [Run(0, 12, values(0, 12), add=True), Run(12, 12, values(12, 12))]
+    assert Mirror().reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert torch.equal(out, torch.cat([values(8, 4) + 100, values(12, 4)]))
+
+
+def test_a_skipped_exchange_leaves_what_means_are_added_to() -> None:
+    out = torch.full((8,), 100.0)
+    assert not Mirror(skipped=True).reduce_runs(Ident(0, 0, 0), [Run(0, 24, values(0, 24), add=True)], BOUNDS, out)
+    assert torch.equal(out, torch.full((8,), 100.0))
+
+
+def test_a_gather_writes_the_other_ranks_shards_once_it_ends() -> None:
+    exchange, first, second = Mirror(), values(0, 10), values(10, 14)
+    runs = ParamRuns([Run(0, 10, first), Run(10, 14, second)])
+    end = exchange.gather_runs(Ident(0, 0, 0), runs, BOUNDS)
+    assert torch.equal(torch.cat([first, second]), values(0, 24))
+    end()
+    assert torch.equal(torch.cat([first, second]), values(8, 8).repeat(3))
+    assert exchange.ended == 1
+
+
+def test_gathers_that_overlap_have_a_buffer_each_and_views_are_made_once() -> None:
+    exchange, runs = Mirror(), ParamRuns([Run(0, 24, values(0, 24))])
+    for turn in range(4):
+        exchange.gather_runs(Ident(0, 0, turn), runs, BOUNDS)()
+    places = [bucket.data_ptr() for bucket in exchange.buckets]
+    assert places[:2] == places[2:]
+    assert places[0] != places[1]
+    assert len(runs.copies) == 2
 
 
 # -- the pool of buffers ----------------------------------------------------------------------------------------------
