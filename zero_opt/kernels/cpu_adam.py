@@ -18,7 +18,8 @@ from ..system.extension import require_native
 from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .functions import adam_hypers
-from .slots import Slot, step_slots
+from .runs import step_runs
+from .slots import Slot
 from .threads import checked_threads, say_threads
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -209,7 +210,7 @@ class _NativeStep(torch.optim.Adam):
                     self.state[param].update(new_state(param, self._form, amsgrad=amsgrad))
                 slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
                 self._slots[id(param)] = slot
-                slot.grad = slot.bound.readable(grad)
+                slot.set_grad(grad)
         except BaseException:
             for param in fresh:
                 del self.state[param]
@@ -257,15 +258,12 @@ class _NativeStep(torch.optim.Adam):
                 loss = closure()
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         self._bind(list(self._stale()))
-        self._run(hypers)
-        return loss
-
-    def _run(self, hypers: Sequence[Any]) -> None:
         batches = [
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
         ]
-        self.nonfinite_grads = step_slots(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        return loss
 
 
 class CPUAdam(_NativeStep):

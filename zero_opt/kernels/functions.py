@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from ..system.extension import native
-from .checks import (
-    DTYPE_NAMES,
-    GRAD_DTYPES,
-    check_apart,
-    check_tensor,
-    has_order,
-    storage_order,
-)
-from .runs import BoundRun, check_arrays, finish
+from .adam_state import ROLES
+from .checks import DTYPE_NAMES, GRAD_DTYPES, check_apart, check_tensor, has_order, storage_order
+from .runs import BoundRun, check_arrays, step_runs
 from .threads import checked_threads
 
 
@@ -39,8 +33,8 @@ class AdamHypers:
     decoupled: bool
     maximize: bool = False
 
-    def over(self, gradients: int) -> AdamHypers:
-        """Those of one step by the mean of so many steps' gradients, k: a step with a batch k times as large.
+    def for_mean_of(self, gradients: int) -> AdamHypers:
+        """Return those of one step by the mean of so many steps' gradients, k: a step with a batch k times as large.
 
         lr √k, beta1^k, beta2^k and eps / √k, by the square root scaling rule (Malladi et al. 2022); decoupled weight
         decay times √k, so that it takes k lr weight_decay. With k = 1 all is as it was.
@@ -118,16 +112,7 @@ class AdamUpdate:
 
 
 _SUM_NUMEL = 4096
-_WRITTEN = (
-    "param",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "remainder",
-    "exp_avg_base",
-    "exp_avg_sq_base",
-    "out",
-)
+_WRITTEN = ("param", *ROLES, "out")
 
 
 @torch.no_grad()
@@ -165,18 +150,14 @@ def adam_update_(
         _check_update(update)
     check_apart([(f"param of {update.name}", update.param) for update in updates])
     count = checked_threads(threads)
-    bound = [BoundRun(update.arrays(), update.grad.dtype, step=update.step) for update in updates]
-    grads = [run.readable(update.grad) for run, update in zip(bound, updates)]
-    batches: dict[int, tuple[native.AdamHypers, list[native.AdamRun], list[int]]] = {}
-    for update, run, grad in zip(updates, bound, grads):
+    batches: dict[int, tuple[native.AdamHypers, list[BoundRun]]] = {}
+    for update in updates:
+        run = BoundRun(update.arrays(), update.grad.dtype, step=update.step)
+        run.set_grad(update.grad)
         if id(update.hypers) not in batches:
-            batches[id(update.hypers)] = (update.hypers.for_kernel(grad_scale), [], [])
-        _, runs, addresses = batches[id(update.hypers)]
-        runs.append(run.run)
-        addresses.append(grad.data_ptr())
-    nonfinite = native.adam_step(list(batches.values()), threads=count, flush_denormals=flush_denormals, isa=isa)
-    finish(bound)
-    return nonfinite
+            batches[id(update.hypers)] = (update.hypers.for_kernel(grad_scale), [])
+        batches[id(update.hypers)][1].append(run)
+    return step_runs(batches.values(), threads=count, flush_denormals=flush_denormals, isa=isa)
 
 
 def _check_update(update: AdamUpdate) -> None:
