@@ -51,7 +51,7 @@ class ListExchange(StagedExchange):
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
         Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
-        mean_in_rank_order(iter(received), len(chunks), out)
+        mean_in_rank_order(received, out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002

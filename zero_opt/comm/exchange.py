@@ -86,21 +86,17 @@ class StagingPool:
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
-def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) -> None:
-    """Write the sum of ``parts``, added in the order given, divided by ``world_size``, to ``out``.
+def mean_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of one tensor per rank, added in rank order, divided by their number, to ``out``.
 
-    bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
+    bf16 and fp16 are accumulated in fp32 and rounded once.
     """
-    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALVES else out
-    first, second = next(parts), next(parts)
-    if total is out:
-        torch.add(first, second, out=total)
-    else:
-        total.copy_(first).add_(second)
-    for part in parts:
+    half = out.dtype in HALVES
+    total = parts[0].float().add_(parts[1]) if half else torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
         total.add_(part)
-    total.div_(world_size)
-    if total is not out:
+    total.div_(len(parts))
+    if half:
         out.copy_(total)
 
 
@@ -109,12 +105,11 @@ def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
     if out.is_cpu and out.dtype in NATIVE_DTYPES and native_available():
         addresses = [part.data_ptr() for part in parts]
         native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
-    elif add:
-        mean = torch.empty_like(out)
-        mean_in_rank_order(iter(parts), len(parts), mean)
+        return
+    mean = torch.empty_like(out) if add else out
+    mean_in_rank_order(parts, mean)
+    if add:
         out.add_(mean)
-    else:
-        mean_in_rank_order(iter(parts), len(parts), out)
 
 
 def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
@@ -136,17 +131,21 @@ class Run(NamedTuple):
     add: bool = False
 
 
+# Views of runs, and of the same elements' places in a buffer.
+Views = tuple[list[Tensor], list[Tensor]]
+
+
 class ParamRuns(list[Run]):
     """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
 
     Attributes:
-        copies: the views that a :class:`StagedExchange` copies: of this rank's shard, and of the others, by the address
-            of its staging.
+        views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, what lies before
+            it, and what lies after it.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         super().__init__(runs)
-        self.copies: dict[int, tuple[Copies, Copies]] = {}
+        self.views: dict[int, Sequence[Views]] = {}
 
     @property
     def first(self) -> Tensor:
@@ -171,29 +170,22 @@ def first_at(runs: Sequence[Run], element: int) -> int:
     return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
 
 
-class Copies:
-    """Pairs of views with the same elements: of runs, and of buffers."""
+def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:
+    """Return views of the runs' elements within a span of the bucket, and of their places in ``buffer``, for copies.
 
-    def __init__(self) -> None:
-        self._of_runs: list[Tensor] = []
-        self._of_buffers: list[Tensor] = []
+    Args:
+        buffer: has room for the span.
+    """
+    parts = [(run, run.values, part) for run, part in parts_within(runs, span)]
+    known = [(run, values, part) for run, values, part in parts if values is not None]
+    of_runs = [values[part.start - run.start : part.stop - run.start] for run, values, part in known]
+    return of_runs, [buffer[part.start - span.start : part.stop - span.start] for _, _, part in known]
 
-    def add(self, runs: Sequence[Run], span: Span, buffer: Tensor) -> None:
-        """Pair the elements within a span of the bucket with ``buffer``, which has room for the span."""
-        for run, part in parts_within(runs, span):
-            if run.values is not None:
-                self._of_runs.append(run.values[part.start - run.start : part.stop - run.start])
-                self._of_buffers.append(buffer[part.start - span.start : part.stop - span.start])
 
-    def to_buffers(self) -> None:
-        """Copy the runs into the buffers."""
-        if self._of_runs:
-            torch._foreach_copy_(self._of_buffers, self._of_runs)
-
-    def to_runs(self) -> None:
-        """Copy the buffers into the runs."""
-        if self._of_runs:
-            torch._foreach_copy_(self._of_runs, self._of_buffers)
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of any number, also none, in one call."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class SliceSums(NamedTuple):
@@ -329,12 +321,9 @@ class StagedExchange(PooledExchange, ABC):
     ) -> bool:
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
-            bucket, copies = self._staging(0, bounds[-1], out), Copies()
-            copies.add(runs, Span(0, bounds[-1]), bucket)
-            copies.to_buffers()
-            for run in runs:
-                if run.values is None:
-                    bucket[run.start : run.start + run.numel].zero_()
+            bucket = self._staging(0, bounds[-1], out).zero_()
+            values, places = paired(runs, Span(0, bounds[-1]), bucket)
+            copy_all(places, values)
         if not any(run.add for run in runs):
             return self.reduce_scatter(ident, bucket, bounds, out)
         mean = self._pool.take(MEAN, out.numel(), out.dtype, out.device)
@@ -351,18 +340,20 @@ class StagedExchange(PooledExchange, ABC):
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
-        copies = runs.copies.get(bucket.data_ptr())
-        if copies is None:
-            copies = runs.copies[bucket.data_ptr()] = (Copies(), Copies())
-            for rank, (start, stop) in enumerate(pairwise(bounds)):
-                copies[rank != self._rank].add(runs, Span(start, stop), bucket[start:stop])
-        own, others = copies
-        own.to_buffers()
+        views = runs.views.get(bucket.data_ptr())
+        if views is None:
+            own = Span(bounds[self._rank], bounds[self._rank + 1])
+            before, after = Span(0, own.start), Span(own.stop, bounds[-1])
+            others = [paired(runs, span, bucket[slice(*span)]) for span in (before, after)]
+            views = runs.views[bucket.data_ptr()] = (paired(runs, own, bucket[slice(*own)]), *others)
+        (values, places), *arriving = views
+        copy_all(places, values)
         end = self.all_gather(ident, bucket, bounds)
 
         def finish() -> None:
             end()
-            others.to_runs()
+            for values, places in arriving:
+                copy_all(values, places)
 
         return finish
 

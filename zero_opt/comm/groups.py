@@ -202,11 +202,19 @@ class Group:
             group._departures = watch.departures
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
-        """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
+        """Return the error that names the rank that has left; ``None`` if no rank is known to have.
+
+        Args:
+            text: a backend's words. patience_s: how long to wait for news.
+        """
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
     def lookout(self, waiting: str = "") -> Callable[[], None]:
-        """See :class:`shared_memory_exchange.ControlGroup`; ``waiting`` says what waits, if not a step."""
+        """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped.
+
+        Args:
+            waiting: says what waits, if not a step.
+        """
         return (lambda: None) if self._watch is None else Stops(self._watch, waiting).look
 
     def in_step(self, step: int) -> None:

@@ -41,7 +41,8 @@ from ..system.devices import HOST
 from ..system.log import log
 from .departures import Departures
 from .keepalive import HostLimits
-from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line, home_payload, homes_from
+from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
+from .process_identity import ProcessIdentity
 from .store import StoreCalls, default_store, lacking, until, values
 
 # Its private parts carry no types.
@@ -199,7 +200,7 @@ class Meeting:
 
     def _arrive(self) -> bool:
         """Say that this rank has come; whether all have."""
-        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, home_payload().decode()]))
+        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, ProcessIdentity.of_this_process()]))
         return self._complete()
 
     def _complete(self) -> bool:
@@ -209,10 +210,10 @@ class Meeting:
         came = values(self._place, self._keys("came"))
         name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
         if name != self.name:
-            homes = homes_from([json.loads(said)[1].encode() for said in came])
+            ranks = [ProcessIdentity(*json.loads(said)[1]) for said in came]
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             departures = self._patience.departures or Departures()
-            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, homes, timeouts, departures)
+            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, ranks, timeouts, departures)
             default_store(name).set(f"seen/{self.rank}", "")
         return bool(default_store(name).check(self._keys("seen")))
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..comm.exchange import Copies, Exchange, Ident, ParamRuns
+from ..comm.exchange import Exchange, Ident, ParamRuns, copy_all, paired
 from ..comm.groups import Group
 from .buckets import GradBucket
 from .flat_param import own_writes
@@ -113,11 +113,11 @@ def spread(buckets: Iterable[GradBucket], group: Group) -> None:
         dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
         for rank in range(group.world_size):
-            copies, shard = Copies(), bucket.layout.shard(rank)
+            shard = bucket.layout.shard(rank)
             chunk = staging[: shard.numel]
-            copies.add(bucket.param_runs(), shard, chunk)
+            values, places = paired(bucket.param_runs(), shard, chunk)
             if rank == group.rank:
-                copies.to_buffers()
+                copy_all(places, values)
             group.broadcast(chunk.view(torch.uint8), rank)
             if rank != group.rank:
-                _arrived(bucket, copies.to_runs)
+                _arrived(bucket, partial(copy_all, values, places))

@@ -39,7 +39,7 @@ class TwinExchange(StagedExchange):
             return False
         run = slice(bounds[self.rank], bounds[self.rank + 1])
         parts = [bucket[run], self.peer[run]]
-        mean_in_rank_order(iter(parts if self.rank == 0 else parts[::-1]), 2, out)
+        mean_in_rank_order(parts if self.rank == 0 else parts[::-1], out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
@@ -270,10 +270,8 @@ def test_an_optimizer_keeps_two_staging_buffers_however_its_buckets_grow() -> No
                 optimizer.step()
                 optimizer.zero_grad()
             sharded = optimizer._engine
-            kept = [
-                copies for runs in sharded.gather._runs.values() for pair in runs.copies.values() for copies in pair
-            ]
-            alive = storages(view for copies in kept for view in copies._of_buffers)
+            kept = [views for runs in sharded.gather._runs.values() for views in runs.views.values()]
+            alive = storages(view for parts in kept for _, places in parts for view in places)
             found.append((len(alive), sharded.parts.pool.nbytes))
         optimizer.close()
         return found
