@@ -70,7 +70,7 @@ class ProcessIdentity(NamedTuple):
         return bool(self.host and self.started) and self.host == other.host
 
     def state(self) -> str:
-        """Return the kernel's letter for the state of a process of this host: ``X`` of an ended one, ``?`` if unknown."""
+        """Return the kernel's letter for the state of a process of this host: ``X`` if ended, ``?`` if unknown."""
         state, started = _stat(self.pid)
         return state if state == "?" or started == self.started else "X"
 
