@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ..errors import ProcessGroupError
 
 # Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
-_KINDS = _c10d.ProcessGroup.BackendType
+c10d: Any = dist.distributed_c10d
+_KINDS = c10d.ProcessGroup.BackendType
 
 
 def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedelta, ranks: list[int]) -> None:
@@ -28,16 +28,16 @@ def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedel
     Raises:
         ProcessGroupError: the backend is neither built into torch nor registered.
     """
-    store = _c10d.PrefixStore(device_type, pg.get_group_store())
-    kind, made = _made(backend, store, pg, timeout, ranks)
+    store = c10d.PrefixStore(device_type, pg.get_group_store())
+    kind, made = _backend_of(backend, store, pg, timeout, ranks)
     if kind == _KINDS.NCCL:  # as torch does: other backends may have no such numbers
         made._set_sequence_number_for_group()
     pg._register_backend(torch.device(device_type), kind, made)
 
 
-def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:
+def _backend_of(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:
     """Return a backend's type, and a backend of the group's ranks."""
-    native = getattr(_c10d, f"ProcessGroup{backend.upper()}", None)
+    native = getattr(c10d, f"ProcessGroup{backend.upper()}", None)
     if native is not None:
         options = native.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, pg.group_name
@@ -47,7 +47,7 @@ def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int
         raise ProcessGroupError(f"torch.distributed has no backend {backend!r}, which the process group was made with")
     if not plugin.extended_api:
         return _KINDS.CUSTOM, plugin.creator_fn(store, pg.rank(), pg.size(), timeout)
-    options = _c10d._DistributedBackendOptions()
+    options = c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, pg.rank(), pg.size()
     options.timeout, options.group_id, options.global_ranks_in_group = timeout, pg.group_name, ranks
     return _KINDS.CUSTOM, plugin.creator_fn(options, None)

@@ -61,11 +61,11 @@ class StagingPool:
                     del self._buffers[key]
 
     def staging(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As :meth:`take`, from a buffer that keeps its place until more is reserved."""
-        self.take(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
-        return self.take(slot, numel, dtype, device)
+        """As :meth:`buffer`, from a buffer that keeps its place until more is reserved."""
+        self.buffer(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
+        return self.buffer(slot, numel, dtype, device)
 
-    def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
         key = (slot, dtype, device)
         with self._lock:
@@ -326,7 +326,7 @@ class StagedExchange(PooledExchange, ABC):
             copy_all(places, values)
         if not any(run.add for run in runs):
             return self.reduce_scatter(ident, bucket, bounds, out)
-        mean = self._pool.take(MEAN, out.numel(), out.dtype, out.device)
+        mean = self._pool.buffer(MEAN, out.numel(), out.dtype, out.device)
         if not self.reduce_scatter(ident, bucket, bounds, mean):
             return False
         own = bounds[self._rank]

@@ -28,14 +28,11 @@ from ..policies import Checks, waited_for
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .departures import Departures
-from .device_backends import abort_device_backend, add_device_backend
+from .device_backends import abort_device_backend, add_device_backend, c10d
 from .keepalive import HostLimits
 from .peer_watch import Stops, WaitingThread, Watch, looked_beside
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .transfers import Gathered, Message, Transfer, peer_lost, start
-
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
 
 # Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -102,20 +99,21 @@ def _new_group(
     Args:
         purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
 
-    ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
-    moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
-    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
+    ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has at
+    the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
+    differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
+    taken.
     """
     ranks = dist.get_process_group_ranks(parent)
     if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
         return parent
     if connecting is None:  # all ranks are in every group
-        return _c10d.new_group(ranks, timeout=timeout, backend=THREADED)
+        return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
     rank, size = dist.get_rank(parent), len(ranks)
     name = f"{connecting.name}/{purpose}"
-    pg = _c10d.ProcessGroup(_c10d.PrefixStore(name, _c10d._get_default_store()), rank, size)
-    kinds = _c10d.ProcessGroup.BackendType
-    gloo = _c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
+    pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
+    kinds = c10d.ProcessGroup.BackendType
+    gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
     gloo._set_default_timeout(timeout)
     gloo._set_sequence_number_for_group()
     pg._set_default_backend(kinds.GLOO)

@@ -41,7 +41,7 @@ _GATHERED = (_SENT, _RECEIVED)
 _ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
 
 
-class Post(Protocol):
+class PeerMessages(Protocol):
     """What is needed of a process group."""
 
     rank: int
@@ -89,7 +89,7 @@ class _Stretches:
     def reserve(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
         """Have room for those of the spans that need it."""
         numel = sum(span.numel for span in spans if _in_place(runs, span) is None)
-        self._buffer = self._pool.take(self._slot, numel, self._like.dtype, self._like.device)
+        self._buffer = self._pool.buffer(self._slot, numel, self._like.dtype, self._like.device)
         self._used = 0
 
     def room(self, numel: int) -> Tensor:
@@ -115,15 +115,15 @@ class _Stretches:
 class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
 
-    def __init__(self, post: Post, peer: int) -> None:
-        self._post, self._peer, self._count = post, peer, 0
+    def __init__(self, messages: PeerMessages, peer: int) -> None:
+        self._messages, self._peer, self._count = messages, peer, 0
         self._header: Tensor | None = None
 
     def _peek(self) -> tuple[Ident, list[int]]:
         """The next exchange's ident, and the sizes of its messages in bytes."""
         if self._header is None:
             header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            self._post.receive_from(header, self._peer, 2 * self._count).wait()
+            self._messages.receive_from(header, self._peer, 2 * self._count).wait()
             self._header = header
         step, epoch, sequence, *sizes = self._header.tolist()
         return Ident(step, epoch, sequence), [size for size in sizes if size]
@@ -132,7 +132,7 @@ class _Inbox:
         """Start receiving the next exchange's messages."""
         tag, self._header = 2 * self._count + 1, None
         self._count = (self._count + 1) % _TAG_MODULUS
-        return [self._post.receive_from(tensor, self._peer, tag) for tensor in into]
+        return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
 
     def drop(self) -> None:
         """Receive the next exchange's messages and forget them."""
@@ -158,12 +158,12 @@ class PairwiseExchange(PooledExchange):
 
     gathers_ahead = 1
 
-    def __init__(self, reduce_post: Post, gather_post: Post, pool: StagingPool) -> None:
+    def __init__(self, for_reduce: PeerMessages, for_gather: PeerMessages, pool: StagingPool) -> None:
         super().__init__(pool)
-        self._reduce, self._gather = reduce_post, gather_post
-        self._rank, self._world_size = reduce_post.rank, reduce_post.world_size
+        self._reduce, self._gather = for_reduce, for_gather
+        self._rank, self._world_size = for_reduce.rank, for_reduce.world_size
         self._peers = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        self._inbox = {peer: _Inbox(reduce_post, peer) for peer in self._peers}
+        self._inbox = {peer: _Inbox(for_reduce, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
         self._failed = -1  # the last step that failed on this rank
@@ -194,7 +194,7 @@ class PairwiseExchange(PooledExchange):
     def _reduce_received(self, runs: Sequence[Run], own: Span, out: Tensor) -> None:
         """Receive every peer's contribution to this rank's shard, and add up."""
         messages = plan_messages(runs, *own, out.element_size())
-        received = self._pool.take(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
+        received = self._pool.buffer(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
         shards: dict[int, Tensor] = {}
         works = []
         for turn, peer in enumerate(self._peers):
@@ -205,7 +205,7 @@ class PairwiseExchange(PooledExchange):
         for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
-                values = self._pool.take(_ZEROS, high - low, out.dtype, out.device).zero_()
+                values = self._pool.buffer(_ZEROS, high - low, out.dtype, out.device).zero_()
             else:
                 values = run.values[low - run.start : high - run.start]
             parts = [values if rank == self._rank else shards[rank][there] for rank in range(self._world_size)]

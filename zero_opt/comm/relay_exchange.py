@@ -24,7 +24,7 @@ class RelayExchange(StagedExchange):
         return self._pool.staging(0, bucket.numel(), bucket.dtype, HOST).copy_(bucket)
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        mean = self._pool.take(MEAN, out.numel(), out.dtype, HOST)
+        mean = self._pool.buffer(MEAN, out.numel(), out.dtype, HOST)
         if not self._host.reduce_runs(ident, [Run(0, bucket.numel(), self._on_host(bucket))], bounds, mean):
             return False
         out.copy_(mean)

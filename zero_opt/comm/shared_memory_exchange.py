@@ -53,8 +53,8 @@ _FAILED_AT = 1024
 # Offset of a byte that the rank sets once it takes part in no further exchange.
 _LEFT_AT = _FAILED_AT + 8
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
-_LOOK_S = 0.05
-# Seconds that close() waits for an exchange under way, which ends within _LOOK_S unless the machine is overloaded.
+_SLICE_S = 0.05
+# Seconds that close() waits for an exchange under way, which ends within _SLICE_S unless the machine is overloaded.
 _ENDS_S = 5.0
 
 
@@ -127,7 +127,7 @@ class HostExchange(PooledExchange):
             if self._closed:
                 closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
                 raise self._group.explain("", 0.0) or closed
-            state, rank, came = advance(published, _LOOK_S)
+            state, rank, came = advance(published, _SLICE_S)
             if state != _NOT_YET:
                 return state != _PASSED
             if came > published:

@@ -56,7 +56,7 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "fused": True}
 
 
-def _plain(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
     """A hook: brings the states of a state dict that is being made into torch's form."""
     assert isinstance(optimizer, _NativeStep)
     ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
@@ -144,7 +144,7 @@ class _NativeStep(torch.optim.Adam):
 
         It loads into any other form and into torch.optim; loaded into the same form it goes on to the bit.
         """
-        with self.register_state_dict_post_hook(_plain, prepend=True):  # the user's hooks see torch's form
+        with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
         return packed
 

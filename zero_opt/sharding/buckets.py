@@ -330,7 +330,7 @@ class GradBucket:
             if self.shard_dtype is self.dtype and not partly:
                 runs = self._runs(grads, staged, accumulate, pool)
                 return exchange.reduce_runs(ident, runs, self.layout.bounds, shard, self._sums(exchange))
-            mean = pool.take(MEAN, self.shard_numel, self.dtype, self.device)
+            mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
             runs = self._runs(grads, staged, [False] * len(accumulate), pool)
             complete = exchange.reduce_runs(ident, runs, self.layout.bounds, mean)
             if complete:

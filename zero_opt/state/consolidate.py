@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.groups import check_rank, tensor_bytes
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..errors import StateDictError, StepPending
 from ..placement import Placement
 from ..sharding.buckets import GradBucket
@@ -27,7 +27,7 @@ from .state_dict import torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
-# The most bytes of a message; a sender that must copy its state to send it holds as many as a Window has.
+# The most bytes of a message; a sender that must copy its state to send it holds as many as a TransferQueue has.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -234,7 +234,7 @@ class Consolidation:
         """
         payloads = self._group.all_gather_bytes(self._listing(to))
         result = FullState(self._partition.flats) if self._group.rank == to else None
-        window, failed = Window(), list[Exception]()
+        window, failed = TransferQueue(), list[Exception]()
         for src, payload in enumerate(payloads):
             if src != to:
                 for entry in listed(payload):
@@ -259,7 +259,7 @@ class Consolidation:
         return mine
 
     def _transfer(
-        self, entry: Entry, ends: tuple[int, int], mine: Iterator[Tensor], target: Tensor | None, window: Window
+        self, entry: Entry, ends: tuple[int, int], mine: Iterator[Tensor], target: Tensor | None, window: TransferQueue
     ) -> None:
         """Move the elements of an entry between the ranks ``ends``, from and to."""
         for span in spans(entry):

@@ -18,7 +18,7 @@ _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 # How long the interpreter's exit waits for calls that still run, and then for those that it has interrupted.
 _PATIENCE_S = 5.0
-_INTERRUPTED_S = 5.0
+_INTERRUPTED_PATIENCE_S = 5.0
 # Set once threads are ended, after which none may be started.
 _over = threading.Event()
 _threads = BackgroundThreads()
@@ -53,12 +53,8 @@ def _end_all() -> None:
     for interrupt in interrupts:
         interrupt()
     if interrupts:
-        _threads.join(_INTERRUPTED_S)
+        _threads.join(_INTERRUPTED_PATIENCE_S)
     _threads.hold()
-
-
-def _nothing() -> None:
-    """Run after whatever was submitted before."""
 
 
 class CallingThread:
@@ -109,7 +105,7 @@ class SerialThread:
 
     def idle_within(self, seconds: float) -> bool:
         """Whether all that was submitted is over, after so many seconds at the most."""
-        return not self.runs or bool(wait([self.submit(_nothing)], seconds).done)
+        return not self.runs or bool(wait([self.submit(lambda: None)], seconds).done)
 
     @property
     def runs(self) -> bool:
@@ -117,7 +113,7 @@ class SerialThread:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def takes(self) -> bool:
+    def accepts_calls(self) -> bool:
         """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
         return self.runs and self._stop.alive and not _over.is_set()
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import ConfigConflict
 
 # How long a rank that closes waits for what it has enqueued itself, and how often it looks.
-_PATIENCE_S, _LOOK_S = 5.0, 0.005
+_PATIENCE_S, _POLL_S = 5.0, 0.005
 
 
 class Streams(Protocol):
@@ -157,7 +157,7 @@ def wait_done(events: Sequence[Any]) -> None:
     """Return when the events have passed, or after a few seconds."""
     end = time.monotonic() + _PATIENCE_S
     while not all(event.query() for event in events) and time.monotonic() < end:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 class Producers:

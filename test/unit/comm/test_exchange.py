@@ -135,7 +135,7 @@ def test_a_bucket_in_one_run_is_exchanged_where_it_is() -> None:
 
 def test_runs_are_put_together_with_zeros_where_there_are_no_values() -> None:
     exchange, out = Mirror(), torch.zeros(8)
-    exchange._pool.take(0, 24, torch.float32, CPU).fill_(torch.nan)
+    exchange._pool.buffer(0, 24, torch.float32, CPU).fill_(torch.nan)
     runs = [Run(0, 6, values(0, 6)), Run(6, 4, None), Run(10, 14, values(10, 14))]
     assert exchange.reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
     assert out.tolist() == [0, 0, *values(10, 6).tolist()]
@@ -180,19 +180,19 @@ def test_gathers_that_overlap_have_a_buffer_each_and_views_are_made_once() -> No
 
 def test_a_buffer_is_used_again() -> None:
     pool = StagingPool()
-    first = pool.take(0, 100, torch.float32, CPU)
+    first = pool.buffer(0, 100, torch.float32, CPU)
     assert first.shape == (100,)
     assert not first.count_nonzero()
-    assert pool.take(0, 40, torch.float32, CPU).data_ptr() == first.data_ptr()
-    assert pool.take(0, 40, torch.float32, CPU).shape == (40,)
+    assert pool.buffer(0, 40, torch.float32, CPU).data_ptr() == first.data_ptr()
+    assert pool.buffer(0, 40, torch.float32, CPU).shape == (40,)
     assert pool.nbytes == 400
 
 
 @pytest.mark.parametrize("other", [(1, torch.float32), (0, torch.bfloat16)])
 def test_uses_and_dtypes_do_not_share(other: tuple[int, torch.dtype]) -> None:
     pool = StagingPool()
-    one = pool.take(0, 8, torch.float32, CPU)
-    two = pool.take(other[0], 8, other[1], CPU)
+    one = pool.buffer(0, 8, torch.float32, CPU)
+    two = pool.buffer(other[0], 8, other[1], CPU)
     two.fill_(1)
     assert not one.count_nonzero()
     assert pool.nbytes == 32 + 8 * other[1].itemsize
@@ -202,7 +202,7 @@ def test_uses_and_dtypes_do_not_share(other: tuple[int, torch.dtype]) -> None:
 def test_the_pool_holds_the_largest_asked_for_and_no_more(sizes: list[int]) -> None:
     pool = StagingPool()
     for size in sizes:
-        assert pool.take(0, size, torch.float64, CPU).shape == (size,)
+        assert pool.buffer(0, size, torch.float64, CPU).shape == (size,)
     assert pool.nbytes == 8 * max(sizes)
 
 
@@ -213,17 +213,17 @@ def test_staging_has_room_for_what_was_reserved_from_the_start() -> None:
     assert small.shape == (10,)
     assert pool.nbytes == 400
     assert pool.staging(0, 100, torch.float32, CPU).data_ptr() == small.data_ptr()
-    assert pool.take(1, 10, torch.float32, CPU).shape == (10,)
+    assert pool.buffer(1, 10, torch.float32, CPU).shape == (10,)
     assert pool.nbytes == 440
 
 
 def test_reserving_more_gives_up_what_is_too_small() -> None:
     pool = StagingPool()
-    kept = pool.take(0, 8, torch.float64, CPU)
-    pool.take(0, 8, torch.float32, CPU)
+    kept = pool.buffer(0, 8, torch.float64, CPU)
+    pool.buffer(0, 8, torch.float32, CPU)
     pool.reserve(50, torch.float32, CPU)
     assert pool.nbytes == 64
     pool.reserve(20, torch.float32, CPU)
     assert pool.staging(0, 30, torch.float32, CPU).shape == (30,)
     assert pool.nbytes == 64 + 200
-    assert pool.take(0, 8, torch.float64, CPU).data_ptr() == kept.data_ptr()
+    assert pool.buffer(0, 8, torch.float64, CPU).data_ptr() == kept.data_ptr()

@@ -157,7 +157,7 @@ def test_a_first_reduction_goes_straight_into_the_shard() -> None:
 def test_missing_gradients_are_zeros_whatever_staging_held() -> None:
     bucket = bucket_of(params())
     exchange = TwinExchange(StagingPool())
-    exchange.pool.take(0, bucket.layout.numel, torch.float32, bucket.device).fill_(torch.nan)
+    exchange.pool.buffer(0, bucket.layout.numel, torch.float32, bucket.device).fill_(torch.nan)
     grads = grads_like(bucket, 1)
     exchange.peer = staged(bucket, [torch.zeros_like(g) for g in grads])
     some: list[Tensor | None] = [grads[0], *[None] * (len(grads) - 1)]
