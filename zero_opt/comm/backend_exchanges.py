@@ -47,7 +47,12 @@ class ListExchange(StagedExchange):
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """Raise StepDesync for a skipped exchange: messages cannot be told apart here."""
         idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64, device="cpu"))
-        _require_same_ident(ident, idents)
+        for rank, other in enumerate(idents):
+            if other.tolist() != list(ident):
+                raise StepDesync(
+                    f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
+                    f"{tuple(ident)}: an exception left the ranks at different points of a backward"
+                )
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
         Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
@@ -60,17 +65,8 @@ class ListExchange(StagedExchange):
         return Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own])).wait
 
 
-def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
-    for rank, other in enumerate(idents):
-        if other.tolist() != list(ident):
-            raise StepDesync(
-                f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
-                f"{tuple(ident)}: an exception left the ranks at different points of a backward"
-            )
-
-
 class BackendExchange(StagedExchange):
-    """The collectives of a backend for accelerators, such as NCCL, all over one communicator.
+    """The exchange by the collectives of a backend for accelerators, such as NCCL, all over one communicator.
 
     Reduce-scatter and all-gather where shards are equal, else one reduce or broadcast per owner. Calls return at once:
     work is enqueued on the current stream, and on the communicator's own.
@@ -126,7 +122,7 @@ def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
 def build_exchange(
     device: torch.device, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
 ) -> Exchange:
-    """Make the fastest exchange the ranks can use for tensors of one type of device. Collective.
+    """Return the fastest exchange that the ranks can use for tensors of one type of device. Collective.
 
     Args:
         groups: for control, reduction and gather.

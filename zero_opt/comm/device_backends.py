@@ -1,7 +1,7 @@
 """Backends that carry accelerator tensors, made for process groups of our own.
 
-:func:`torch.distributed.new_group` cannot be used, see ``collectives._new_group``; so a backend is made here as it
-would be made there: NCCL and XCCL by their classes, any other by the function that it was registered with.
+:func:`torch.distributed.new_group` cannot be used, as ``groups._new_group`` explains. So a backend is made here as
+torch makes it: NCCL and XCCL by their classes, any other by the function that it was registered with.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..kernels.adam_state import HALVES
 from ..layout import Span
 from ..system.extension import native, native_available
 
-# Of which the native kernels compute means, and what they call them.
+# The dtypes of which native kernels compute means, and the kernels' names of them.
 NATIVE_DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -50,7 +50,7 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Let what :meth:`staging` gives from now on have room for this much.
+        """Let what :meth:`staging` returns from now on have room for this many elements.
 
         A buffer that grew later would be replaced, and the one before kept alive by all who hold views of it.
         """
@@ -61,12 +61,12 @@ class StagingPool:
                     del self._buffers[key]
 
     def staging(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As :meth:`buffer`, from a buffer that keeps its place until more is reserved."""
+        """Return a buffer as :meth:`buffer` does, which keeps its place until more is reserved."""
         self.buffer(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
         return self.buffer(slot, numel, dtype, device)
 
     def buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
+        """Return a 1-D buffer of ``numel`` elements, with the values that its last user left."""
         key = (slot, dtype, device)
         with self._lock:
             buffer = self._buffers.get(key)
@@ -76,13 +76,13 @@ class StagingPool:
         return buffer[:numel]
 
     def release(self) -> None:
-        """Let go of all buffers; who holds views of them must let go too. They are made anew when next asked for."""
+        """Drop all buffers; holders of views must drop those too. Buffers are made anew when next asked for."""
         with self._lock:
             self._buffers.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all buffers."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
@@ -113,7 +113,7 @@ def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
 
 
 def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    """Every rank's part of a bucket, in rank order."""
+    """Return every rank's part of a bucket, in rank order."""
     return [bucket[start:stop] for start, stop in pairwise(bounds)]
 
 
@@ -201,7 +201,7 @@ class SliceSums(NamedTuple):
     squares: Tensor
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """How the ranks of a group exchange buckets.
 
     Every rank exchanges the same buckets in the same order. Only one thread at a time calls, and one exchange ends
@@ -214,16 +214,18 @@ class Exchange(Protocol):
             they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
         nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
+
+    Args:
+        pool: has the buffers that elements pass through.
     """
 
-    gathers_ahead: int
-    blocks: bool
-    adds_up: Sequence[torch.dtype]
+    gathers_ahead, nbytes, blocks = 0, 0, True
+    adds_up: Sequence[torch.dtype] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """See the class."""
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
 
+    @abstractmethod
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
@@ -239,6 +241,7 @@ class Exchange(Protocol):
             ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
         """
 
+    @abstractmethod
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         """Start bringing every other rank's shard into this rank's runs.
 
@@ -248,49 +251,27 @@ class Exchange(Protocol):
             StepDesync: another rank skipped this exchange.
         """
 
-    def fail(self, step: int) -> None:
+    def fail(self, step: int) -> None:  # noqa: B027  (most exchanges tell no rank)
         """Have the following gathers tell the other ranks that this step failed on this rank."""
 
-    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
         """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.
 
         Returns:
             A function. Once that gather has ended, it returns the ranks that called :meth:`fail` before the gather, the
             same on every rank. An exchange that would have to wait for other ranks to know returns none.
         """
+        return tuple
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027  (breaking the connections is enough)
         """Leave all future exchanges: no rank waits for this one in them, and this one waits for no other."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Release what is held."""
 
 
-class PooledExchange:
-    """The base of exchanges: buffers from a pool, and what is the same for most of them."""
-
-    gathers_ahead, nbytes, blocks = 0, 0, True
-    adds_up: Sequence[torch.dtype] = ()
-
-    def __init__(self, pool: StagingPool) -> None:
-        self._pool = pool
-
-    def fail(self, step: int) -> None:
-        """Tell no rank."""
-
-    def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
-        """Report no rank."""
-        return tuple
-
-    def leave(self) -> None:
-        """Do nothing: breaking the connections is enough."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-class StagedExchange(PooledExchange, ABC):
-    """The adapter for exchanges that need a bucket in one contiguous tensor: they are an :class:`Exchange` by it.
+class StagedExchange(Exchange):
+    """The adapter for exchanges that need a bucket in one contiguous tensor.
 
     What is one run already is exchanged where it is. Other buckets, and all that are gathered, are copied to and from
     buffers of the pool.

@@ -34,7 +34,7 @@ from .peer_watch import Stops, WaitingThread, Watch, looked_beside
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 
-# Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
+# Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
@@ -58,7 +58,7 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
-    """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
+    """Return how many seconds a collective of the parent may take: torch's default where its backend does not say."""
     for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
         with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
             options: Any = parent._get_backend(torch.device(device)).options
@@ -83,7 +83,7 @@ def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
 
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
-    """A collective under way of tensors like this one."""
+    """Return the transfer of a collective of tensors like this one."""
     return Gathered(who, work) if like.is_cpu else Transfer(who, work)
 
 
@@ -94,7 +94,7 @@ def _new_group(
     devices: Mapping[str, str],
     connecting: Connecting | None,
 ) -> Any:
-    """A group of the parent's ranks, in its order, made by them alone.
+    """Return a group of the parent's ranks, in its order, made by them alone.
 
     Args:
         purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
@@ -141,12 +141,12 @@ def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
 
 
 def bytes_tensor(payload: bytes) -> Tensor:
-    """A CPU tensor with these bytes."""
+    """Return a CPU tensor with these bytes."""
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The raw bytes of a contiguous CPU tensor, without numpy."""
+    """Return the raw bytes of a contiguous CPU tensor, without numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
@@ -229,14 +229,14 @@ class Group:
         return self.backend not in _WITHOUT_PROCESSES
 
     def mesh(self) -> DeviceMesh:
-        """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        """Return the ranks of the user's group as a 1-D mesh, for tensors in host memory."""
         if self._mesh is None:
             assert self.parent is not None, "a rank alone has no mesh"
             self._mesh = DeviceMesh.from_group(self.parent, "cpu")
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
+        """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
 
         Raises:
             ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
@@ -255,7 +255,7 @@ class Group:
                 self._watch.wait(work)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
-        """Every rank's payload, which may differ in length, in rank order.
+        """Return every rank's payload, which may differ in length, in rank order.
 
         The first message has one size whatever it is about: a backend may abort the process where sizes differ.
 
@@ -378,7 +378,7 @@ class DeviceGroup(Group):
 
 
 class SideGroup(Group):
-    """For messages between two ranks beside all collectives.
+    """A group for messages between two ranks, beside all collectives.
 
     Attributes:
         farewell: called before this rank breaks its connections. control: the group that knows which ranks are stopped.
@@ -429,7 +429,7 @@ def connect(
 
 
 class AloneGroup(Group):
-    """The group of a rank that has no others; needs no torch.distributed."""
+    """The group of a rank alone, which needs no torch.distributed."""
 
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, ALONE, None
@@ -446,13 +446,13 @@ class AloneGroup(Group):
         return [payload]
 
     def disconnect(self) -> None:
-        """See :class:`Group`; there is nobody to leave."""
+        """Do nothing: there is no connection to break."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """See :class:`Group`; there is nobody to send to."""
+        """Do nothing: there is no rank to send to."""
 
     def close(self) -> None:
-        """See :class:`Group`; there is nothing to destroy."""
+        """Do nothing: there is nothing to destroy."""
 
 
 def check_rank(rank: object, world_size: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks exchange buckets by messages to each other: gloo, whose own reduce-scatter is an all-reduce in disguise.
+"""The exchange of buckets by messages between two ranks, for gloo, whose reduce-scatter is an all-reduce in disguise.
 
 Each rank sends every peer just the part that the peer owns. What lies together in memory for long enough is sent from
 there, and received where it is wanted; shorter runs are put together in a buffer. A bucket's runs and shards are the
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..layout import Span
 from .exchange import (
+    Exchange,
     Ident,
     ParamRuns,
-    PooledExchange,
     Run,
     SliceSums,
     StagingPool,
@@ -42,7 +42,7 @@ _ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
 
 
 class PeerMessages(Protocol):
-    """What is needed of a process group."""
+    """What the exchange needs of a process group."""
 
     rank: int
     world_size: int
@@ -73,7 +73,7 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
 
 
 def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
-    """The span where it lies in memory, if it lies there together."""
+    """Return a view of the span where it is, if its elements lie together in memory."""
     for run, part in parts_within(runs, span):
         if run.values is not None and part == span:
             return run.values[part.start - run.start : part.stop - run.start]
@@ -87,18 +87,18 @@ class _Stretches:
         self._pool, self._slot, self._like = pool, slot, like
 
     def reserve(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
-        """Have room for those of the spans that need it."""
+        """Make room for those of the spans that do not lie together."""
         numel = sum(span.numel for span in spans if _in_place(runs, span) is None)
         self._buffer = self._pool.buffer(self._slot, numel, self._like.dtype, self._like.device)
         self._used = 0
 
     def room(self, numel: int) -> Tensor:
-        """The next elements of the buffer."""
+        """Return the next elements of the buffer."""
         self._used += numel
         return self._buffer[self._used - numel : self._used]
 
     def filled(self, runs: Sequence[Run], span: Span) -> Tensor:
-        """A span's elements, in place or put together here, with zeros where there are none."""
+        """Return a span's elements, in place or put together here, with zeros where there are none."""
         found = _in_place(runs, span)
         if found is not None:
             return found
@@ -120,7 +120,7 @@ class _Inbox:
         self._header: Tensor | None = None
 
     def _peek(self) -> tuple[Ident, list[int]]:
-        """The next exchange's ident, and the sizes of its messages in bytes."""
+        """Return the next exchange's ident, and the sizes of its messages in bytes."""
         if self._header is None:
             header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
             self._messages.receive_from(header, self._peer, 2 * self._count).wait()
@@ -135,13 +135,13 @@ class _Inbox:
         return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
 
     def drop(self) -> None:
-        """Receive the next exchange's messages and forget them."""
+        """Receive the next exchange's messages, and drop them."""
         _, sizes = self._peek()
         for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
             work.wait()
 
     def skip_before(self, ident: Ident) -> bool:
-        """Drop exchanges older than ``ident``; whether the next one is ``ident``."""
+        """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
         while True:
             found, _ = self._peek()
             if found >= ident:
@@ -149,11 +149,11 @@ class _Inbox:
             self.drop()
 
 
-class PairwiseExchange(PooledExchange):
-    """See the module.
+class PairwiseExchange(Exchange):
+    """The exchange by messages.
 
-    Every reduction is preceded by its ident, so a rank that left a backward early (an exception) is noticed instead of
-    having its next bucket added to this one.
+    The ident of a reduction goes ahead of its elements. So a rank that left a backward early, by an exception, is
+    noticed: its next bucket is not added to this one.
     """
 
     gathers_ahead = 1
@@ -263,7 +263,7 @@ class PairwiseExchange(PooledExchange):
         self._failed = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`; sends one message to each peer, besides those of the gather."""
+        """Send one message to each peer, besides those of the gather."""
         words = {
             rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
         }

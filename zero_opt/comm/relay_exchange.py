@@ -1,4 +1,4 @@
-"""Exchange accelerator tensors through host memory, where the backend has no transport of its own for them."""
+"""The exchange of accelerator tensors through host memory, for backends that cannot carry them."""
 
 from __future__ import annotations
 

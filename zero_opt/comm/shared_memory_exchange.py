@@ -1,4 +1,4 @@
-"""Ranks on one host exchange buckets through shared memory: each maps the others' staging and reads it there.
+"""The exchange of buckets through shared memory: ranks of one host map each other's staging, and read it there.
 
 Gradients go from where autograd left them through two small slots of staging, and parameters to where they are; see
 native/exchange/host_exchange.hpp for how, and for why two slots are enough.
@@ -32,7 +32,6 @@ from .exchange import (
     Exchange,
     Ident,
     ParamRuns,
-    PooledExchange,
     Run,
     SliceSums,
     StagingPool,
@@ -82,7 +81,7 @@ class _Peer:
         self.arena.close()
 
 
-class HostExchange(PooledExchange):
+class HostExchange(Exchange):
     """The exchange through shared memory.
 
     What the kernels cannot add up (complex numbers) goes through ``fallback``, on every rank.
@@ -187,7 +186,7 @@ def _native_bucket(
 
 
 def build_host_exchange(group: Group, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int) -> Exchange:
-    """A shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
+    """Return a shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
     nbytes = own_nbytes(group.world_size, largest_bucket_bytes)
     own: Arena | None = None
     offer: dict[str, Any] = {"host": "", "error": ""}
@@ -215,7 +214,7 @@ def build_host_exchange(group: Group, fallback: Exchange, pool: StagingPool, lar
 
 
 def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
-    """Bytes of shared memory that each rank adds: a page of words, and two slots of staging."""
+    """Return the bytes of shared memory that each rank adds: a page of words, and two slots of staging."""
     slot_bytes = max(min(_SLOT_BYTES, largest_bucket_bytes), _LINE_BYTES * world_size)
     return PAGE + 2 * page_aligned(slot_bytes)
 

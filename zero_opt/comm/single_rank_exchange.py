@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .exchange import Ident, ParamRuns, PooledExchange, Run, SliceSums, StagingPool, nothing_left
+from .exchange import Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, nothing_left
 
 
-class AloneExchange(PooledExchange):
+class AloneExchange(Exchange):
     """The exchange of a rank alone, which copies gradients to shards and gathers nothing.
 
     Args:

@@ -50,21 +50,12 @@ class AdamHypers:
         )
 
     def for_kernel(self, grad_scale: float = 1.0) -> native.AdamHypers:
-        """As the kernel takes them."""
-        return native.AdamHypers(
-            lr=self.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-            maximize=self.maximize,
-            grad_scale=grad_scale,
-        )
+        """Return them as the kernel takes them."""
+        return native.AdamHypers(**{name: getattr(self, name) for name in self.__slots__}, grad_scale=grad_scale)
 
 
 def adam_hypers(group: Mapping[str, Any]) -> AdamHypers:
-    """The hyperparameters of a param group of torch's Adam or AdamW."""
+    """Return the hyperparameters of a param group of torch's Adam or AdamW."""
     beta1, beta2 = group["betas"]
     return AdamHypers(
         lr=float(group["lr"]),
@@ -107,7 +98,7 @@ class AdamUpdate:
     out: Tensor | None = None
 
     def arrays(self) -> dict[str, Tensor]:
-        """The tensors that are written, by role."""
+        """Return the tensors that are written, by role."""
         return {role: tensor for role in _WRITTEN if (tensor := getattr(self, role)) is not None}
 
 
@@ -124,7 +115,7 @@ def adam_update_(
     flush_denormals: bool = False,
     isa: str = "",
 ) -> int:
-    """Applies one Adam or AdamW step to every update, in place, in one native call and one pass over memory.
+    """Apply one Adam or AdamW step to every update, in place, in one native call and one pass over memory.
 
     Kingma and Ba 2015, algorithm 1; decoupled decay as in Loshchilov and Hutter 2019, algorithm 2; amsgrad as in
     Reddi et al. 2018, algorithm 2. In fp32 the bits are those of torch's fused CPU kernel; they do not depend on
@@ -174,12 +165,12 @@ def _check_update(update: AdamUpdate) -> None:
 
 
 def sums_of(numel: int) -> int:
-    """How many sums :func:`grad_squares` makes of so many elements, to add them up."""
+    """Return how many sums :func:`grad_squares` makes of so many elements, to add them up."""
     return -(-numel // _SUM_NUMEL)
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
-    """Copies of tensors, in one native call; large ones go past the caches. Raises the targets' version counters.
+    """Copy tensors in one native call, large ones past the caches, and raise the targets' version counters.
 
     Args:
         targets, sources: contiguous CPU tensors, in pairs of one dtype and as many elements; no two targets overlap.
@@ -201,7 +192,7 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int 
 
 @dataclass(frozen=True, slots=True)
 class GradSquares:
-    """What one pass over gradients finds.
+    """The result of one pass over gradients.
 
     Attributes:
         total: the sum of the squares of all elements; infinite or NaN if any element is.
@@ -220,7 +211,7 @@ def grad_squares(
     threads: int | None = None,
     isa: str = "",
 ) -> GradSquares:
-    """Sum of squares over all gradients, and the non-finite elements among them, in one pass over memory.
+    """Return the sum of squares of all gradients, and count the non-finite elements, in one pass over memory.
 
     Accumulated in fp64, every 4096 elements of a tensor in 32 lanes and those sums pairwise: the bits depend on
     neither threads nor instruction set.

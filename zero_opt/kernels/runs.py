@@ -30,12 +30,12 @@ SHAPED: Mapping[str, tuple[torch.dtype, ...]] = {
 
 
 def blocks_of(numel: int) -> int:
-    """How many blocks of 8-bit moments so many elements have."""
+    """Return how many blocks of 8-bit moments so many elements have."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
-    """Raises TypeError or ValueError unless these tensors, by role, make up one param's step.
+    """Raise TypeError or ValueError unless these tensors, by role, make up one param's step.
 
     Args:
         name: what error messages call the param.
@@ -83,7 +83,7 @@ class BoundRun:
         kept_step: Tensor | None = None,
         to: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``to`` is state to be written in place of that in ``arrays``, in stretches of memory likewise."""
+        """Bind a run to ``arrays``; ``to`` is state that is written in place of theirs, each in one run of memory."""
         self.order = storage_order(arrays["param"])
         self.grad_dtype = grad_dtype
         self.grad: Tensor | None = None

@@ -15,7 +15,6 @@ from ..comm.exchange import (
     Exchange,
     Ident,
     ParamRuns,
-    PooledExchange,
     Run,
     SliceSums,
     StagedExchange,
@@ -112,7 +111,7 @@ class _Backend(StagedExchange):
         return nothing_left
 
 
-class _SharedMemory(PooledExchange):
+class _SharedMemory(Exchange):
     """The host exchange: slots of its own, and ``fallback`` for what its kernels cannot add up."""
 
     def __init__(self, pool: StagingPool, fallback: Exchange, nbytes: int) -> None:
