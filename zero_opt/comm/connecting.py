@@ -24,10 +24,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from .rendezvous import Meeting, Patience
-from .store import default_store, lacking, until, values
-
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
+from .store import c10d, default_store, lacking, until, values
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
 _OWN_DESCRIPTORS, _THREADS = 4, 3
@@ -179,7 +176,7 @@ class Connecting:
         self.wait_for(made, [f"{rank}" for rank in range(self._world_size)])
 
 
-class _Addresses(_c10d.Store):  # type: ignore[misc]
+class _Addresses(c10d.Store):  # type: ignore[misc]
     """A store of addresses that ends the wait for a rank that cannot connect, and for the store."""
 
     def __init__(self, store: Any, connecting: Connecting) -> None:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ProcessGroupError
+from .store import c10d
 
-# Its private parts carry no types.
-c10d: Any = dist.distributed_c10d
 _KINDS = c10d.ProcessGroup.BackendType
 
 

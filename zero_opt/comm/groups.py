@@ -28,10 +28,11 @@ from ..policies import Checks, waited_for
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .departures import Departures
-from .device_backends import abort_device_backend, add_device_backend, c10d
+from .device_backends import abort_device_backend, add_device_backend
 from .keepalive import HostLimits
 from .peer_watch import Stops, WaitingThread, Watch, looked_beside
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
+from .store import c10d
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.

@@ -43,10 +43,7 @@ from .departures import Departures
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
 from .process_identity import ProcessIdentity
-from .store import StoreCalls, default_store, lacking, until, values
-
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
+from .store import StoreCalls, c10d, default_store, lacking, until, values
 
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
@@ -141,7 +138,7 @@ class Meeting:
     def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
         self._parent, self._patience = parent, patience
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
-        self._met = _met.setdefault(_c10d._get_default_store(), Counter())
+        self._met = _met.setdefault(c10d._get_default_store(), Counter())
         self._number = self._met[self._key]
         self._met[self._key] += 1
         self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""

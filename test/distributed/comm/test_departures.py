@@ -216,7 +216,7 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
         _lost_in(lambda: take_step(params, optimizer))
         os._exit(0)
     if world_size > 2:
-        while peer_watch._stat(int(pids[2]))[0] not in peer_watch._ENDED:
+        while process_identity._stat(int(pids[2]))[0] not in peer_watch._ENDED:
             time.sleep(0.05)
     return _lost_in(lambda: take_step(params, optimizer)), int(pids[1])
 
