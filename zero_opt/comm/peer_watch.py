@@ -34,11 +34,11 @@ SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at.
-_LOOK_S = 0.5
+_LOOK_AGAIN_S = 0.5
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
-_ENDING_S = 0.3
+_CLOSING_S = 0.3
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
@@ -119,7 +119,7 @@ class Watch:
                 patience.look()
                 departure = self.departures.first(self._entered)
                 if departure is not None:
-                    raise self.explain("", self._entered, _ENDING_S) or self._left(departure)
+                    raise self.explain("", self._entered, _CLOSING_S) or self._left(departure)
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise
@@ -245,10 +245,10 @@ class Watch:
                 self.departures.find(Departure(ended[0], How.LOST))
             departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
-            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
+            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._left(departure, text)
             more = self.departures.news and not self.departures.given_up
-            if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
+            if waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
                 return self._held() if call is None and _TIMED_OUT in text else None
             time.sleep(0.01)
 
@@ -261,7 +261,7 @@ class Watch:
 
     def lives(self, rank: int) -> bool:
         """Return whether a rank of this host still runs a little after its connection has broken."""
-        process, end = self._near.get(rank), time.monotonic() + _ENDING_S
+        process, end = self._near.get(rank), time.monotonic() + _CLOSING_S
         while process is not None and process.state() not in _ENDED:
             if time.monotonic() > end:
                 return True
@@ -336,7 +336,7 @@ class Stops:
     def look(self) -> None:
         """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_S:
+        if now - self._looked < _LOOK_AGAIN_S:
             return
         self._looked = now
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
@@ -370,7 +370,7 @@ class WaitingThread:
             wait()
             return
         try:
-            while not futures.wait([future], _LOOK_S).done:
+            while not futures.wait([future], _LOOK_AGAIN_S).done:
                 look()
             future.result(0)
         finally:
@@ -394,7 +394,7 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
     thread = SerialThread("zero_opt look", over.set)
 
     def look_on() -> None:
-        while not over.wait(_LOOK_S):
+        while not over.wait(_LOOK_AGAIN_S):
             try:
                 look()
             except PeerLost as error:

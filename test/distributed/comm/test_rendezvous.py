@@ -220,7 +220,7 @@ def _earlier_group(rank: int, world_size: int) -> Tensor:
     """What a process has left there that has ended, and one that runs, is there before the ranks come."""
     group, members = dist.group.WORLD, tuple(range(world_size))
     assert group is not None
-    place = rendezvous._place((group.group_name, members), 0)
+    place = rendezvous._meeting_place((group.group_name, members), 0)
     if rank == 0:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait(SECONDS)
