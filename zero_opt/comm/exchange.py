@@ -188,6 +188,16 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def put_together(runs: Sequence[Run], span: Span, buffer: Tensor) -> Tensor:
+    """Copy the elements within a span of the bucket to ``buffer``, zeros where there are no values, and return it."""
+    values, places = paired(runs, span, buffer)
+    copy_all(places, values)
+    for run, part in parts_within(runs, span):
+        if run.values is None:
+            buffer[part.start - span.start : part.stop - span.start].zero_()
+    return buffer
+
+
 class SliceSums(NamedTuple):
     """Where to add up the squares of one slice of a shard, while it is in the cache.
 
@@ -302,9 +312,7 @@ class StagedExchange(Exchange):
     ) -> bool:
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
-            bucket = self._staging(0, bounds[-1], out).zero_()
-            values, places = paired(runs, Span(0, bounds[-1]), bucket)
-            copy_all(places, values)
+            bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))
         if not any(run.add for run in runs):
             return self.reduce_scatter(ident, bucket, bounds, out)
         mean = self._pool.buffer(MEAN, out.numel(), out.dtype, out.device)

@@ -22,8 +22,11 @@ from .exchange import (
     SliceSums,
     StagingPool,
     add_mean,
+    copy_all,
     first_at,
+    paired,
     parts_within,
+    put_together,
 )
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
@@ -99,17 +102,8 @@ class _Stretches:
 
     def filled(self, runs: Sequence[Run], span: Span) -> Tensor:
         """Return a span's elements, in place or put together here, with zeros where there are none."""
-        found = _in_place(runs, span)
-        if found is not None:
-            return found
-        room = self.room(span.numel)
-        for run, (low, high) in parts_within(runs, span):
-            part = room[low - span.start : high - span.start]
-            if run.values is None:
-                part.zero_()
-            else:
-                part.copy_(run.values[low - run.start : high - run.start])
-        return room
+        here = _in_place(runs, span)
+        return put_together(runs, span, self.room(span.numel)) if here is None else here
 
 
 class _Inbox:
@@ -143,9 +137,9 @@ class _Inbox:
     def skip_before(self, ident: Ident) -> bool:
         """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
         while True:
-            found, _ = self._peek()
-            if found >= ident:
-                return found == ident
+            following, _ = self._peek()
+            if following >= ident:
+                return following == ident
             self.drop()
 
 
@@ -250,12 +244,9 @@ class PairwiseExchange(Exchange):
         def finish() -> None:
             for work in works:
                 work.wait()
-            for span, values in later:
-                for run, (low, high) in parts_within(runs, span):
-                    if run.values is not None:
-                        run.values[low - run.start : high - run.start].copy_(
-                            values[low - span.start : high - span.start]
-                        )
+            for span, into in later:
+                values, arrived = paired(runs, span, into)
+                copy_all(values, arrived)
 
         return finish
 
