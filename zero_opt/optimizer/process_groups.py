@@ -96,7 +96,7 @@ class OwnGroups:
 
     def _leave_in_order(self) -> None:
         """Leave training as :meth:`_leave` does, once what is queued for other ranks has been sent."""
-        if self._thread is not None and self._thread.takes:
+        if self._thread is not None and self._thread.accepts_calls:
             self._thread.submit(self._leave)
         else:
             self._leave()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.groups import tensor_bytes
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from .grad_norm import scale_
@@ -94,7 +94,7 @@ class AlreadyReducedGrads(GradReduction):
         """Send ranks that have run out of inputs their slices of the mean; returns those this rank receives."""
         group, partition = self._parts.agreement.group, self._partition
         present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
-        received, window = dict[int, Tensor](), Window()
+        received, window = dict[int, Tensor](), TransferQueue()
         for bucket, rank in product(partition.buckets, agreed.absent):
             for piece in bucket.layout.slices(rank):
                 if not agreed.used >> piece.param & 1:

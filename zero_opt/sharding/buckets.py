@@ -13,16 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPool
+from ..comm.exchange import MEAN, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
 from ..system.streams import Producers, Streams
 from .flat_param import FlatParam
 
-# Slots of the pool: gradients of another dtype or order of dimensions; a mean that is added to the shard. The exchanges
-# have 0 and 1 for gathers, and 3 to 5.
-_ODD_GRADS, _MEAN = 2, 6
+# The use of a pool's buffer for gradients of another dtype or order of dimensions; see MEAN.
+_ODD_GRADS = 2
 
 
 class Fill:
@@ -253,8 +252,7 @@ class GradBucket:
         """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
         if staged is not None:
-            places = enumerate(zip(self.layout.offsets, self.layout.numels, strict=True))
-            return [Run(at, n, staged[at : at + n], add.get(position, False)) for position, (at, n) in places]
+            return [Run(0, self.layout.numel, staged, any(accumulate))]
         runs = []
         for position, (grad, start, numel) in enumerate(
             zip(grads, self.layout.offsets, self.layout.numels, strict=True)
@@ -318,39 +316,31 @@ class GradBucket:
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         staged, fill.staged = fill.staged, None
         with torch.no_grad(), self.streams.side(fill.ready, [] if staged is None else [staged]):
-            adding, converting = any(accumulate), self.shard_dtype is not self.dtype
-            shard = self.writable(keep=adding)
-            direct = exchange.direct(self.dtype)
-            if direct is not None and not converting:
-                runs, sums = self._runs(grads, staged, accumulate, pool), self._sums(direct)
-                return direct.reduce_runs(ident, runs, self.layout.bounds, shard, sums)
-            apart = adding or converting
-            mean = pool.take(_MEAN, self.shard_numel, self.dtype, self.device) if apart else shard
-            if direct is not None:
-                runs = self._runs(grads, staged, [False] * len(accumulate), pool)
-                complete = direct.reduce_runs(ident, runs, self.layout.bounds, mean)
-            else:
-                if staged is None:
-                    staged = exchange.staging(self.layout.numel, self.dtype, self.device)
-                    self._stage(grads, self._staging_views(staged))
-                    grads.clear()
-                complete = exchange.reduce_scatter(ident, staged, self.layout.bounds, mean)
-            if complete and apart:
+            shard = self.writable(keep=any(accumulate))
+            # What is staged is one run, whose mean is added as a whole or not at all.
+            partly = staged is not None and any(accumulate) and not all(accumulate)
+            if self.shard_dtype is self.dtype and not partly:
+                runs = self._runs(grads, staged, accumulate, pool)
+                return exchange.reduce_runs(ident, runs, self.layout.bounds, shard, self._sums(exchange))
+            mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
+            runs = self._runs(grads, staged, [False] * len(accumulate), pool)
+            complete = exchange.reduce_runs(ident, runs, self.layout.bounds, mean)
+            if complete:
                 self._add(mean, accumulate)
             return complete
 
-    def _sums(self, direct: DirectExchange) -> Sequence[SliceSums]:
-        """What :attr:`reader` wants added up, as far as the exchange does that."""
-        return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
+    def _sums(self, exchange: Exchange) -> Sequence[SliceSums]:
+        """Return what :attr:`reader` wants added up, as far as the exchange does that."""
+        return () if self.reader is None or self.dtype not in exchange.adds_up else self.reader.sums(self)
 
     def memory_to_record(self) -> Sequence[Tensor]:
         """Return the parameters, for a stream that did not allocate their memory."""
         return [flat.param for flat in self.params] if has_streams(self.device) else ()
 
-    def param_runs(self) -> list[Run]:
-        """The parameters as they lie in memory."""
+    def param_runs(self) -> ParamRuns:
+        """Return the parameters as they lie in memory."""
         places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-        return [Run(start, numel, flat.flat) for flat, start, numel in places]
+        return ParamRuns(Run(start, numel, flat.flat) for flat, start, numel in places)
 
     def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
         for piece, add in zip(self.slices, accumulate, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.groups import check_rank, tensor_bytes
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..errors import StateDictError, StepPending
 from ..placement import Placement
 from ..sharding.buckets import GradBucket
@@ -27,7 +27,7 @@ from .state_dict import StatesByIndex, torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
 _INLINE_NUMEL = 16
-# The most bytes of a message. A sender that must copy its state to send it holds as many messages as a Window has.
+# The most bytes of a message. A sender that must copy its state to send it holds as many as a TransferQueue has.
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -232,7 +232,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         mine = listing(local)
     agreement.on_contents([("rank to consolidate to", to)])
     result = IncomingState(partition.flats) if group.rank == to else None
-    window, failed = Window(), list[Exception]()
+    window, failed = TransferQueue(), list[Exception]()
     for src, payload in enumerate(group.all_gather_bytes(mine)):
         if src == to:
             if result is not None:

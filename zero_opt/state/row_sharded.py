@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.agreement import Agreement
 from ..comm.groups import Group
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..kernels.strides import contiguous_strides, is_dense
 from ..layout import ParamSlice, Span
 from ..placement import Placement
@@ -100,7 +100,7 @@ class ShardedState:
 
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
         self._agreement, self._group, self._partition = agreement, agreement.group, partition
-        self._placement, self._window = placement, Window()
+        self._placement, self._window = placement, TransferQueue()
 
     # -- out ----------------------------------------------------------------------------------------------------------
 

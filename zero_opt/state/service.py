@@ -40,7 +40,7 @@ from torch import Tensor
 from ..comm.departures import Departure, Departures, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
-from ..comm.transfers import Message, Transfer, Window
+from ..comm.transfers import Message, Transfer, TransferQueue
 from ..errors import (
     OptimizerClosed,
     PeerLost,
@@ -328,7 +328,7 @@ class StateService:
 
     def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, the error that was met in that, if any."""
-        window, failed, tag = Window(), list[Exception](), answer_tag(offer.pull)
+        window, failed, tag = TransferQueue(), list[Exception](), answer_tag(offer.pull)
         for entry in listed(offer.payload):
             for chunk in chunks_to_send(state, entry, failed):
                 window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
@@ -442,7 +442,7 @@ class StateService:
         return runs
 
     def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete, size = answer_tag(self._pulls), Window(), False, words_of(0)
+        tag, window, complete, size = answer_tag(self._pulls), TransferQueue(), False, words_of(0)
         try:
             self._send(rank, tag + 1, GO, self._pulls)
             for run in runs:

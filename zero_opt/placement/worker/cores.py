@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm.groups import Group
-from ...comm.shared_memory_exchange import host_if_known
+from ...comm.process_identity import host_if_known
 from ...errors import ConfigError
 from ...kernels.threads import allowed_threads, checked_threads, fair_threads, meet_sharers
 from ...policies import CPUOffload, NVMeOffload, WorkerOffload
