@@ -211,11 +211,12 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         losses: list[Any] = []
 
         def noted() -> Any:
-            losses.append(closure() if closure is not None else None)
+            assert closure is not None
+            losses.append(closure())
             return losses[-1]
 
-        try:
-            return self._engine.step(None if closure is None else noted, options)
+        try:  # a class may take something else than a closure
+            return self._engine.step(noted if callable(closure) else closure, options)
         except ParamsReplaced:
             self._replan()
         return self._engine.step(losses.pop if losses else None, options)
