@@ -63,8 +63,8 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     """
     _check(optimizer)
     with optimizer._together("load_sharded_state_dict()"):
-        saved: StateDict = {**state_dict, "state": _real_state(state_dict)}
-        saved.pop(_WITH_STATE, None)
+        real = _real_state(state_dict)
+        saved = {key: real if key == "state" else value for key, value in state_dict.items() if key != _WITH_STATE}
     optimizer.load_state_dict(saved)
 
 
