@@ -160,11 +160,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "sharding/background_gather.py",
         (
             (
-                "            self._results.bring(bucket.layout.index)\n"
+                "            self._results.await_result(bucket.layout.index)\n"
                 "            self._gather(step, turn, bucket, failed=failed)()\n"
                 "            return bucket.streams.produced()[1]\n",
                 "            event = bucket.streams.produced()[1]\n"
-                "            self._results.bring(bucket.layout.index)\n"
+                "            self._results.await_result(bucket.layout.index)\n"
                 "            self._gather(step, turn, bucket, failed=failed)()\n"
                 "            return event\n",
             ),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.exchange import Exchange, StagingPool, close_all
-from ..placement import Placement, Results, build_placement, build_results
+from ..placement import Placement
 from ..reduction import GradReduction, Parts, StepCount, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.gather import ParamGather
@@ -94,8 +94,7 @@ def build_parts(
     count, params = StepCount(), list[Tensor]()
     of_reduction = Parts(partition, agreement, count, exchanges, thread, params, unscale)
     reduction = build_reduction(config.reduction, of_reduction)
-    results = build_results(config.reduction.overlap_param_gather)
-    placement = _built_placement(config, groups, agreement, results)
+    placement = _built_placement(config, groups, agreement)
     return EngineParts(
         config,
         groups,
@@ -111,19 +110,18 @@ def build_parts(
         of_reduction.pool,
         reduction,
         placement,
-        gather=build_gather(partition, exchanges, thread, config.reduction.overlap_param_gather, results),
+        gather=build_gather(partition, exchanges, thread, config.reduction.overlap_param_gather, placement),
         shown=ShownState(owner, StandIns(config.optimizer_class, config.defaults), partition, placement),
         whole=WholeState(agreement, partition, placement, guard),
     )
 
 
-def _built_placement(config: Config, groups: OwnGroups, agreement: Agreement, results: Results) -> Placement:
+def _built_placement(config: Config, groups: OwnGroups, agreement: Agreement) -> Placement:
     """The placement, or an error on all ranks if one has none. Collective."""
     placement = None
     try:
         with agreement.together("ShardedOptimizer()"):
-            stepped = (config.offload, config.precision, config.optimizer_class, config.defaults)
-            placement = build_placement(*stepped, groups.neighbors, config.reduction, results)
+            placement = config.placement.build(groups.neighbors)
     except BaseException:
         if placement is not None:
             placement.close()

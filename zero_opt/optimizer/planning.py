@@ -96,7 +96,7 @@ class Planner:
         parts.reduction.watch(added)
         parts.gather.watch()
         with parts.shown.lock:
-            parts.shown.add(kinds_of(config.offload, config.precision, of_group))
+            parts.shown.add(kinds_of(config.placement, of_group))
             parts.shown.show(parts.params)
 
     def _connect(self) -> None:

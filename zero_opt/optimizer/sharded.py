@@ -192,7 +192,7 @@ class ShardedEngine(BetweenSteps):
         If the placement fails they come as they are, because the other ranks wait for them: :meth:`_end_step` raises.
         """
         buckets = self.partition.buckets
-        left = list(self.placement.landing(shards))
+        left = list(self.placement.updated_buckets(shards))
         if self._behind:
             left += [index for index in range(len(buckets)) if index not in left]
         try:

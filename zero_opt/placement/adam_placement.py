@@ -5,7 +5,7 @@ They differ in where those arrays lie, and in how a step is taken and brought in
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
-from .interface import ParamState, Stretch, load_mirrors
+from .interface import ParamState, Stretch, StretchPlacement, load_mirrors
 
 
 class PendingStep(Protocol):
@@ -30,7 +30,7 @@ ShardT = TypeVar("ShardT", bound=StateShard)
 StepT = TypeVar("StepT", bound=PendingStep)
 
 
-class NativePlacement(ABC, Generic[ShardT, StepT]):
+class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
     """See the module and :class:`Placement`."""
 
     _policy_name: str
@@ -98,11 +98,7 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
             shard, position = self._places[index]
             yield index, shard.saved_state(position, state)
 
-    def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`; none is."""
-        return iter(())
-
-    def adopt(self, index: int, state: ParamState | None) -> bool:
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """See :class:`Placement`. Values are copied to the arrays."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
@@ -120,9 +116,6 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         shard.load(position, saved)
         self._written()
         return True
-
-    def require_writable(self) -> None:
-        """See :class:`Placement`; memory can be."""
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """See :class:`Placement`; what is under way ends, and is forgotten."""

@@ -125,7 +125,7 @@ class ShownState:
             shape = flat.param.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
-        others = self._placement.adopt(piece.param, entry)
+        others = self._placement.adopt_state(piece.param, entry)
         if others or entry is None:
             self._live.pop(piece.param, None)
         else:

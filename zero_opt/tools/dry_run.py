@@ -55,11 +55,6 @@ class Sketch(NamedTuple):
         """Of the parameter."""
         return self.flat.param.dtype
 
-    @property
-    def nbytes(self) -> int:
-        """Of the parameter."""
-        return self.flat.param.numel() * self.dtype.itemsize
-
 
 def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sketch:
     """The sketch of a parameter, which may be on the meta device itself.
@@ -167,15 +162,11 @@ class Rehearsal:
             for plan in self.layouts
         ]
 
-    def device_of(self, bucket: GradBucket) -> torch.device:
-        """Where a bucket's parameters are."""
-        return torch.device(bucket.layout.device)
-
     def staging_nbytes(self, rank: int, buckets: Iterable[GradBucket]) -> int:
         """Bytes of staging that a step takes, of ``rank``'s buckets, which have all the shards they need after it."""
         by_device: dict[torch.device, list[GradBucket]] = {}
         for bucket in buckets:
-            by_device.setdefault(self.device_of(bucket), []).append(bucket)
+            by_device.setdefault(torch.device(bucket.layout.device), []).append(bucket)
         return sum(self._staging_on(device, rank, there) for device, there in by_device.items())
 
     def _staging_on(self, device: torch.device, rank: int, buckets: Sequence[GradBucket]) -> int:

@@ -16,8 +16,7 @@ from ..errors import ConfigError, ConfigTypeError
 from ..layout import ALIGN
 from ..optimizer.config import Config
 from ..optimizer.contents import adopt_errors, template_of
-from ..placement import Policy as Offload
-from ..placement import check_params, check_reduction
+from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import Policy
 from ..sharding.param_groups import hypers_of, normalized, tensors_of
@@ -147,7 +146,6 @@ def estimate(
             does, or because of the arguments that are only here.
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
-    check_reduction(offload, reduction)
     _check_count("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
@@ -178,7 +176,7 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, config: 
         placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
         for sketch in sketches.values():
             placed[sketch.group]["params"].append(sketch)
-        check_params(config.offload, config.precision, cls, placed, names.__getitem__)
+        config.placement.check(placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), config)
 

@@ -161,7 +161,7 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
     home = engine.placement
     if config.offload is not None and config.offload.selective is not None:
         found |= held_by_columns(home)
-        home = home._home
+        home = home._inner
     else:
         found["state"] = nbytes(value for _, state in home.state() for value in state.values())
     if isinstance(config.offload, zero_opt.WorkerOffload):
@@ -173,7 +173,7 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
 
 def held_by_columns(placement: Any) -> dict[str, int]:
     """What is shown as state is put together when it is read; here is what it is put together from."""
-    states = [state for part in (placement._home, placement._small) for _, state in part.state()]
+    states = [state for part in (placement._inner, placement._small) for _, state in part.state()]
     slices = [found for shard in placement._shards.values() for found in shard.slices]
     compact = [found.compact for found in slices]
     return {

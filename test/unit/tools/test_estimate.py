@@ -14,8 +14,8 @@ import zero_opt
 from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import Mastered, Unit
+from zero_opt.placement.worker import policy as worker_policy
 from zero_opt.sharding.partition import Geometry
-from zero_opt.tools import memory_rows
 from zero_opt.tools.dry_run import Rehearsal, Sketch, sketch_of
 from zero_opt.tools.estimate import KINDS, Estimate
 
@@ -109,7 +109,7 @@ def test_ranks_of_several_hosts_share_no_memory_and_fewer_share_cores() -> None:
 @pytest.mark.parametrize("selective", [None, zero_opt.Selective()])
 def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(memory_rows, "allowed_threads", lambda usable: usable)
+    monkeypatch.setattr(worker_policy, "allowed_threads", lambda usable: usable)
     given: dict[str, Any] = {"device": "cuda", "offload": zero_opt.WorkerOffload(selective=selective)}
     areas = [
         next(row.nbytes for row in estimate(linears(), 64, **given).on_hosts_of(n).rows if row.name == "control area")

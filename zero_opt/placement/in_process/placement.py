@@ -15,7 +15,7 @@ from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.log import log
-from ..interface import AtOnce, ParamState, Stretch, load_mirrors
+from ..interface import ParamState, Stretch, StretchPlacement, load_mirrors
 from ..masters import MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, Found, Unit, UnitMaker, load_split
@@ -37,7 +37,7 @@ class Work(NamedTuple):
         return [position for position, _ in self.found]
 
 
-class DevicePlacement(AtOnce):
+class DevicePlacement(StretchPlacement):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:
@@ -189,7 +189,7 @@ class DevicePlacement(AtOnce):
             unit, position = self._places[index]
             yield index, unit.saved(position, state)
 
-    def adopt(self, index: int, state: ParamState | None) -> bool:
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
         if state is None:
@@ -276,7 +276,7 @@ class BucketwisePlacement(DevicePlacement):
         """Step a unit whose gradients are being fetched."""
         inner, unit = self._optimizer, work.unit
         group = inner.param_groups[unit.pieces[0].group]
-        if self._native is None or not self._native.takes(unit, group):
+        if self._native is None or not self._native.can_step(unit, group):
             if unit.form is SPLIT:
                 raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
             self._step_by_class([work], grad_scale)

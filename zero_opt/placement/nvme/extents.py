@@ -15,6 +15,7 @@ from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
+from ..memory import HOST_MEMORY, NVME, Tally
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import Window
 
@@ -143,16 +144,25 @@ class Extent:
         """What all views of the state are views of."""
         return list(self._bytes.values())
 
-    def window_nbytes(self, most_nbytes: float) -> int:
-        """Bytes of one array in a window of all: whole blocks, at least one."""
-        blocks = int(most_nbytes) // (BLOCK_BYTES * max(len(self.starts), 1))
+    def add_memory(self, tally: Tally, roles: Sequence[str]) -> None:
+        """Add what the file will hold of these arrays: whole blocks, the last of which padding fills up."""
+        shards = [shard for _, shard in self.shards]
+        owned = sum(piece.in_param.numel for shard in shards for piece in shard.pieces) * torch.float32.itemsize
+        for role in roles:
+            tally["masters" if role == "master" else "state", NVME, role] += owned
+        tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
+        tally["buffers", NVME, "padding"] += (self.nbytes - owned) * len(roles)
+
+    def window_nbytes(self, most_nbytes: float, arrays: int) -> int:
+        """Bytes of one array in a window of so many: whole blocks, at least one."""
+        blocks = int(most_nbytes) // (BLOCK_BYTES * max(arrays, 1))
         return min(max(blocks, 1) * BLOCK_BYTES, self.nbytes)
 
     def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[Window, list[Segment]]]:
         """All windows, numbered from ``number`` on, with the parts of slices in them."""
         if not self.nbytes:
             return
-        size = self.window_nbytes(most_nbytes)
+        size = self.window_nbytes(most_nbytes, len(self.starts))
         step = size // torch.float32.itemsize
         segments = self._segments(step)
         for start in range(0, self.nbytes, size):

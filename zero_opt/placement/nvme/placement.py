@@ -27,11 +27,10 @@ from .window_pass import BUFFERS, Buffer, Disk, Window
 class NVMePlacement(NativePlacement[FileShard, FileStep]):
     """See the module and :class:`Placement`.
 
-    A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`land`
+    A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`bring_in`
     takes it up where it stopped, as :mod:`window_pass` promises. Its gradients are copied when it fails.
     """
 
-    spare_nbytes = 0
     _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
@@ -119,13 +118,10 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        return [shard.bucket for shard in grads if shard.used]
-
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        for _ in self.land():
+        for _ in self.bring_in():
             pass
         with uninterrupted():
             self._pending = self._begun(grads, groups, grad_scale)
@@ -145,7 +141,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self.wait()
         self._pending = None
 
-    def land(self) -> Iterator[int]:
+    def bring_in(self) -> Iterator[int]:
         self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()

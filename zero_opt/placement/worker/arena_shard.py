@@ -17,6 +17,7 @@ from ...system.devices import is_host
 from ...system.shared_memory import Arena
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
+from ..memory import HOST_MEMORY, Tally, reduced_gradients
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ALIGN = 64
@@ -74,6 +75,23 @@ class ArenaShard(StateShard):
         """Bytes of these arrays, one after the other, and of gaps between large ones."""
         sizes = [-(-self.numel_of(role) * dtype.itemsize // _ALIGN) * _ALIGN for role, dtype in arrays.items()]
         return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
+
+    def add_memory(self, tally: Tally, arrays: Mapping[str, torch.dtype]) -> None:
+        """Add what these arrays hold, without what fills them up, and what the shard has outside the arena."""
+        owned = sum(piece.in_param.numel for piece in self.pieces)
+        for role, dtype in arrays.items():
+            kind, name = self.kind_of(role)
+            whole = kind == "grad_shards" or self.numel_of(role) != self.bucket.shard_numel
+            tally[kind, HOST_MEMORY, name] += (self.numel_of(role) if whole else owned) * dtype.itemsize
+        tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
+        if not self.lodged:
+            tally.update(reduced_gradients([self.bucket]))
+
+    def kind_of(self, role: str) -> tuple[str, str]:
+        """What an array is, as a kind and a name; see :class:`~zero_opt.tools.memory_rows.Row`."""
+        if role.startswith("grad"):
+            return ("grad_shards", "reduced gradients") if self.lodged else ("buffers", "copies of gradients")
+        return {"master": ("masters", role), "out": ("buffers", "updated parameters")}.get(role, ("state", role))
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""

@@ -22,16 +22,6 @@ def _in_bank(role: str, bank: int) -> str:
     return role + _SECOND if bank else role
 
 
-def is_sums(role: str) -> bool:
-    """Whether an array is not state, but the sums of squares of a shard."""
-    return role == _SQUARES
-
-
-def is_second(role: str) -> bool:
-    """Whether an array is of the second bank, which a shard has beside every array of state."""
-    return role.endswith(_SECOND)
-
-
 class BankedShard(ArenaShard):
     """See the module and :class:`ArenaShard`.
 
@@ -58,6 +48,11 @@ class BankedShard(ArenaShard):
 
     def numel_of(self, role: str) -> int:
         return sum(self._sums) if role == _SQUARES else super().numel_of(role)
+
+    def kind_of(self, role: str) -> tuple[str, str]:
+        if role == _SQUARES:
+            return "buffers", "sums of squares"
+        return ("buffers", "second bank") if role.endswith(_SECOND) else super().kind_of(role)
 
     @property
     def spare_nbytes(self) -> int:

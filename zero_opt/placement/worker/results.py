@@ -51,7 +51,7 @@ class ParamWriter:
             write_all(made, threads=self._split.threads)
 
 
-class Results:
+class ResultDelivery:
     """They go into the parameters at once."""
 
     @property
@@ -63,21 +63,21 @@ class Results:
         """Indices of the buckets of one step, in the order in which they are to arrive: the same on every rank."""
         return [bucket.layout.index for bucket in buckets]
 
-    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """A step has made these, and they stay as they are until :meth:`bring` or :meth:`bring_all`."""
+    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
+        """A step has made these, and they stay as they are until :meth:`await_result` or :meth:`await_results`."""
         writer.write(made)
 
-    def bring(self, bucket: int) -> None:
+    def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
 
-    def bring_all(self) -> None:
+    def await_results(self) -> None:
         """Return when all results have arrived."""
 
     def forget_overtaken(self) -> None:
         """The user knows."""
 
 
-class LateResults(Results):
+class LateDelivery(ResultDelivery):
     """They are kept until they are asked for, those first whose modules the model's forward comes to first.
 
     What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current stream.
@@ -96,7 +96,7 @@ class LateResults(Results):
         return self._overtaken
 
     def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """See :class:`Results`: that in which modules were registered."""
+        """See :class:`ResultDelivery`: that in which modules were registered."""
         return [bucket.layout.index for bucket in sorted(buckets, key=self._turn)]
 
     def _turn(self, bucket: GradBucket) -> int:
@@ -108,14 +108,14 @@ class LateResults(Results):
             self._turns[index] = min(self._places[param] for param in params)
         return self._turns[index]
 
-    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
+    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
         late = [found for found in made if is_host(found.shard.bucket.device)]
         self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
         if len(late) < len(made):
             writer.write([found for found in made if not is_host(found.shard.bucket.device)])
 
-    def bring(self, bucket: int) -> None:
-        """See :class:`Results`; beside whoever computes."""
+    def await_result(self, bucket: int) -> None:
+        """See :class:`ResultDelivery`; beside whoever computes."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
                 found, writer = self._left.get(bucket, (None, None))
@@ -123,8 +123,8 @@ class LateResults(Results):
                     writer.write_beside(self._current([found]))
                     del self._left[bucket]
 
-    def bring_all(self) -> None:
-        """See :class:`Results`; nobody computes meanwhile."""
+    def await_results(self) -> None:
+        """See :class:`ResultDelivery`; nobody computes meanwhile."""
         if self._left:
             with uninterrupted(), self._lock:
                 found = list(self._left.values())
@@ -143,8 +143,3 @@ class LateResults(Results):
 
     def forget_overtaken(self) -> None:
         self._overtaken = None
-
-
-def build_results(model: nn.Module | None) -> Results:
-    """Later, if a model is given whose modules wait for their parameters; else within ``step()``."""
-    return Results() if model is None else LateResults(model)

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
-from ...errors import ConfigConflict, ZeroOptError
+from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
-from ...policies import AlreadyReduced, AtStep, DDPHook, Overlapped, WorkerOffload
+from ...policies import WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
@@ -42,7 +42,7 @@ from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
 from .process import Batches
-from .results import Results, Used
+from .results import ResultDelivery, Used
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
 _RECENT_STEPS = 8
@@ -96,16 +96,6 @@ class _Factors:
         self._first = first
 
 
-def check_reduces_early(reduction: object) -> None:
-    """Raise ConfigConflict for a reduction that leaves nothing to begin a step with before ``step()``."""
-    if isinstance(reduction, (AtStep, AlreadyReduced)):
-        raise ConfigConflict(
-            f"WorkerOffload(speculate=True) begins steps when backward has reduced a bucket, which "
-            f"{type(reduction).__name__} does at step(); use reduction=zero_opt.{Overlapped.__name__}(), or "
-            f"{DDPHook.__name__}() under DistributedDataParallel"
-        )
-
-
 class SpeculativePlacement(WorkerPlacement):
     """See the module, [Note: drafts] and :class:`Placement`.
 
@@ -119,10 +109,9 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(
-        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object, results: Results
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, delivery: ResultDelivery
     ) -> None:
-        check_reduces_early(reduction)
-        super().__init__(policy, defaults, group, 1, results)
+        super().__init__(policy, defaults, group, delivery)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []
@@ -223,7 +212,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
-        self._results.bring(index)  # of narrower parameters there is one place for results
+        self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
