@@ -196,7 +196,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies to the host do not wait for the reduction",
         "placement/in_process/host_offload.py",
-        (("        with streams.side([self._lane.start], []):\n            try:\n                self._found", FETCH),),
+        (("        with streams.side([self._link.start], []):\n            try:\n                self._found", FETCH),),
         HOST,
     ),
     Mutant(

@@ -169,7 +169,7 @@ def _huge_pages() -> Iterator[Finding]:
     )
 
 
-def _made(make: Callable[[], int]) -> str:
+def _why_refused(make: Callable[[], int]) -> str:
     """Why a file descriptor of some kind cannot be had; empty if it can."""
     try:
         os.close(make())
@@ -189,7 +189,7 @@ def _descriptors() -> Iterator[Finding]:
         "eventfd": (lambda: os.eventfd(0), "eventfd2"),
     }
     for name, (make, call) in kinds.items():
-        reason = _made(make)
+        reason = _why_refused(make)
         if reason:
             yield Finding(OFF, name, f"refused ({reason})", off + allow.format(call))
         else:

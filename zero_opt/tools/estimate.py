@@ -69,7 +69,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
-        _check_count("ranks_per_host", ranks)
+        _check_at_least_one("ranks_per_host", ranks)
         sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
         return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
@@ -146,7 +146,7 @@ def estimate(
             does, or because of the arguments that are only here.
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
-    _check_count("world_size", world_size)
+    _check_at_least_one("world_size", world_size)
     home = _Home(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
@@ -193,7 +193,7 @@ def _title(sizing: Sizing) -> str:
     )
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_at_least_one(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
     if not 1 <= value < 1 << 31:

@@ -261,10 +261,10 @@ def compare_locked(found: Estimate, maker: HostUnits, away: Sequence[InHost], dt
     told = {(row.name, row.where): row.nbytes for row in found.rows}
     results = sum(t.numel() * dtype.itemsize for unit in away for t in unit._results)
     assert maker.spare_nbytes == results + told["padding", "host"]
-    lane, taken = away[0]._lane, []
+    link, taken = away[0]._link, []
     for unit in away:  # one ahead of what is stepped
-        taken.append(lane.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
+        taken.append(link.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
         if len(taken) > 1:
-            lane.give_back(taken[-2])
-    lane.give_back(taken[-1])
+            link.give_back(taken[-2])
+    link.give_back(taken[-1])
     assert maker.staging_nbytes == told["gradients on their way", "host"]

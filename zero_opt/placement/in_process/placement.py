@@ -18,23 +18,23 @@ from ...system.log import log
 from ..interface import ParamState, Stretch, StretchPlacement, load_mirrors
 from ..masters import MasterShard
 from .native_steps import NativeSteps
-from .units import SPLIT, Found, Unit, UnitMaker, load_split
+from .units import SPLIT, SliceGrads, Unit, UnitMaker, load_split
 
 
 class Work(NamedTuple):
     """A unit and its gradients, in one step.
 
     Attributes:
-        found: gradients by position in the unit.
+        grads: by position in the unit.
     """
 
     unit: Unit
-    found: Found
+    grads: SliceGrads
 
     @property
     def positions(self) -> list[int]:
         """Of the slices that are stepped."""
-        return [position for position, _ in self.found]
+        return [position for position, _ in self.grads]
 
 
 class DevicePlacement(StretchPlacement):
@@ -126,7 +126,7 @@ class DevicePlacement(StretchPlacement):
         """All at once: a class may keep state per group or per step."""
         works = list(self._works(grads))
         for work in works:
-            work.unit.fetch(work.found)
+            work.unit.fetch(work.grads)
         self._step_by_class(works, grad_scale)
         yield from (shard.bucket for shard in grads if shard.used)
 
@@ -149,7 +149,7 @@ class DevicePlacement(StretchPlacement):
         for work in works:
             for position, grad in work.unit.grads():
                 part = work.unit.stepped[position]
-                part.grad = _fitted(grad, part.dtype, grad_scale)
+                part.grad = _scaled(grad, part.dtype, grad_scale)
                 parts.append((part, part if self._apart else part.detach()))
         with self._make_units.class_threads():
             bare_step(self._optimizer)
@@ -267,7 +267,7 @@ class BucketwisePlacement(DevicePlacement):
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         for shard in grads:
             for work in self._works([shard]):
-                work.unit.fetch(work.found)
+                work.unit.fetch(work.grads)
                 self._step_unit(work, grad_scale)
             if shard.used:
                 yield shard.bucket
@@ -285,7 +285,7 @@ class BucketwisePlacement(DevicePlacement):
         unit.send(work.positions)
 
 
-def _fitted(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
+def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
     """A gradient, scaled, as the parameter it is for: scaled in the wider of the two dtypes."""
     fitted = grad.to(dtype) if dtype.itemsize > grad.dtype.itemsize else grad
     if grad_scale != 1:

@@ -21,7 +21,7 @@ from ...system.shared_memory import page_aligned
 from ..adam_rules import ADAM_CLASSES
 from ..core_sharers import agree_on_threads
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import OffloadT, PlacementInputs, SinglePlacePolicy, States
+from ..policy import OffloadT, PlacementInputs, SinglePlacePolicy, StatesByIndex
 from .host_offload import CPUPlacement, HostUnits, room_for
 from .native_steps import FusedRule, NativeSteps, allows_fused, asks_for_fused
 from .placement import BucketwisePlacement, DevicePlacement
@@ -60,7 +60,7 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
                     "master_dtype=torch.float32"
                 )
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: States) -> None:  # noqa: ARG002
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: StatesByIndex) -> None:  # noqa: ARG002
         if self.inputs.splits_masters:
             self._check_split_groups(groups)
 
@@ -168,10 +168,10 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
                     add_slice(tally, inputs, piece, flat, HOST_MEMORY, stepped, stays=not leaves, splits=splits)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
-            self._add_lane(tally, list(units.leaving(there, staying)))
+            self._add_link(tally, list(units.leaving(there, staying)))
         return tally
 
-    def _add_lane(self, tally: Tally, parts: Sequence[tuple[GradBucket, Sequence[int]]]) -> None:
+    def _add_link(self, tally: Tally, parts: Sequence[tuple[GradBucket, Sequence[int]]]) -> None:
         """Add what is page-locked beside results: the ends of pages, and the buffers that gradients arrive in."""
         room = room_for(parts)
         owned = sum(

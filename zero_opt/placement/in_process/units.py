@@ -21,7 +21,7 @@ from ..masters import MasterShard
 
 PLAIN, SPLIT = AdamState(), AdamState(master="split")
 
-Found = Sequence[tuple[int, Tensor]]
+SliceGrads = Sequence[tuple[int, Tensor]]
 
 
 def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSlice], list[FlatParam]]:
@@ -59,11 +59,11 @@ class Unit:
     def read_params(self, positions: Sequence[int]) -> None:
         """Before a step: follow what the user has written to parameters."""
 
-    def fetch(self, found: Found) -> None:
+    def fetch(self, found: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
         self._found = found
 
-    def grads(self) -> Found:
+    def grads(self) -> SliceGrads:
         """The fetched gradients by position, ready to be read."""
         found, self._found = self._found, ()
         return found

@@ -17,7 +17,7 @@ from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, NVME, Tally
 from .state_file import BLOCK_BYTES, StateFile
-from .window_pass import Window
+from .window_pass import FileWindow
 
 # Bytes that are asked about at a time, whole blocks.
 _ASKED_BYTES = 4 * 2**20
@@ -87,7 +87,7 @@ class Segment(NamedTuple):
                 yield self._replace(where=where, at=slice(first, last), steps=count)
 
     @property
-    def of(self) -> tuple[int, int]:
+    def slice_key(self) -> tuple[int, int]:
         """Index of the bucket, position in it."""
         return self.shard.index, self.position
 
@@ -158,7 +158,7 @@ class Extent:
         blocks = int(most_nbytes) // (BLOCK_BYTES * max(arrays, 1))
         return min(max(blocks, 1) * BLOCK_BYTES, self.nbytes)
 
-    def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[Window, list[Segment]]]:
+    def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[FileWindow, list[Segment]]]:
         """All windows, numbered from ``number`` on, with the parts of slices in them."""
         if not self.nbytes:
             return
@@ -168,7 +168,7 @@ class Extent:
         for start in range(0, self.nbytes, size):
             nbytes = min(size, self.nbytes - start)
             starts = {role: first + start for role, first in self.starts.items()}
-            yield Window(number, starts, nbytes), segments.get(start // size, [])
+            yield FileWindow(number, starts, nbytes), segments.get(start // size, [])
             number += 1
 
     def _segments(self, step: int) -> dict[int, list[Segment]]:

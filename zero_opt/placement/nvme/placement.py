@@ -21,7 +21,7 @@ from ..adam_placement import NativePlacement
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
 from .step import FileStep, Hypers
-from .window_pass import BUFFERS, Buffer, Disk, Window
+from .window_pass import BUFFERS, Buffer, Disk, FileWindow
 
 
 class NVMePlacement(NativePlacement[FileShard, FileStep]):
@@ -41,7 +41,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
         self._pid = os.getpid()
         self._extents: list[Extent] = []
-        self._windows: list[tuple[Window, list[Segment]]] = []
+        self._windows: list[tuple[FileWindow, list[Segment]]] = []
         self._buffers: list[Buffer] = []
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             if roles:
                 extent.place(roles, self._disk.file, start)
                 start += extent.nbytes * len(roles)
-        windows: list[tuple[Window, list[Segment]]] = []
+        windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
         largest = max((window.total_nbytes for window, _ in windows), default=0)

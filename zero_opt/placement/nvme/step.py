@@ -18,7 +18,7 @@ from ...system.interrupts import uninterrupted
 from ..adam_rules import MAXIMUM
 from ..masters import follow_param
 from .extents import FileShard, Segment
-from .window_pass import Buffer, Disk, Window, WindowPass
+from .window_pass import Buffer, Disk, FileWindow, WindowPass
 
 
 class Hypers(NamedTuple):
@@ -69,11 +69,13 @@ class FileStep:
             self._following.add(key)
         shard.follow(position)
 
-    def plan(self, windows: Iterable[tuple[Window, Sequence[Segment]]], buffers: Sequence[Buffer], disk: Disk) -> None:
+    def plan(
+        self, windows: Iterable[tuple[FileWindow, Sequence[Segment]]], buffers: Sequence[Buffer], disk: Disk
+    ) -> None:
         """Find out which windows have something to step."""
         used = []
         for window, parts in windows:
-            found = [stretch for part in parts if part.of in self._grads for stretch in part.stretches()]
+            found = [stretch for part in parts if part.slice_key in self._grads for stretch in part.stretches()]
             if found:
                 self.segments[window.number] = found
                 used.append(window)
@@ -85,7 +87,7 @@ class FileStep:
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def change(self, window: Window, arrays: dict[str, Tensor]) -> None:
+    def change(self, window: FileWindow, arrays: dict[str, Tensor]) -> None:
         """Step a window, and the parameters that it is the state of; all of it or, with an exception, nothing."""
         parts = self.segments[window.number]
         updates = [self._update(part, arrays) for part in parts]
@@ -98,7 +100,7 @@ class FileStep:
             )
             for part, update in zip(parts, updates, strict=True):
                 target, result = self._param(part), update.param if update.out is None else update.out
-                if part.of not in self._dropped and result.data_ptr() != target.data_ptr():
+                if part.slice_key not in self._dropped and result.data_ptr() != target.data_ptr():
                     target.copy_(result)
 
     def _param(self, part: Segment) -> Tensor:
@@ -107,17 +109,17 @@ class FileStep:
 
     def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
         shard, target = part.shard, self._param(part)
-        dropped, number = part.of in self._dropped, shard.bucket.layout.group
+        dropped, number = part.slice_key in self._dropped, shard.bucket.layout.group
         master, out = target, None
         if not shard.direct:
             master = arrays["master"][part.where]
-            if part.of in self._following:
+            if part.slice_key in self._following:
                 follow_param(master, target)
             if shard.param_dtype is not torch.float32:
                 out = torch.empty_like(target, device=HOST) if dropped or not target.is_cpu else target
         elif dropped:
             master = target.clone()
-        grad = self._grads[part.of][part.at].to(HOST)
+        grad = self._grads[part.slice_key][part.at].to(HOST)
         return AdamUpdate(
             name=shard.flats[part.position].label,
             hypers=self._hypers.groups[number].over(shard.gradients[part.position]),
@@ -148,7 +150,7 @@ class FileStep:
     def keep(self) -> None:
         """The step has failed: let it outlive the backward that gave the gradients, and be seen as far as it went."""
         if not self._kept:
-            self._grads = {key: self._grads[key].clone() for key in {part.of for part in self.left()}}
+            self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
             self._kept = True
         for bucket in self._used:
             self.store(bucket)

@@ -40,7 +40,7 @@ class Schedule:
             self.interval = _FIRST_INTERVAL if isinstance(fixed, str) else fixed
 
     @property
-    def warm(self) -> bool:
+    def warmed_up(self) -> bool:
         """Whether the warm-up is over."""
         return self.done >= self.policy.warmup_steps
 
@@ -48,12 +48,12 @@ class Schedule:
     def selects(self) -> bool:
         """Whether the next step selects columns: only at the beginning of a window, when nothing waits."""
         due = self.since_selection < 0 or self.since_selection >= self.policy.select_interval
-        return self.warm and not self.in_window and due
+        return self.warmed_up and not self.in_window and due
 
     @property
     def closes(self) -> bool:
         """Whether the next step ends its window."""
-        return not self.warm or self.in_window + 1 >= self.interval
+        return not self.warmed_up or self.in_window + 1 >= self.interval
 
     def selected(self, share_left: float) -> None:
         """Columns were selected, which left so much of the gradient's norm to the others."""

@@ -20,9 +20,9 @@ from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, Tally, reduced_gradients
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
-_ALIGN = 64
+_ARRAY_ALIGN = 64
 # Arrays whose distance is a power of two compete for one bank of memory: a step over large ones took 1.6 times as long.
-_GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ALIGN, 1 << 18
+_GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ARRAY_ALIGN, 1 << 18
 
 
 class Section(NamedTuple):
@@ -73,7 +73,9 @@ class ArenaShard(StateShard):
 
     def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
         """Bytes of these arrays, one after the other, and of gaps between large ones."""
-        sizes = [-(-self.numel_of(role) * dtype.itemsize // _ALIGN) * _ALIGN for role, dtype in arrays.items()]
+        sizes = [
+            -(-self.numel_of(role) * dtype.itemsize // _ARRAY_ALIGN) * _ARRAY_ALIGN for role, dtype in arrays.items()
+        ]
         return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
 
     def add_memory(self, tally: Tally, arrays: Mapping[str, torch.dtype]) -> None:

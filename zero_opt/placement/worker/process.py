@@ -38,7 +38,7 @@ _MAX_RUNS = 1 << 16
 # Parts of a step that its threads take as they come to them, so that none waits long for another.
 _LANES_PER_THREAD = 32
 # A wait returns to Python this often, for Ctrl-C, and to see whether the worker gets on.
-_LOOK_S = 0.05
+_WAIT_SLICE_S = 0.05
 _READY_LOOK_MS = 2
 _READY_S = 120.0
 # How long the kernel may take to end a process that was killed.
@@ -124,7 +124,7 @@ class _Child:
         return f"{_SIGNAL}{-code}" if code < 0 else f"exit status {code}"
 
 
-class _Held:
+class _Handles:
     """What outlives nobody: the file descriptors, and the process that runs.
 
     Workers are started and ended on a thread of its own, for two reasons. Ctrl-C reaches the main thread alone, so a
@@ -213,9 +213,9 @@ class WorkerProcess:
         nbytes = control_nbytes(threads)
         with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
-            self._held = _Held()
+            self._handles = _Handles()
         self._connect()
-        self._close = weakref.finalize(self, self._held.close)
+        self._close = weakref.finalize(self, self._handles.close)
         self.deaths = 0
         self._fruitless = 0
         self._at_death: tuple[int, ...] = ()
@@ -246,7 +246,7 @@ class WorkerProcess:
         self.require_own()
         what = "the optimizer state and gradients of this rank's worker"
         require_memory(nbytes, what)
-        self._held.end_child()
+        self._handles.end_child()
         start = self.arena.bytes.numel()
         with memory_errors(nbytes, what):
             self.arena.grow(start + nbytes)
@@ -264,11 +264,11 @@ class WorkerProcess:
             WorkerFailed: it does not become ready; the message has what it said.
         """
         self.require_own()
-        child, waited, killed = self._held.child or self._spawn(), 0.0, 0
+        child, waited, killed = self._handles.child or self._spawn(), 0.0, 0
         while self._control.generation == child.generation:
             before = time.monotonic()
             dead = child.dead(_READY_LOOK_MS)
-            waited += min(time.monotonic() - before, _LOOK_S)
+            waited += min(time.monotonic() - before, _WAIT_SLICE_S)
             if not dead and waited <= _READY_S:
                 continue
             message = self._obituary(child, "did not become ready")
@@ -280,15 +280,15 @@ class WorkerProcess:
             child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
-        held, control = self._held, self._control
-        fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
+        handles, control = self._handles, self._control
+        fds = (self.arena.fd, handles.wake, handles.done, handles.own_pidfd)
         arguments = [str(native.__file__), *map(str, [*fds, self._threads, *self._cores])]
-        return held.start_child(lambda: _Child(arguments, fds, control.generation))
+        return handles.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:
         """End a worker, and say how it ended and what it said."""
         said = self._control.error or child.said()
-        return f"worker process {child.pid} {what} ({self._held.end_child()})" + (f": {said}" if said else "")
+        return f"worker process {child.pid} {what} ({self._handles.end_child()})" + (f": {said}" if said else "")
 
     def _replace(self, child: _Child, what: str) -> None:
         """Make sure that a worker is gone, and start a successor, which finishes the step.
@@ -320,7 +320,9 @@ class WorkerProcess:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
         self.require_own()
-        return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals, past_caches=past_caches)
+        return self._control.submit(
+            batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -335,7 +337,7 @@ class WorkerProcess:
         Raises:
             ValueError: something that the worker cannot do. OverflowError: no room until it has done more.
         """
-        return self._control.draft(batches, self._held.wake, flush_denormals=flush_denormals)
+        return self._control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
 
     def draft_sums(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, flush_denormals: bool = False) -> int:
         """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns :attr:`drafted`.
@@ -348,7 +350,7 @@ class WorkerProcess:
         """
         arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
         squares = [found.data_ptr() for found in sums]
-        return self._control.draft_sums(arrays, squares, self._held.wake, flush_denormals=flush_denormals)
+        return self._control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
 
     @property
     def drafted(self) -> int:
@@ -383,14 +385,14 @@ class WorkerProcess:
         idle = 0.0
         seen: tuple[int, ...] = ()
         while True:
-            child = self._held.child or self._spawn()
+            child = self._handles.child or self._spawn()
             before = time.monotonic()
-            state = wait(self._control, self._held.done, child.pidfd, _LOOK_S)
+            state = wait(self._control, self._handles.done, child.pidfd, _WAIT_SLICE_S)
             if state == "done":
                 return
             progress = self._control.progress
             # What this process has not watched does not count: it may have been stopped itself.
-            idle = idle + min(time.monotonic() - before, _LOOK_S) if progress == seen else 0.0
+            idle = idle + min(time.monotonic() - before, _WAIT_SLICE_S) if progress == seen else 0.0
             seen = progress
             if state == "dead":
                 self._replace(child, "died")

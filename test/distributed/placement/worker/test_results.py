@@ -325,7 +325,7 @@ def test_a_worker_that_cannot_be_had(tmp_path: Path) -> None:
     model, optimizer = begun(zero_opt.WorkerOffload(speculate=True, max_deaths=2))
     before, worker = model.copies(), parts_of(optimizer).placement._worker
     optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
-    os.kill(worker._held.child.pid, signal.SIGKILL)
+    os.kill(worker._handles.child.pid, signal.SIGKILL)
     with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
         optimizer.step()
     model.layers[0](torch.ones(20))
