@@ -161,11 +161,11 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             (
                 "            self._results.await_result(bucket.layout.index)\n"
-                "            self._gather(step, turn, bucket, failed=failed)()\n"
+                "            self._gather(bucket, ident, failed=failed)()\n"
                 "            return bucket.streams.produced()[1]\n",
                 "            event = bucket.streams.produced()[1]\n"
                 "            self._results.await_result(bucket.layout.index)\n"
-                "            self._gather(step, turn, bucket, failed=failed)()\n"
+                "            self._gather(bucket, ident, failed=failed)()\n"
                 "            return event\n",
             ),
         ),
