@@ -59,7 +59,7 @@ class FollowedParams:
         return self.flats[position].flatten(grad) if self.is_whole(position) else grad
 
     def repoint(self, position: int) -> None:
-        """The parameter's data moved: whatever lies there is the user's."""
+        """Follow a parameter whose data moved: what lies there is the user's."""
         self._stale.add(position)
 
     def edited(self, position: int) -> bool:
@@ -82,7 +82,7 @@ class FollowedParams:
         return {**state, "master": self.saved_master(position, state["master"])}
 
     def follow(self, position: int) -> None:
-        """What was made of the parameter is right as it is, whatever was written to that."""
+        """Let what was made of the parameter be right as it is, whatever was written to that."""
         self._stale.discard(position)
         self._known[position] = self.flats[position].edits
 

@@ -159,7 +159,7 @@ class InHost(Mastered):
         return self._results
 
     def fetch(self, found: SliceGrads) -> None:
-        """See :class:`Unit`; copies are enqueued. Their sources are held until the copies are over."""
+        """Enqueue copies of gradients to host memory, and hold their sources until the copies are over."""
         self._return_buffer()  # a step that was interrupted has left it
         sizes = [_aligned(grad.numel() * grad.element_size()) for _, grad in found if not grad.is_sparse]
         self._buffer, self._sources = self._link.take(sum(sizes)), found
@@ -186,7 +186,7 @@ class InHost(Mastered):
             yield position, self.shaped(run, position)
 
     def grads(self) -> SliceGrads:
-        """See :class:`Unit`; what the last step brought to the parameters has left host memory then, too."""
+        """Wait for the gradients, and for the last step's results to have left host memory."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
@@ -204,7 +204,7 @@ class InHost(Mastered):
             torch._foreach_copy_([self._results[at] for at in positions], [self.stepped[at] for at in positions])
 
     def send(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; the current stream waits for it, the processor does not."""
+        """Enqueue copies of results to parameters; the current stream waits for them, the processor does not."""
         streams = self._link.leaving
         with streams.side([self._link.start], []):
             try:
@@ -221,11 +221,11 @@ class InHost(Mastered):
             self._buffer = None
 
     def native_writes(self) -> AbstractContextManager[None]:
-        """See :class:`Unit`; it writes to host memory alone."""
+        """Return an empty context: the kernel writes to host memory alone."""
         return nullcontext()
 
     def resident(self) -> Sequence[Tensor]:
-        """See :class:`Unit`; nothing."""
+        """Nothing: all of it is in host memory."""
         return ()
 
 
@@ -322,7 +322,7 @@ def on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
 
 
 class CPUPlacement(BucketwisePlacement):
-    """A shard stepped in host memory; see the module. What stays on a device steps there meanwhile."""
+    """A shard that is stepped in host memory, while what stays on a device is stepped there."""
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         works: Mapping[int, list[Work]] = {shard.bucket: list(self._works([shard])) for shard in grads}

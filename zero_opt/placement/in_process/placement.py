@@ -1,4 +1,4 @@
-"""The shard is stepped by the wrapped class itself, or by a kernel with its formula, in this process."""
+"""The placements that step in this process: by the wrapped class itself, or by a kernel with its formula."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class DevicePlacement(StretchPlacement):
         unit.stretches[position], unit.gradients[position] = stretches, gradients
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""
+        """Replace all state; the wrapped class casts dtypes and fills in missing keys."""
         inner = self._optimizer
         number: dict[Tensor, int] = {}
         packed = []

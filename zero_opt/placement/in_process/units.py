@@ -32,7 +32,10 @@ def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSli
 
 
 class Unit:
-    """Slices of one bucket. They are named by their position among those given.
+    """Slices of one bucket that are stepped together, named by their position among those given.
+
+    In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
+    :meth:`target`; a class steps ``stepped``, and :meth:`round` follows. :meth:`send` comes last.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket.
@@ -53,11 +56,11 @@ class Unit:
 
     @abstractmethod
     def repoint(self, position: int) -> None:
-        """The parameter's data moved."""
+        """Follow a parameter whose data moved."""
 
     @abstractmethod
     def read_params(self, positions: Sequence[int]) -> None:
-        """Before a step: follow what the user has written to parameters."""
+        """Follow what the user has written to parameters since the last step."""
 
     def fetch(self, found: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
@@ -80,17 +83,17 @@ class Unit:
         """Bring :meth:`target` to the parameters."""
 
     def native_writes(self) -> AbstractContextManager[None]:
-        """What the kernel writes within it is no edit of the user's."""
+        """Return a context in which the kernel's writes do not count as edits."""
         return nullcontext()
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""
 
     def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
-        """Those that were stepped are state, also of a class that keeps none of its own."""
+        """Put the masters that were stepped into the state, also of a class that keeps none of its own."""
 
     def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
-        """The state was loaded, replaced or dropped: take its master, or, without one, the parameter."""
+        """Take the master of a state that was loaded, replaced or dropped, or, without one, the parameter."""
 
     def resident(self) -> Sequence[Tensor]:
         """What is kept on the parameters' device beside them, and may be re-pointed: no view of it is kept."""
@@ -119,13 +122,13 @@ class InPlace(Unit):
         self.stepped[position].data = self.flats[position].part(self.pieces[position].in_param)
 
     def read_params(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; they are the same."""
+        """Do nothing: parameters and what is stepped are the same."""
 
     def target(self, position: int) -> Tensor:
         return self.stepped[position]
 
     def round(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; it is there."""
+        """Do nothing: what is stepped is the target."""
 
 
 class Mastered(MasterShard, Unit):
@@ -162,7 +165,7 @@ class Mastered(MasterShard, Unit):
         self._targets.pop(position, None)
 
     def target(self, position: int) -> Tensor:
-        """See :class:`Unit`: the parameter."""
+        """The parameter itself."""
         if position not in self._targets:
             self._targets[position] = self.flats[position].part(self.pieces[position].in_param)
         return self._targets[position]
@@ -194,7 +197,7 @@ class Mastered(MasterShard, Unit):
         return super().saved(position, dict(self.saved_state(position, state)))
 
     def next_stepped(self, position: int) -> Tensor:
-        """See :class:`Unit`; as :meth:`read_params` makes it of a split master, whose remainder stays as it is."""
+        """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
         stepped = self.stepped[position]
         if not self.edited(position):
             return stepped

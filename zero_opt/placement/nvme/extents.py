@@ -41,11 +41,11 @@ class FileShard(StateShard):
         return self.param_run(position) if self.direct else super().master(position)
 
     def result(self, position: int) -> Tensor:
-        """See :class:`MasterShard`; a step itself writes to the parameters."""
+        """The master, rounded; a step itself writes to the parameters."""
         return self.master(position).to(self.param_dtype)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
-        """See :class:`StateShard`.
+        """Replace the state of a slice.
 
         Raises:
             StorageFailed: the file cannot be written there; nothing of the slice was.

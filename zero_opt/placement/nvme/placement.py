@@ -1,4 +1,4 @@
-"""The shard's state lies in a file, and is stepped a window at a time while others are read and written."""
+"""The placement of a shard whose state lies in a file and is stepped a window at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .window_pass import BUFFERS, Buffer, Disk, FileWindow
 
 
 class NVMePlacement(NativePlacement[FileShard, FileStep]):
-    """See the module and :class:`Placement`.
+    """A shard whose state lies in a file, and is stepped a window at a time while others are read and written.
 
     A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`bring_in`
     takes it up where it stopped, as :mod:`window_pass` promises. Its gradients are copied when it fails.
@@ -47,11 +47,6 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`.
-
-        Raises:
-            StorageFull, StorageFailed: there is no room for them; nothing was taken in.
-        """
         if not buckets:
             return
         first = buckets[0].layout.index
@@ -106,7 +101,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             torch.autograd.graph.increment_version(mapped)
 
     def close(self) -> None:
-        """See :class:`Placement`. State that somebody still holds stays readable."""
+        """Drop a pending step and close the file; state that the user still holds stays readable."""
         try:
             self._drop_pending()
             self._disk.file.close()
@@ -128,12 +123,12 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         yield from self._run(self._pending)
 
     def wait(self) -> None:
-        """See :class:`Placement`. What is read or written at the moment ends; nothing more is begun."""
+        """Wait for reads and writes that are under way, and begin no other."""
         if self._pending is not None:
             self._pending.windows.drain()
 
     def require_writable(self) -> None:
-        """See :class:`Placement`. Reads all state, and marks it to be written back."""
+        """Read all state, and mark it to be written back; raise StorageFailed where that is impossible."""
         for extent in self._extents:
             extent.require_writable(self._disk.file)
 
@@ -150,7 +145,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     def _begun(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> FileStep:
-        """A step of which nothing has been done."""
+        """Return a step of which nothing has been done."""
         amsgrad = [bool(group["amsgrad"]) for group in groups]
         for found in grads:
             shard = self._shards[found.bucket]

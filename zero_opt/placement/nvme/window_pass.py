@@ -121,7 +121,7 @@ class _Transfer(NamedTuple):
 
 
 class WindowPass:
-    """See the module.
+    """A pass over windows, which can be resumed after a failure.
 
     Args:
         windows: in the order in which they are to be changed.
@@ -197,7 +197,7 @@ class WindowPass:
                 raise
 
     def _give_up(self, window: FileWindow, buffer: Buffer) -> None:
-        """The window is to do again."""
+        """Put a window back among those to do, and free its buffer."""
         self._todo.appendleft(window)
         self._free.append(buffer)
 
@@ -227,6 +227,6 @@ class WindowPass:
             raise
 
     def _free_saved(self) -> None:
-        """The oldest write has succeeded."""
+        """Free the buffer of the oldest write, which has succeeded."""
         with uninterrupted():
             self._free.append(self._unsaved.popleft().buffer)

@@ -166,9 +166,9 @@ class ColumnSlice:
 
 
 class ColumnShard(FollowedParams):
-    """See the module. Slices are this rank's with two or more dimensions in a bucket, named by their position.
+    """This rank's slices of matrices in a bucket, by columns. They are named by their position.
 
-    To the placement that is their home they are parameters in host memory, 1-D, with one column after the other.
+    To the inner placement they are parameters in host memory, 1-D, with one column after the other.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket. slices: one each.

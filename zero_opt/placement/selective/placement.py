@@ -33,27 +33,27 @@ from .schedule import Schedule, Selector, selected_count
 
 
 class SelectivePlacement(Placement):
-    """See the module and :class:`Placement`.
+    """Columns on the device and in an inner placement.
 
     Nothing waits when columns are selected, since that is done by the first step of a window, and no step is pending,
     since a step begins by bringing in the one before.
 
     Args:
-        home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
+        inner: the placement of the offload policy. delay: steps after which its updates arrive.
         threads: how many of this process step; ``None`` is the default.
     """
 
     def __init__(
         self,
         policy: Selective,
-        home: StretchPlacement,
+        inner: StretchPlacement,
         group: Group,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         delay: int,
         threads: int | None,
     ) -> None:
-        self._policy, self._inner, self._group, self._delay = policy, home, group, delay
+        self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
         self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
         self._steps = ColumnSteps(defaults, threads)
@@ -118,7 +118,7 @@ class SelectivePlacement(Placement):
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`Placement`; what is kept of selected columns beside their places at home."""
+        """Bytes of selected columns beside their places at home, and those of the inner placements."""
         compact = (
             array for shard in self._shards.values() for found in shard.slices for array in found.compact.values()
         )
@@ -198,7 +198,7 @@ class SelectivePlacement(Placement):
         return shard.flats[position].part(shard.pieces[position].in_param)
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`. Collective."""
+        """Replace all state. Collective."""
         self._schedule = self._agreed_schedule(states)  # what comes after it may fail on one rank
         self._submitted, self._pending_buckets = {}, set()
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
@@ -286,7 +286,7 @@ class SelectivePlacement(Placement):
         self._inner.require_writable()
 
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """See :class:`Placement`. Collective, where columns are to be selected."""
+        """The buckets that the next step updates. Collective where columns are to be selected."""
         self._chosen = self._selector.select(self._squares(grads)) if self._schedule.selects else None
         return self._updated(grads)
 

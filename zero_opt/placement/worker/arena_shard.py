@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
 
 class ArenaShard(StateShard):
-    """See the module and :class:`StateShard`.
+    """A state shard whose arrays lie in the arena.
 
     There is always a master. Arrays are more: out, the new parameters in their own dtype, where that is not fp32; as
     many grad0, grad1 as asked for.
@@ -135,7 +135,7 @@ class ArenaShard(StateShard):
         return home
 
     def lend_grads(self) -> None:
-        """The gradients are read until :meth:`count_step`."""
+        """Let the worker read the gradients until :meth:`count_step`."""
         if self.lodged:
             self.bucket.lend()
 
@@ -169,6 +169,6 @@ class ArenaShard(StateShard):
         return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
 
     def count_step(self, positions: Collection[int]) -> None:
-        """These slices have been stepped; nobody reads the gradients any more."""
+        """Count a step of these slices, whose gradients the worker has read."""
         super().count_step(positions)
         self.bucket.reclaim()

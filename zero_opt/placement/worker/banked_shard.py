@@ -23,7 +23,7 @@ def _in_bank(role: str, bank: int) -> str:
 
 
 class BankedShard(ArenaShard):
-    """See the module and :class:`ArenaShard`.
+    """A shard with two banks of state, of which a step reads one and writes the other.
 
     Each slice has a bank of its own that counts: slices that a step does not use stay where they are, and nothing is
     ever copied from bank to bank. ``out`` and gradients are not state, and there once.
@@ -76,7 +76,7 @@ class BankedShard(ArenaShard):
         return BoundRun(read | self._out(where), self.grad_dtype, step=step, to=written)
 
     def count_step(self, positions: Collection[int]) -> None:
-        """See :class:`ArenaShard`: what was written counts, and is shown."""
+        """Let the banks count, and be shown, that the step has written."""
         super().count_step(positions)
         for position in positions:
             self.bank[position] ^= 1

@@ -1,4 +1,4 @@
-"""The shard lives in an arena, and a process of its own steps it."""
+"""The placement of a shard that lives in an arena and is stepped by a worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pending(NamedTuple):
 
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
-    """See the module and :class:`Placement`.
+    """A shard in an arena, which a worker steps.
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.

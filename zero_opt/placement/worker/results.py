@@ -1,4 +1,4 @@
-"""What a worker has stepped on its way into the parameters: within ``step()``, or bucket by bucket after it."""
+"""The way of a worker's results into the parameters: within ``step()``, or bucket by bucket after it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ParamWriter:
         self._split, self._confined = split, confined
 
     def write(self, made: Sequence[Used]) -> None:
-        """While nobody computes: on all cores."""
+        """Copy on all cores, while the trainer waits."""
         threads = self._split.threads + len(self._split.trainer)
         with nullcontext() if self._confined is None else self._confined.lifted():
             write_all(made, threads=max(threads, torch.get_num_threads()))
 
     def write_beside(self, made: Sequence[Used]) -> None:
-        """While the trainer computes: on the worker's cores alone, or, where they are the trainer's too, on one."""
+        """Copy while the trainer computes: on the worker's cores, or, where they are the trainer's too, on one."""
         if self._confined is None:
             write_all(made, threads=1)
             return
@@ -52,7 +52,11 @@ class ParamWriter:
 
 
 class ResultDelivery:
-    """They go into the parameters at once."""
+    """The way of a worker's results into the parameters: at once.
+
+    The placement calls :meth:`deliver` for each step. Until :meth:`await_results`, another thread may call
+    :meth:`await_result` for single buckets.
+    """
 
     @property
     def overtaken(self) -> FlatParam | None:
@@ -64,7 +68,7 @@ class ResultDelivery:
         return [bucket.layout.index for bucket in buckets]
 
     def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """A step has made these, and they stay as they are until :meth:`await_result` or :meth:`await_results`."""
+        """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
         writer.write(made)
 
     def await_result(self, bucket: int) -> None:
@@ -74,11 +78,11 @@ class ResultDelivery:
         """Return when all results have arrived."""
 
     def forget_overtaken(self) -> None:
-        """The user knows."""
+        """Forget :attr:`overtaken`, of which the user has been told."""
 
 
 class LateDelivery(ResultDelivery):
-    """They are kept until they are asked for, those first whose modules the model's forward comes to first.
+    """A delivery that keeps results until they are asked for, those first whose modules the forward comes to first.
 
     What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current stream.
     """
@@ -96,7 +100,7 @@ class LateDelivery(ResultDelivery):
         return self._overtaken
 
     def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """See :class:`ResultDelivery`: that in which modules were registered."""
+        """Indices of the buckets in the order in which their modules were registered."""
         return [bucket.layout.index for bucket in sorted(buckets, key=self._turn)]
 
     def _turn(self, bucket: GradBucket) -> int:
@@ -115,7 +119,7 @@ class LateDelivery(ResultDelivery):
             writer.write([found for found in made if not is_host(found.shard.bucket.device)])
 
     def await_result(self, bucket: int) -> None:
-        """See :class:`ResultDelivery`; beside whoever computes."""
+        """Copy a bucket's result, if it has not been copied, while the trainer computes."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
                 found, writer = self._left.get(bucket, (None, None))
@@ -124,7 +128,7 @@ class LateDelivery(ResultDelivery):
                     del self._left[bucket]
 
     def await_results(self) -> None:
-        """See :class:`ResultDelivery`; nobody computes meanwhile."""
+        """Copy all results that are left, on all cores: the trainer waits."""
         if self._left:
             with uninterrupted(), self._lock:
                 found = list(self._left.values())
@@ -133,7 +137,7 @@ class LateDelivery(ResultDelivery):
                     self._left.clear()
 
     def _current(self, made: Sequence[Used]) -> list[Used]:
-        """Those whose parameters are as the step has left them."""
+        """Leave out slices whose parameters the user has written to since the step."""
         current = []
         for shard, positions in made:
             edited = [position for position in positions if shard.edited(position)]

@@ -97,9 +97,9 @@ class _Factors:
 
 
 class SpeculativePlacement(WorkerPlacement):
-    """See the module, [Note: drafts] and :class:`Placement`.
+    """A worker's placement that begins steps during backward; see [Note: drafts].
 
-    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not while anybody
+    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not during
     waits for the worker.
 
     Attributes:
@@ -155,7 +155,7 @@ class SpeculativePlacement(WorkerPlacement):
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def reduced(self, bucket: GradBucket) -> None:
-        """See :class:`ShardReader`: draft the bucket's step, unless that is likely to be in vain."""
+        """Draft the bucket's step, unless that is likely to be in vain."""
         index = bucket.layout.index
         with self._lock:
             self._scaled[index] = []
@@ -196,11 +196,11 @@ class SpeculativePlacement(WorkerPlacement):
             )
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (see ShardReader)
-        """See :class:`ShardReader`: the worker adds up, on a core of its own."""
+        """Nowhere: the worker adds up, on a core of its own."""
         return ()
 
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        """See :class:`ShardReader`. Nobody waits for those that are not there yet."""
+        """Sums of squares of the shard that the worker has made; does not wait for those that are not there yet."""
         index = bucket.layout.index
         with self._lock:
             self._asked = True
