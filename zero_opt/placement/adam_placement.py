@@ -13,7 +13,7 @@ from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
-from .interface import ParamState, Stretch, StretchPlacement, load_mirrors
+from .interface import ParamState, Stretch, StretchPlacement
 
 
 class PendingStep(Protocol):
@@ -146,7 +146,8 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
 
     def _load_mirrors(self) -> None:
         """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
-        load_mirrors(self._places.values())
+        for shard, position in self._places.values():
+            shard.flats[position].load()
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..errors import ZeroOptError
 from ..reduction.interface import GradShard
 from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam
 
 ParamState = MutableMapping[str, Any]
 
@@ -37,20 +36,6 @@ def live_tensors(state: Mapping[str, Any]) -> list[Tensor]:
     if isinstance(state, ReadThrough):
         return state.held()
     return [value for value in state.values() if isinstance(value, Tensor)]
-
-
-class Slices(Protocol):
-    """Slices of parameters, named by their position."""
-
-    @property
-    def flats(self) -> Sequence[FlatParam]:
-        """The parameter of each."""
-
-
-def load_mirrors(places: Iterable[tuple[Slices, int]]) -> None:
-    """Bring mirrors of the parameters of these slices up to date with what the user has written to those."""
-    for slices, position in places:
-        slices.flats[position].load()
 
 
 class Placement(ABC):
@@ -96,7 +81,7 @@ class Placement(ABC):
         """Bytes of memory that gradients or state pass through when they are stepped."""
         return 0
 
-    def require_own(self) -> None:  # noqa: B027
+    def require_own(self) -> None:
         """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 
     @abstractmethod
@@ -126,13 +111,13 @@ class Placement(ABC):
         """Whether a step has been taken whose result is not in the parameters yet."""
         return False
 
-    def await_result(self, bucket: int) -> None:  # noqa: B027
+    def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket is in the parameters; on any thread, which may have to copy it."""
 
-    def await_results(self) -> None:  # noqa: B027
+    def await_results(self) -> None:
         """Return when the results of all buckets are in the parameters."""
 
-    def wait(self) -> None:  # noqa: B027
+    def wait(self) -> None:
         """Let a pending step end; it stays pending."""
 
     def bring_in(self) -> Iterator[int]:
@@ -172,7 +157,7 @@ class Placement(ABC):
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""
 
-    def require_writable(self) -> None:  # noqa: B027
+    def require_writable(self) -> None:
         """Raise StorageFailed if the state cannot be written where it is. Called before a load, after :meth:`wait`."""
 
     @abstractmethod

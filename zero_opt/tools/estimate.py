@@ -147,23 +147,23 @@ def estimate(
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
     _check_at_least_one("world_size", world_size)
-    home = _Home(_checked_dtype(param_dtype), _checked_device(device))
+    target = _Target(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
-            groups = home.of_number(model_or_numel, config)
+            groups = target.of_number(model_or_numel, config)
         else:
-            groups = home.groups(model_or_numel)
-        sizing = _sizing(groups, home, world_size, config)
+            groups = target.groups(model_or_numel)
+        sizing = _sizing(groups, target, world_size, config)
     rank = sizing.fullest_rank()
     return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
 
-def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, config: Config) -> Sizing:
+def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, config: Config) -> Sizing:
     """The plan's input: sketches of all parameters, and param groups as the class completes them."""
     listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     names = [f"parameter {index}" for index in range(len(listed))]
     sketches = {
-        index: sketch_of(param, number, home.device_of(param), names[index])
+        index: sketch_of(param, number, target.device_of(param), names[index])
         for index, (number, param) in enumerate(listed)
     }
     left = iter(sketches.values())
@@ -222,7 +222,7 @@ def _checked_device(device: object) -> torch.device | None:
     return torch.device(found.type)
 
 
-class _Home(NamedTuple):
+class _Target(NamedTuple):
     """What parameters will be, where it is not what they are."""
 
     dtype: torch.dtype | None

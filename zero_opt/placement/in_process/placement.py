@@ -15,7 +15,7 @@ from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.log import log
-from ..interface import ParamState, Stretch, StretchPlacement, load_mirrors
+from ..interface import ParamState, Stretch, StretchPlacement
 from ..masters import MasterShard
 from .native_steps import NativeSteps
 from .units import SPLIT, SliceGrads, Unit, UnitMaker, load_split
@@ -111,7 +111,8 @@ class DevicePlacement(StretchPlacement):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         inner = self._optimizer
-        load_mirrors(self._places.values())
+        for unit, position in self._places.values():
+            unit.flats[position].load()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             hypers = hypers_of(outer)
             for gone in hypers_of(own).keys() - hypers.keys():

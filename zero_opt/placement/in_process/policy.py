@@ -161,11 +161,11 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
         for bucket in buckets:
             for piece, flat in zip(*slices_of(bucket, range(len(bucket.slices))), strict=True):
                 stepped, _ = self.stepped_as(flat.param)
-                if bucket in away and piece.param in staying:
+                if piece.param in staying:
                     add_slice(tally, inputs, piece, flat, DEVICE, stepped)
                 else:
-                    leaves = bucket in away
-                    add_slice(tally, inputs, piece, flat, HOST_MEMORY, stepped, stays=not leaves, splits=splits)
+                    in_place = is_host(bucket.device)
+                    add_slice(tally, inputs, piece, flat, HOST_MEMORY, stepped, stays=in_place, splits=splits)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
             self._add_link(tally, list(units.leaving(there, staying)))

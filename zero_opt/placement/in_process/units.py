@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,7 +31,7 @@ def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSli
     return pieces, [by_index[piece.param] for piece in pieces]
 
 
-class Unit:
+class Unit(ABC):
     """Slices of one bucket that are stepped together, named by their position among those given.
 
     In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
@@ -209,7 +209,7 @@ class Mastered(MasterShard, Unit):
         return self.stepped
 
 
-class UnitMaker:
+class UnitMaker(ABC):
     """The maker of a placement's units, and the owner of what units share."""
 
     @abstractmethod

@@ -141,12 +141,13 @@ class _Handles:
 
     def start_child(self, start: Callable[[], _Child]) -> _Child:
         """The worker that runs; if none does, the one that ``start`` starts."""
-        return self._on_thread(self._start, start)
 
-    def _start(self, start: Callable[[], _Child]) -> _Child:
-        if self.child is None:
-            self.child = start()
-        return self.child
+        def started() -> _Child:
+            if self.child is None:
+                self.child = start()
+            return self.child
+
+        return self._on_thread(started)
 
     def end_child(self) -> str:
         """End the worker, if one runs; how it ended."""
@@ -159,10 +160,10 @@ class _Handles:
             self.child = None
         return ended
 
-    def _on_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+    def _on_thread(self, call: Callable[[], _T]) -> _T:
         """Interrupted, the call goes on, and the next one comes after it."""
         try:
-            result: _T = self._thread.submit(call, *arguments).result(_CALL_S)
+            result: _T = self._thread.submit(call).result(_CALL_S)
         except TimeoutError:
             raise WorkerFailed(f"a worker process has not been started or ended within {_CALL_S:.0f} s") from None
         return result
