@@ -104,7 +104,7 @@ class Arrays:
 
     def logged(self) -> None:
         """Through the redo log, in this process, by the function that the worker calls."""
-        control = self.worker._control
+        control = self.worker.control
         control.submit(self.batches, self.worker._handles.wake)
         control.finish(self.threads)
 

@@ -69,7 +69,7 @@ class RealWorkers(RuleBasedStateMachine):
 
     @rule()
     def ask_to_go(self) -> None:
-        self.trainer.worker._control.stop(self.trainer.worker._handles.wake)
+        self.trainer.worker.control.stop(self.trainer.worker._handles.wake)
         self.struck = True
 
     @precondition(lambda self: not self.pending)
@@ -100,7 +100,7 @@ class RealWorkers(RuleBasedStateMachine):
     def one_step_at_most_is_pending(self) -> None:
         trainer: Any = getattr(self, "trainer", None)
         if trainer is not None:
-            control = trainer.worker._control
+            control = trainer.worker.control
             assert control.submitted == trainer.steps
             assert control.submitted - 1 <= control.completed <= control.submitted
             if not self.pending:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.memory import DEVICE, MemoryInputs, Tally
 from ..policies import AlreadyReduced, Overlapped
 from ..sharding.buckets import GradBucket
-from ..sharding.partition import Geometry
 from ..sharding.wrapped_class import is_elementwise
 from ..state.trial import StateSizes
 from ..system.devices import HOST, is_host
-from .dry_run import Rehearsal, Sketch
+from .dry_run import Sketch, staging_nbytes
 
 # NCCL's buffers and contexts depend on version, links and ranks; this is the order of magnitude.
 _COMMUNICATOR_NBYTES = 100 << 20
@@ -61,16 +62,37 @@ class Sizing:
         return StateSizes(self.config.optimizer_class, self.config.defaults)
 
     @cached_property
-    def _rehearsal(self) -> Rehearsal:
-        config = self.config
-        dtypes = (config.precision.reduce_dtype, config.precision.accumulate_dtype)
-        geometry = Geometry(not is_elementwise(config.optimizer_class), config.reduction.bucket_mb, *dtypes)
-        planned = {index: self.sketches[index] for index in self.trainable}
-        return Rehearsal(planned, (self.world_size, self.ranks_per_host), config.reduction, geometry)
+    def _layouts(self) -> list[BucketLayout]:
+        """The plan, as the optimizer will make it."""
+        config, specs = self.config, dict[int, ParamSpec]()
+        for index in self.trainable:
+            sketch = self.sketches[index]
+            specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
+        planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
+        return planner(specs, self.world_size, config.reduction.bucket_mb * 2**20)
 
     def fullest_rank(self) -> int:
-        """The rank that needs most."""
-        return 0 if steps_alone(self.world_size, self.config) else self._rehearsal.fullest_rank()
+        """The rank that needs most: whose shards have the most elements; of several the first."""
+        loads = [0] * self.world_size
+        if not steps_alone(self.world_size, self.config):
+            for bounds in (plan.bounds for plan in self._layouts if not isinstance(plan.bounds, range)):  # else alike
+                for rank, (start, stop) in enumerate(pairwise(bounds)):
+                    loads[rank] += stop - start
+        return loads.index(max(loads))
+
+    def buckets(self, rank: int) -> list[GradBucket]:
+        """A rank's buckets, on the meta device."""
+        precision = self.config.precision
+        return [
+            GradBucket(
+                plan,
+                [self.sketches[index].flat for index in plan.params],
+                rank,
+                precision.reduce_dtype,
+                precision.accumulate_dtype,
+            )
+            for plan in self._layouts
+        ]
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""
@@ -97,8 +119,9 @@ class Sizing:
                 tally["state", DEVICE, key] += nbytes
 
     def _add_sharded(self, tally: Tally, rank: int) -> None:
-        buckets = self._rehearsal.buckets(rank)
-        tally["staging", DEVICE, "staging"] = self._rehearsal.staging_nbytes(rank, buckets)
+        buckets, one_host = self.buckets(rank), self.ranks_per_host >= self.world_size
+        staging = staging_nbytes(buckets, rank, self.world_size, self.config.reduction, one_host=one_host)
+        tally["staging", DEVICE, "staging"] = staging
         for bucket in buckets:  # nothing of them is allocated any more
             bucket.device = torch.device(bucket.layout.device)
         self._add_grads(tally, buckets)

@@ -15,8 +15,7 @@ from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOp
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import Mastered, Unit
 from zero_opt.placement.worker import policy as worker_policy
-from zero_opt.sharding.partition import Geometry
-from zero_opt.tools.dry_run import Rehearsal, Sketch, sketch_of
+from zero_opt.tools.dry_run import Sketch, sketch_of
 from zero_opt.tools.estimate import KINDS, Estimate
 
 
@@ -229,11 +228,10 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     params = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_() for shape in SHAPES]
     reduction, precision = zero_opt.Overlapped(bucket_mb=0.1), zero_opt.MixedPrecision(master)
     found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
-    sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
-    rehearsal, staying = Rehearsal(sketches, (2, 2), reduction, Geometry(False, 0.1, None)), 0
+    staying = 0
     for rank in range(2):
         maker = HostUnits(offload, master)
-        units = [unit for made in maker(rehearsal.buckets(rank)) for unit in made]
+        units = [unit for made in maker(found._sizing.buckets(rank)) for unit in made]
         staying += compare_units(found.on_rank(rank), units, dtype, split=master == "split")
         compare_locked(found.on_rank(rank), maker, [unit for unit in units if isinstance(unit, InHost)], dtype)
     assert (staying > 0) == (ratio < 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -237,15 +237,25 @@ class UnitMaker(ABC):
         """Let go of what units share."""
 
 
-class DeviceUnits(UnitMaker):
-    """The maker of one unit per bucket, on its device, with masters as :class:`MixedPrecision` says."""
+def all_members(bucket: GradBucket) -> Sequence[int]:
+    """Positions of all slices of this rank in a bucket."""
+    return range(len(bucket.slices))
 
-    def __init__(self, master_dtype: object) -> None:
-        self._master_dtype = master_dtype
+
+class DeviceUnits(UnitMaker):
+    """The maker of one unit per bucket, on its device.
+
+    Args:
+        master_dtype: as in :class:`MixedPrecision`.
+        members_of: positions of the slices of a bucket that are stepped.
+    """
+
+    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] = all_members) -> None:
+        self._master_dtype, self._members_of = master_dtype, members_of
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        """The units of each bucket."""
-        return [[self._unit(bucket, range(len(bucket.slices)))] for bucket in buckets]
+        members = ((bucket, self._members_of(bucket)) for bucket in buckets)
+        return [[self._unit(bucket, found)] if found else [] for bucket, found in members]
 
     def _unit(self, bucket: GradBucket, members: Sequence[int]) -> Unit:
         if bucket.params[0].param.dtype not in HALVES or self._master_dtype is None:

@@ -151,9 +151,8 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             shard = self._shards[found.bucket]
             self._uses_maximum(shard, groups[shard.bucket.layout.group])
         hypers = [adam_hypers(group) for group in groups]
-        step = FileStep(grads, self._shards, Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals))
-        step.plan(self._windows, self._buffers, self._disk)
-        return step
+        given = Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals)
+        return FileStep(grads, self._shards, given, self._windows, self._buffers, self._disk)
 
     def _run(self, step: FileStep) -> Iterator[int]:
         """Take what is left of a step, and yield buckets as they are updated."""

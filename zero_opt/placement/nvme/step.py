@@ -44,7 +44,15 @@ class FileStep:
         windows: the pass over those windows that have a used slice. segments: the used ones per window, by number.
     """
 
-    def __init__(self, grads: Sequence[GradShard], shards: Mapping[int, FileShard], hypers: Hypers) -> None:
+    def __init__(
+        self,
+        grads: Sequence[GradShard],
+        shards: Mapping[int, FileShard],
+        hypers: Hypers,
+        windows: Iterable[tuple[FileWindow, Sequence[Segment]]],
+        buffers: Sequence[Buffer],
+        disk: Disk,
+    ) -> None:
         self.buckets = [found.bucket for found in grads if found.used]
         self.segments: dict[int, list[Segment]] = {}
         self._hypers = hypers
@@ -60,6 +68,13 @@ class FileStep:
                 self._used[found.bucket] = (shard, positions)
             for position in positions:
                 self._take(shard, position, found.grads[position])
+        used = []
+        for window, parts in windows:
+            stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]
+            if stretches:
+                self.segments[window.number] = stretches
+                used.append(window)
+        self.windows = WindowPass(used, buffers, disk)
 
     def _take(self, shard: FileShard, position: int, grad: Tensor | None) -> None:
         assert grad is not None
@@ -68,18 +83,6 @@ class FileStep:
         if shard.edited(position):
             self._following.add(key)
         shard.follow(position)
-
-    def plan(
-        self, windows: Iterable[tuple[FileWindow, Sequence[Segment]]], buffers: Sequence[Buffer], disk: Disk
-    ) -> None:
-        """Find out which windows have something to step."""
-        used = []
-        for window, parts in windows:
-            found = [stretch for part in parts if part.slice_key in self._grads for stretch in part.stretches()]
-            if found:
-                self.segments[window.number] = found
-                used.append(window)
-        self.windows = WindowPass(used, buffers, disk)
 
     def left(self) -> list[Segment]:
         """What has not been stepped yet."""

@@ -21,10 +21,9 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, say_without_masters
-from ..in_process.host_offload import on_device
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import BucketwisePlacement
-from ..in_process.units import PLAIN, Unit, UnitMaker
+from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, StretchPlacement
 from .column_shard import ColumnShard, is_matrix
 from .column_state import ColumnState, SavedColumns, is_trusted
@@ -55,7 +54,7 @@ class SelectivePlacement(Placement):
     ) -> None:
         self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
-        self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
+        self._small = BucketwisePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
         self._steps = ColumnSteps(defaults, threads)
         self._schedule = Schedule(policy)
         self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
@@ -432,17 +431,10 @@ def matrix_members(bucket: GradBucket) -> list[int]:
     return [at for at, piece in enumerate(bucket.slices) if piece.param in matrices]
 
 
-class SmallUnits(UnitMaker):
-    """The maker of one unit per bucket, on its device, of what is stepped there whole."""
-
-    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        """Return the unit of each bucket that has something to step whole."""
-        made: list[Sequence[Unit]] = []
-        for bucket in buckets:
-            matrices = matrix_members(bucket)
-            members = [at for at in range(len(bucket.slices)) if at not in matrices]
-            made.append([on_device(bucket, members, PLAIN)] if members else [])
-        return made
+def small_members(bucket: GradBucket) -> list[int]:
+    """Positions of this rank's slices that are stepped whole."""
+    matrices = matrix_members(bucket)
+    return [at for at in range(len(bucket.slices)) if at not in matrices]
 
 
 def _is_shaped(value: object) -> bool:

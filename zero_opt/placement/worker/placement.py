@@ -180,7 +180,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         if self._pending is not None and self._pending.sequence is not None:
             asked_for = time.monotonic()
             self._await(self._pending.sequence)
-            self._pace.end(asked_for, self._worker.step_seconds)
+            self._pace.end(asked_for, self._worker.control.step_seconds)
 
     def _drop_pending(self) -> None:
         self._delivery.forget_overtaken()

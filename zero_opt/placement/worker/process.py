@@ -204,7 +204,7 @@ class WorkerProcess:
     """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
 
     Attributes:
-        arena: the control area, then whatever :meth:`extend` has added.
+        arena: the control area, then whatever :meth:`extend` has added. control: its control area.
         deaths: how many workers have been replaced.
     """
 
@@ -224,7 +224,7 @@ class WorkerProcess:
     def _connect(self) -> None:
         arena = self.arena
         lanes = _LANES_PER_THREAD * self._threads
-        self._control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
+        self.control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
     def require_own(self) -> None:
         """Raise WorkerFailed in a process that was forked from the one that made this."""
@@ -266,7 +266,7 @@ class WorkerProcess:
         """
         self.require_own()
         child, waited, killed = self._handles.child or self._spawn(), 0.0, 0
-        while self._control.generation == child.generation:
+        while self.control.generation == child.generation:
             before = time.monotonic()
             dead = child.dead(_READY_LOOK_MS)
             waited += min(time.monotonic() - before, _WAIT_SLICE_S)
@@ -281,14 +281,14 @@ class WorkerProcess:
             child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
-        handles, control = self._handles, self._control
+        handles, control = self._handles, self.control
         fds = (self.arena.fd, handles.wake, handles.done, handles.own_pidfd)
         arguments = [str(native.__file__), *map(str, [*fds, self._threads, *self._cores])]
         return handles.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:
         """End a worker, and say how it ended and what it said."""
-        said = self._control.error or child.said()
+        said = self.control.error or child.said()
         return f"worker process {child.pid} {what} ({self._handles.end_child()})" + (f": {said}" if said else "")
 
     def _replace(self, child: _Child, what: str) -> None:
@@ -299,12 +299,12 @@ class WorkerProcess:
         """
         message = self._obituary(child, what)
         self.deaths += 1
-        progress = self._control.progress
+        progress = self.control.progress
         self._fruitless = self._fruitless + 1 if progress == self._at_death else 1
         self._at_death = progress
         if self._fruitless >= self._policy.max_deaths:
             deaths, self._fruitless = self._fruitless, 0
-            step = self._control.submitted or self._control.drafted
+            step = self.control.submitted or self.control.drafted
             raise WorkerDied(
                 f"{message}; {deaths} in a row have not got on with step {step}. Parameters and "
                 "state are intact: opt.flush(), on every rank, tries again"
@@ -321,27 +321,22 @@ class WorkerProcess:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
         self.require_own()
-        return self._control.submit(
+        return self.control.submit(
             batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
         )
 
-    @property
-    def step_seconds(self) -> float:
-        """How long the last step took, of which a successor counts its own part."""
-        return self._control.step_seconds
-
     def draft(self, batches: Batches, *, flush_denormals: bool = False) -> int:
-        """Have the worker make runs from bank to bank, on any one thread at a time; returns :attr:`drafted`.
+        """Have the worker make runs from bank to bank, on any one thread at a time; returns ``control.drafted``.
 
-        One that writes where an earlier one does takes a :meth:`void_drafts` in between, or that one to be done.
+        One that writes where an earlier one does takes a ``control.void_drafts()`` in between, or that one to be done.
 
         Raises:
             ValueError: something that the worker cannot do. OverflowError: no room until it has done more.
         """
-        return self._control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
+        return self.control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
 
     def draft_sums(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, flush_denormals: bool = False) -> int:
-        """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns :attr:`drafted`.
+        """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns ``control.drafted``.
 
         Args:
             grads: fp32, bf16 or fp16, 1-D, in the arena. sums: where their sums go, likewise.
@@ -351,21 +346,7 @@ class WorkerProcess:
         """
         arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
         squares = [found.data_ptr() for found in sums]
-        return self._control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
-
-    @property
-    def drafted(self) -> int:
-        """How many drafts have been submitted, ever."""
-        return self._control.drafted
-
-    @property
-    def drafts_done(self) -> int:
-        """How many of them have been made, or were void."""
-        return self._control.drafts_done
-
-    def void_drafts(self) -> None:
-        """No draft submitted so far counts; the worker goes on to what is submitted after."""
-        self._control.void_drafts()
+        return self.control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
 
     def wait_drafts(self, drafts: int) -> None:
         """As :meth:`wait`, until so many drafts have been made, or were void."""
@@ -388,10 +369,10 @@ class WorkerProcess:
         while True:
             child = self._handles.child or self._spawn()
             before = time.monotonic()
-            state = wait(self._control, self._handles.done, child.pidfd, _WAIT_SLICE_S)
+            state = wait(self.control, self._handles.done, child.pidfd, _WAIT_SLICE_S)
             if state == "done":
                 return
-            progress = self._control.progress
+            progress = self.control.progress
             # What this process has not watched does not count: it may have been stopped itself.
             idle = idle + min(time.monotonic() - before, _WAIT_SLICE_S) if progress == seen else 0.0
             seen = progress

@@ -205,7 +205,7 @@ class SpeculativePlacement(WorkerPlacement):
         with self._lock:
             self._asked = True
             shard, summed = self._banked(index), self._summed.get(index)
-            if shard is None or summed is None or self._worker.drafts_done < summed:
+            if shard is None or summed is None or self._worker.control.drafts_done < summed:
                 return [None] * len(bucket.slices)
             changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
             return [None] * len(bucket.slices) if changed else shard.squares
@@ -255,7 +255,7 @@ class SpeculativePlacement(WorkerPlacement):
     def _void(self) -> None:
         """No draft counts, nor do sums; what the worker still writes is where nobody reads."""
         if self._drafts or self._summed:
-            self._worker.void_drafts()
+            self._worker.control.void_drafts()
             self._drafts.clear()
             self._summed.clear()
 
@@ -292,7 +292,7 @@ class SpeculativePlacement(WorkerPlacement):
             self._drafts.clear()
             self._summed.clear()
             # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
-            sequence = self._worker.drafted if drafted or made.sequence is not None else None
+            sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
             return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
 
     def _was_drafted(self, found: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
@@ -321,7 +321,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             return self._worker.draft(batches, flush_denormals=self._flushes)
         except OverflowError:  # void drafts still have a place
-            self._worker.wait_drafts(self._worker.drafted)
+            self._worker.wait_drafts(self._worker.control.drafted)
             return self._worker.draft(batches, flush_denormals=self._flushes)
 
     def _await(self, sequence: int) -> None:

@@ -288,17 +288,17 @@ def _alone(act: Callable[[list[nn.Parameter], zero_opt.ShardedOptimizer], Any], 
 def test_a_step_is_begun_in_backward_and_only_committed_by_step() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
         before, state = [param.detach().clone() for param in params], optimizer.state_dict()
-        made = placement_of(optimizer)._worker.drafted
+        made = placement_of(optimizer)._worker.control.drafted
         _backward(params, 1)
         placement = _after_backward(optimizer)
-        placement._worker.wait_drafts(placement._worker.drafted)
-        drafted, buckets = placement._worker.drafted, len(placement._shards)
+        placement._worker.wait_drafts(placement._worker.control.drafted)
+        drafted, buckets = placement._worker.control.drafted, len(placement._shards)
         assert drafted - made == len(placement._drafts) == buckets > 1
         assert_bitwise([param.detach() for param in params], before)
         assert_bitwise(optimizer.state_dict(), state)
         views = dict(optimizer.state[params[0]])
         optimizer.step()
-        assert (placement._worker.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
+        assert (placement._worker.control.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
         assert optimizer.state[params[0]]["exp_avg"].data_ptr() != views["exp_avg"].data_ptr()
         assert optimizer.state[params[0]]["step"] == 2
 
@@ -356,7 +356,7 @@ def test_steps_are_not_begun_while_most_are_clipped() -> None:
 
 def _sums(placement: Any) -> list[Tensor | None]:
     """What is known of the norm, once the worker has nothing to do."""
-    placement._worker.wait_drafts(placement._worker.drafted)
+    placement._worker.wait_drafts(placement._worker.control.drafted)
     return [sums for shard in placement._shards.values() for sums in shard.bucket.squares()]
 
 
