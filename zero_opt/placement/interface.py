@@ -24,15 +24,15 @@ class Stretch(NamedTuple):
 
 
 class ReadThrough(ABC, MutableMapping[str, Any]):
-    """A state that is put together when it is read, since it does not lie in memory as users see it."""
+    """A state that is put together when it is read, because it lies in memory in another form."""
 
     @abstractmethod
     def held(self) -> list[Tensor]:
-        """The tensors that it has given out; what is written to them is taken over with the next step."""
+        """The tensors that this state has given out; the next step takes over what is written to them."""
 
 
 def live_tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of a live state that somebody may have written to."""
+    """The tensors of a live state that the user may have written to."""
     if isinstance(state, ReadThrough):
         return state.held()
     return [value for value in state.values() if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""Parameters and what they are stepped as, where the two are not the same memory: who was written last, and copies."""
+"""Masters and other copies of parameters: which of the two was written last, and copies between them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def follow_param(master: Tensor, param: Tensor) -> None:
     if param.dtype not in HALVES:
         master.copy_(param)
         return
-    # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
+    # Where the parameter is what the master rounds to, the user has not written to it, and the master is more exact.
     same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
     torch.where(same, master, param.float(), out=master)
 
 
 class FollowedParams:
-    """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
+    """Slices of one bucket whose parameters the user may write to, named by their position among those given.
 
     A write to a parameter raises its version counter. :func:`share_counters` finds parameters that share one.
 

@@ -131,7 +131,7 @@ def _memory() -> Iterator[Finding]:
     total, left = os.sysconf("SC_PHYS_PAGES") * PAGE, memory_left()
     if left == sys.maxsize:
         advice = "an offload cannot tell beforehand whether it fits: mount /proc"
-        yield Finding(OFF, "memory", f"{mib(total)}, of which nobody says how much is left", advice)
+        yield Finding(OFF, "memory", f"{mib(total)}, of which the system does not say how much is left", advice)
     else:
         yield Finding(OK, "memory", f"{mib(left)} may still be had (MemAvailable and cgroups) of {mib(total)}")
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

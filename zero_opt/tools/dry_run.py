@@ -31,7 +31,7 @@ from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
 from ..system.devices import is_host
 from ..system.extension import native_available
 
-# Messages that nobody sends hold zeros, and so this name.
+# The name of every exchange: messages that are not sent hold zeros.
 _IDENT = Ident(0, 0, 0)
 
 

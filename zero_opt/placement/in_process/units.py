@@ -1,4 +1,4 @@
-"""What is stepped together: slices of one bucket, as the tensors that an optimizer has for its parameters."""
+"""Slices of one bucket that are stepped together, as the tensors that an optimizer has for its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SliceGrads = Sequence[tuple[int, Tensor]]
 
 
 def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSlice], list[FlatParam]]:
-    """Those of this rank's slices of a bucket, given by position, and their parameters."""
+    """This rank's slices of a bucket at the given positions, and their parameters."""
     by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
     pieces = [bucket.slices[member] for member in members]
     return pieces, [by_index[piece.param] for piece in pieces]

@@ -80,7 +80,7 @@ class ColumnSlice:
         self.choose(torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def choose(self, chosen: Tensor) -> None:
-        """These columns of the whole parameter are selected from here on, and all are put into order."""
+        """Select these columns of the whole parameter, and put all columns into order."""
         self.chosen = chosen
         there = torch.zeros(self.columns.total, dtype=torch.bool, device="cpu")
         there[chosen] = True

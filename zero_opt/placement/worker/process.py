@@ -110,7 +110,7 @@ class _Child:
         """Kill and reap it; how it ended.
 
         Raises:
-            WorkerFailed: it does not go, so that nobody else may touch its memory.
+            WorkerFailed: the process does not end, so its memory must not be used by another.
         """
         if os.getpid() != self._owner:
             self._popen.returncode = 0  # not ours to reap, nor to warn of
@@ -125,11 +125,11 @@ class _Child:
 
 
 class _Handles:
-    """What outlives nobody: the file descriptors, and the process that runs.
+    """The file descriptors of a worker, and the process that runs; both end with this process.
 
-    Workers are started and ended on a thread of its own, for two reasons. Ctrl-C reaches the main thread alone, so a
-    worker that exists is always recorded. And the kernel ends a worker with the *thread* that started it: this one
-    lasts until this is closed, the process ends, or exec replaces it.
+    Workers are started and ended on a thread of their own, for two reasons. Ctrl-C reaches the main thread alone, so a
+    worker that exists is always recorded. And the kernel ends a worker with the *thread* that started it: that thread
+    lasts until :meth:`close`, until the process ends, or until exec replaces it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker that begins a bucket's step during backward, before anybody knows whether it will be that step.
+"""A worker that begins a bucket's step during backward, before it is known whether that will be the step.
 
 [Note: drafts]
 As soon as a bucket is reduced into the arena, a *draft* of its step is submitted: with the hyperparameters of this
@@ -253,7 +253,7 @@ class SpeculativePlacement(WorkerPlacement):
                     self._void()
 
     def _void(self) -> None:
-        """No draft counts, nor do sums; what the worker still writes is where nobody reads."""
+        """Let no draft count, and no sums; what the worker still writes is not read."""
         if self._drafts or self._summed:
             self._worker.control.void_drafts()
             self._drafts.clear()
@@ -291,7 +291,7 @@ class SpeculativePlacement(WorkerPlacement):
                 found.shard.lend_grads()
             self._drafts.clear()
             self._summed.clear()
-            # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
+            # All that was submitted ends before a result is brought in: then the banks that do not count are free.
             sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
             return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
 
