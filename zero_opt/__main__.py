@@ -6,7 +6,8 @@ import argparse
 import ast
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,12 @@ from .tools import doctor
 from .tools.estimate import estimate
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
-_OFFLOADS = ("none", "cpu", "worker", "nvme")
+_OFFLOADS: dict[str, Callable[..., Offload]] = {
+    "none": lambda: None,
+    "cpu": CPUOffload,
+    "worker": WorkerOffload,
+    "nvme": partial(NVMeOffload, "."),  # the estimate makes nothing there
+}
 _NATIVE = ("CPUAdam", "CPUAdamW")
 # Fields of offloads, and whose they are.
 _FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme", "delay": "worker", "speculate": "worker"}
@@ -37,10 +43,10 @@ _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"{name!r} is not a torch dtype such as float32, bfloat16 or bf16")
-    return found
+    return dtype
 
 
 def _numel(text: str) -> float:
@@ -57,10 +63,10 @@ def _master(name: str) -> torch.dtype | str:
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
-    found = getattr(kernels if name in _NATIVE else torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    cls = getattr(kernels if name in _NATIVE else torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise argparse.ArgumentTypeError(f"{name!r} is not a class of torch.optim, nor one of {', '.join(_NATIVE)}")
-    return found
+    return cls
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -109,17 +115,12 @@ def _offload(given: argparse.Namespace) -> Offload:
     for name, offload in own.items():
         if offload != given.offload:
             raise ConfigConflict(f"--{name.replace('_', '-')} is of --offload {offload}, not of {given.offload}")
-    fields = {name: getattr(given, name) for name in own}
-    if given.offload == "cpu":
-        return CPUOffload(**fields)
-    if given.offload == "nvme":
-        return NVMeOffload(".", **fields)  # nothing is made there
-    return WorkerOffload(**fields) if given.offload == "worker" else None
+    return _OFFLOADS[given.offload](**{name: getattr(given, name) for name in own})
 
 
 def _print_estimate(given: argparse.Namespace) -> None:
     sized = {} if given.bucket_mb is None or given.reduction == "already-reduced" else {"bucket_mb": given.bucket_mb}
-    found = estimate(
+    estimated = estimate(
         given.numel,
         given.world,
         given.optimizer,
@@ -131,8 +132,8 @@ def _print_estimate(given: argparse.Namespace) -> None:
         **dict(given.option),
     )
     if given.ranks_per_host is not None:
-        found = found.on_hosts_of(given.ranks_per_host)
-    print(found if given.rank is None else found.on_rank(given.rank))
+        estimated = estimated.on_hosts_of(given.ranks_per_host)
+    print(estimated if given.rank is None else estimated.on_rank(given.rank))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Who owns which elements. Pure integers: the same specs give the same plan on every rank.
+"""The plan of who owns which elements, in pure integers: the same specs give the same plan on every rank.
 
 Parameters go into buckets in reverse registration order (about the order in which backward finishes them). Inside a
 bucket each parameter starts at a multiple of :data:`ALIGN` elements, and so does each rank's shard, so every cut inside
@@ -18,12 +18,12 @@ ALIGN = 64
 
 
 def mask_of(indices: Iterable[int]) -> int:
-    """A bit per index."""
+    """Return an integer with a bit set per index."""
     return sum(1 << index for index in indices)
 
 
 class ParamSpec(NamedTuple):
-    """What a planner knows of one parameter; parameters share a bucket only if group, dtype and device agree."""
+    """What a planner knows of one parameter. Parameters share a bucket only if group, dtype and device agree."""
 
     numel: int
     itemsize: int
@@ -33,7 +33,7 @@ class ParamSpec(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of something."""
+    """A range of elements, ``start`` to ``stop`` (exclusive)."""
 
     start: int
     stop: int
@@ -59,7 +59,7 @@ class ParamSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnerBounds(Sequence[int]):
-    """Shard bounds of a bucket that few of many ranks own a part of: ``world_size + 1`` of them, kept for owners only.
+    """The ``world_size + 1`` shard bounds of a bucket of which few ranks own a part, kept for these ranks only.
 
     Attributes:
         owners: ranks whose shard is not empty, ascending.
@@ -89,7 +89,7 @@ class OwnerBounds(Sequence[int]):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: which parameters, where, and where each rank's shard begins.
+    """The plan of one bucket: which parameters, where, and where each rank's shard begins.
 
     Attributes:
         index: position among all buckets of the optimizer; never changes once given.
@@ -114,22 +114,22 @@ class BucketLayout:
         return self.bounds[-1]
 
     def shard(self, rank: int) -> Span:
-        """The elements of the bucket that ``rank`` owns."""
+        """Return the elements of the bucket that ``rank`` owns."""
         return Span(self.bounds[rank], self.bounds[rank + 1])
 
     def slices(self, rank: int) -> tuple[ParamSlice, ...]:
-        """The parameter slices in ``rank``'s shard, in bucket order.
+        """Return the parameter slices in ``rank``'s shard, in bucket order.
 
         A zero-size parameter belongs, as an empty slice, to the one rank whose shard holds its offset.
         """
         shard = self.shard(rank)
         first = max(bisect_right(self.offsets, shard.start) - 1, 0)
         last = bisect_left(self.offsets, shard.stop)
-        found = (self._slice_of(position, shard) for position in range(first, last))
-        return tuple(piece for piece in found if piece is not None)
+        slices = (self._slice_of(position, shard) for position in range(first, last))
+        return tuple(piece for piece in slices if piece is not None)
 
     def owner(self, position: int) -> int:
-        """The rank whose shard holds the first element of the parameter at ``position`` (its place, if it has none)."""
+        """Return the rank whose shard holds the start of the parameter at ``position``."""
         return bisect_right(self.bounds, self.offsets[position]) - 1
 
     def _slice_of(self, position: int, shard: Span) -> ParamSlice | None:
@@ -147,17 +147,17 @@ class BucketLayout:
 
 
 def aligned(numel: int) -> int:
-    """``numel`` rounded up to a multiple of :data:`ALIGN`."""
+    """Return ``numel`` rounded up to a multiple of :data:`ALIGN`."""
     return -(-numel // ALIGN) * ALIGN
 
 
 def footprint(numel: int) -> int:
-    """Bucket elements a parameter takes. An empty one still takes a place, so that exactly one rank owns it."""
+    """Return how many bucket elements a parameter takes. An empty one takes a place too, so that one rank owns it."""
     return max(aligned(numel), ALIGN)
 
 
 def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[int]]:
-    """Parameter indices per bucket, in the order in which the buckets fill up."""
+    """Return parameter indices per bucket, in the order in which the buckets fill up."""
     open_chunks: dict[tuple[int, str, str], list[int]] = {}
     open_bytes: dict[tuple[int, str, str], int] = {}
     closed: list[list[int]] = []
@@ -176,7 +176,7 @@ def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[in
     return sorted(closed, key=lambda chunk: -chunk[-1])
 
 
-def _bucket(
+def _bucket_layout(
     index: int, chunk: Sequence[int], specs: Mapping[int, ParamSpec], bounds: Sequence[int] | None, world_size: int
 ) -> BucketLayout:
     offsets, end = [], 0
@@ -203,11 +203,11 @@ def plan_flat(
         bucket_bytes: a bucket is closed before it would exceed this; a larger parameter is alone in its bucket.
     """
     chunks = _chunks(specs, bucket_bytes)
-    return [_bucket(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
+    return [_bucket_layout(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
 
 
 def assign_owners(numels: Mapping[int, int], loads: Iterable[int]) -> dict[int, int]:
-    """Owner of each whole parameter: largest first, to the least loaded rank.
+    """Return the owner of each whole parameter: largest first, to the least loaded rank.
 
     With all loads zero the largest load is within 4/3 - 1/(3W) of the optimum (Graham, "Bounds on multiprocessing
     timing anomalies", 1969, theorem 2); on top of earlier loads within 2 - 1/W (theorem 1).
@@ -244,5 +244,5 @@ def plan_whole_params(
         for param, end in zip(ordered, accumulate(footprint(specs[p].numel) for p in ordered)):
             ends[owners[param]] = end
         bounds = OwnerBounds(world_size, tuple(ends), tuple(ends.values()))
-        buckets.append(_bucket(first_index + i, ordered, specs, bounds, world_size))
+        buckets.append(_bucket_layout(first_index + i, ordered, specs, bounds, world_size))
     return buckets

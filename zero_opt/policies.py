@@ -1,10 +1,11 @@
-"""The policies a user writes. Frozen, checked when made; their *type* picks a strategy, their fields tune it."""
+"""The policies that users write. Frozen, checked when made; the *type* picks a strategy, the fields tune it."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, quoted
@@ -17,46 +18,55 @@ NONFINITE = ("ignore", "raise", "skip")
 MOMENT_FORMS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
 # The most threads that may step. A typo could otherwise use up all the threads that the system grants.
-_MOST_THREADS = 1024
+_THREADS_LIMIT = 1024
 # Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
 _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
 
 
 def waited_for(seconds: float) -> float:
-    """Return how long to wait where the user or torch has set a timeout of so many seconds: at most 24.8 days."""
+    """Cut a timeout of the user's or torch's, in seconds, to the longest that can be waited: 24.8 days."""
     return min(seconds, _LONGEST_WAIT_S)
 
 
-def _check_positive(owner: str, field: str, value: object) -> None:
+def _check_number(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{owner}.{field} must be a number, got {quoted(value)}")
+
+
+def _check_positive(owner: str, field: str, value: Any) -> None:
+    _check_number(owner, field, value)
     if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
         raise ConfigError(f"{owner}.{field} must be positive and finite, got {quoted(value)}")
 
 
-def _check_seconds(owner: str, field: str, value: object) -> None:
+def _check_seconds(owner: str, field: str, value: Any) -> None:
     _check_positive(owner, field, value)
-    if isinstance(value, (int, float)) and value < _LEAST_WAIT_S:
+    if value < _LEAST_WAIT_S:
         raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
 
 
-def _check_count(owner: str, field: str, value: object, least: int = 1) -> None:
+def _check_integer(owner: str, field: str, value: object, least: int = 1, most: float = inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{owner}.{field} must be an integer, got {quoted(value)}")
     if value < least:
         raise ConfigError(f"{owner}.{field} must be at least {least}, got {quoted(value)}")
+    if value > most:
+        raise ConfigError(f"{owner}.{field} must be at most {most}, got {quoted(value)}")
 
 
 def _check_threads(owner: str, value: object) -> None:
     if value is not None:
-        _check_count(owner, "threads", value)
-        if isinstance(value, int) and value > _MOST_THREADS:
-            raise ConfigError(f"{owner}.threads must be at most {_MOST_THREADS}, got {quoted(value)}")
+        _check_integer(owner, "threads", value, most=_THREADS_LIMIT)
 
 
-def _check_exchange(owner: str, value: object) -> None:
-    if value not in EXCHANGES:
-        raise ConfigError(f"{owner}.exchange must be one of {EXCHANGES}, got {quoted(value)}")
+def _check_flag(owner: str, field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigTypeError(f"{owner}.{field} must be True or False, got {quoted(value)}")
+
+
+def _check_choice(owner: str, field: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{owner}.{field} must be one of {choices}, got {quoted(value)}")
 
 
 def _check_dtype(owner: str, field: str, value: Any) -> None:
@@ -78,20 +88,20 @@ def _check_model(owner: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What every reduction policy says of how buckets travel.
+    """How buckets travel, under every reduction policy.
 
     Attributes:
         bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
-            background after ``step()`` returns, and each module's forward waits for its own. So are they copied from
-            where a worker has stepped them (:class:`WorkerOffload`, at one rank too; not with ``delay=1``, whose next
-            step is made there). Call ``opt.flush()`` before reading parameters in any other way (an average of weights,
-            a norm, ``torch.func``; in training, a weight of a module that is also called), or changing any, ``p.data``
-            included. A change that an update of this rank finds in its way is ``StepPending`` at the next ``step()``;
-            one that is made at the same moment may be lost. What ``torch.compile`` has made before is made anew, with
-            the waits in it (``torch.compiler.reset``), which break its graphs: not with ``fullgraph=True``, nor
-            ``torch.jit.script``.
+            background after ``step()`` returns, and each module's forward waits for its own. With
+            :class:`WorkerOffload` and ``delay=0``, at one rank too, what the worker has stepped is copied into the
+            parameters in the background as well. Call ``opt.flush()`` before reading parameters in any other way (an
+            average of weights, a norm, ``torch.func``; in training, a weight of a module that is also called), and
+            before changing any, ``p.data`` included. If an update of this rank meets a change, the next ``step()``
+            raises ``StepPending``; a change that is made at the same moment may be lost. ``torch.compile`` compiles
+            models anew (``torch.compiler.reset``), with the waits in them, which break graphs: ``fullgraph=True`` and
+            ``torch.jit.script`` cannot be used.
     """
 
     bucket_mb: float = 25
@@ -101,7 +111,7 @@ class Reduction:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         _check_positive(owner, "bucket_mb", self.bucket_mb)
-        _check_exchange(owner, self.exchange)
+        _check_choice(owner, "exchange", self.exchange, EXCHANGES)
         _check_model(owner, self.overlap_param_gather)
 
 
@@ -144,7 +154,7 @@ class AlreadyReduced:
     bucket_mb: ClassVar[float] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
-        _check_exchange("AlreadyReduced", self.exchange)
+        _check_choice("AlreadyReduced", "exchange", self.exchange, EXCHANGES)
         _check_model("AlreadyReduced", self.overlap_param_gather)
 
 
@@ -160,12 +170,12 @@ class Selective:
     one exp_avg_sq and one step count.
 
     Attributes:
-        topk_ratio: of the columns of each parameter that are selected, rounded, at least one; 0 selects none.
-        select_interval: after how many steps columns are selected anew, with the first step of the next window.
+        topk_ratio: share of each parameter's columns that is selected, rounded, at least one column; 0 selects none.
+        select_interval: number of steps after which columns are selected anew, with the first step of the next window.
         update_interval: steps of a window; ``"auto"`` begins with 4 and goes by the share of the gradient's norm that
-            is not in selected columns, when these are selected: above 3/4 a window has half as many steps, below 1/2
+            is not in selected columns, when columns are selected: above 3/4 a window has half as many steps, below 1/2
             twice as many, from 1 to 16.
-        warmup_steps: steps at the beginning that are made as without this policy.
+        warmup_steps: number of steps at the beginning that are made as without this policy.
     """
 
     topk_ratio: float = 0.1
@@ -174,22 +184,20 @@ class Selective:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.topk_ratio, bool) or not isinstance(self.topk_ratio, (int, float)):
-            raise ConfigTypeError(f"Selective.topk_ratio must be a number, got {quoted(self.topk_ratio)}")
+        _check_number("Selective", "topk_ratio", self.topk_ratio)
         if not 0 <= self.topk_ratio <= 1:
             raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {quoted(self.topk_ratio)}")
-        _check_count("Selective", "select_interval", self.select_interval)
-        if isinstance(self.update_interval, str):
-            if self.update_interval != "auto":
-                raise ConfigError(
-                    f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
-                )
-        else:
-            _check_count("Selective", "update_interval", self.update_interval)
-        _check_count("Selective", "warmup_steps", self.warmup_steps, 0)
+        _check_integer("Selective", "select_interval", self.select_interval)
+        if not isinstance(self.update_interval, str):
+            _check_integer("Selective", "update_interval", self.update_interval)
+        elif self.update_interval != "auto":
+            raise ConfigError(
+                f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
+            )
+        _check_integer("Selective", "warmup_steps", self.warmup_steps, 0)
 
 
-def _check_selective(owner: str, value: object) -> None:
+def _check_selective_field(owner: str, value: object) -> None:
     if value is not None and not isinstance(value, Selective):
         called = f"; write {value.__name__}()" if isinstance(value, type) else ""
         raise ConfigTypeError(f"{owner}.selective must be None or Selective(), got {quoted(value)}{called}")
@@ -205,8 +213,8 @@ class WorkerOffload:
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
             next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind.
-        threads: of the worker, at most 1024; ``None``: half of the cores it may use with ``delay=1`` or ``speculate``,
-            which leave the rest to this process; else all.
+        threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
+            with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
         hang_timeout: seconds without any progress after which a worker is killed and replaced.
         max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
@@ -225,15 +233,11 @@ class WorkerOffload:
     speculate: bool = False
 
     def __post_init__(self) -> None:
-        _check_selective("WorkerOffload", self.selective)
+        _check_selective_field("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
-        if isinstance(self.delay, bool) or not isinstance(self.delay, int):
-            raise ConfigTypeError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
-        if self.delay not in (0, 1):
-            raise ConfigError(f"WorkerOffload.delay must be 0 or 1, got {quoted(self.delay)}")
-        if not isinstance(self.speculate, bool):
-            raise ConfigTypeError(f"WorkerOffload.speculate must be True or False, got {quoted(self.speculate)}")
+        _check_integer("WorkerOffload", "delay", self.delay, 0, most=1)
+        _check_flag("WorkerOffload", "speculate", self.speculate)
         if self.speculate and self.delay:
             raise ConfigConflict(
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
@@ -243,19 +247,19 @@ class WorkerOffload:
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_seconds("WorkerOffload", "hang_timeout", self.hang_timeout)
-        _check_count("WorkerOffload", "max_deaths", self.max_deaths)
+        _check_integer("WorkerOffload", "max_deaths", self.max_deaths)
 
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):
             raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {quoted(cores)}")
         for core in cores:
-            _check_count("WorkerOffload", "cores", core, 0)
+            _check_integer("WorkerOffload", "cores", core, 0)
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {quoted(cores)}")
         object.__setattr__(self, "cores", tuple(cores))
 
     @property
-    def beside(self) -> bool:
+    def steps_in_background(self) -> bool:
         """Whether the worker steps while this process computes."""
         return self.delay == 1 or self.speculate
 
@@ -272,9 +276,9 @@ class NVMeOffload:
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
         window_mb: size of a window in MiB.
-        threads: how many step, at most 1024. ``None``: the number of cores that this process may use, divided by the
-            ranks that share them, but at most what ``torch.set_num_threads`` was given (``OMP_NUM_THREADS=1``, which
-            torchrun sets, is ignored).
+        threads: number of threads that step, at most 1024. ``None``: the number of cores that this process may use,
+            divided by the ranks that share them, but at most what ``torch.set_num_threads`` was given
+            (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored).
         hang_timeout: seconds, from 0.001, that the disk may take for one window; more than 24.8 days count as 24.8.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
     """
@@ -286,7 +290,7 @@ class NVMeOffload:
     selective: Selective | None = None
 
     def __post_init__(self) -> None:
-        _check_selective("NVMeOffload", self.selective)
+        _check_selective_field("NVMeOffload", self.selective)
         if not isinstance(self.path, (str, os.PathLike)):
             raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
         if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
@@ -306,12 +310,13 @@ class CPUOffload:
 
     Attributes:
         pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.
-        ratio: how much of the elements is offloaded; the rest, the first-registered parameters, whose gradients come
+        ratio: share of the elements that is offloaded; the rest, the first-registered parameters, whose gradients come
             last, is stepped on the parameters' device. Both are cut between parameters, and never across param groups.
         subgroup_mb: MiB of gradients that are copied, stepped and brought back together; two of these are in host
             memory at a time. A larger parameter is a sub-group of its own.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
-        threads: how many step, at most 1024; torch's own operations use as many where the class steps by itself.
+        threads: number of threads that step, at most 1024; torch's own operations use as many where the class steps by
+            itself.
             ``None``: as for :class:`NVMeOffload`. Backward and all other operations keep torch's number.
     """
 
@@ -322,9 +327,8 @@ class CPUOffload:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        _check_selective("CPUOffload", self.selective)
-        if not isinstance(self.pin_memory, bool):
-            raise ConfigTypeError(f"CPUOffload.pin_memory must be True or False, got {quoted(self.pin_memory)}")
+        _check_selective_field("CPUOffload", self.selective)
+        _check_flag("CPUOffload", "pin_memory", self.pin_memory)
         _check_positive("CPUOffload", "ratio", self.ratio)
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
@@ -351,15 +355,13 @@ class MixedPrecision:
     accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.master_dtype, str):
-            if self.master_dtype != "split":
-                raise ConfigError(
-                    f"MixedPrecision.master_dtype must be a dtype or 'split', got {quoted(self.master_dtype)}"
-                )
-        elif self.master_dtype is not None:
+        is_text = isinstance(self.master_dtype, str)
+        if not is_text:
             _check_dtype("MixedPrecision", "master_dtype", self.master_dtype)
-            if str(self.master_dtype) != "torch.float32":
-                raise ConfigError(f"MixedPrecision.master_dtype must be torch.float32, got {quoted(self.master_dtype)}")
+        if self.master_dtype not in (None, "split") and (is_text or str(self.master_dtype) != "torch.float32"):
+            raise ConfigError(
+                f"MixedPrecision.master_dtype must be torch.float32 or 'split', got {quoted(self.master_dtype)}"
+            )
         _check_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
         _check_dtype("MixedPrecision", "accumulate_dtype", self.accumulate_dtype)
 
@@ -383,8 +385,7 @@ class Checks:
     hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in NONFINITE:
-            raise ConfigError(f"Checks.nonfinite must be one of {NONFINITE}, got {quoted(self.nonfinite)}")
+        _check_choice("Checks", "nonfinite", self.nonfinite, NONFINITE)
         if self.timeout is not None:
             _check_seconds("Checks", "timeout", self.timeout)
         _check_seconds("Checks", "hang_timeout", self.hang_timeout)
@@ -410,7 +411,5 @@ class AdamState:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        if self.moments not in MOMENT_FORMS:
-            raise ConfigError(f"AdamState.moments must be one of {MOMENT_FORMS}, got {quoted(self.moments)}")
-        if self.master not in MASTERS:
-            raise ConfigError(f"AdamState.master must be one of {MASTERS}, got {quoted(self.master)}")
+        _check_choice("AdamState", "moments", self.moments, MOMENT_FORMS)
+        _check_choice("AdamState", "master", self.master, MASTERS)

@@ -120,7 +120,7 @@ def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
     def reduce(turn: int, *, adds_up: bool) -> None:
         for at, bucket in enumerate(buckets):
             ident = Ident(count.step, count.epoch, 1000 + turn * len(buckets) + at)
-            exchange = sharded.reduction._parts.exchange_of(bucket).direct(bucket.dtype)
+            exchange = sharded.reduction._parts.exchange_of(bucket)
             exchange.reduce_runs(ident, runs[at], bucket.layout.bounds, outs[at], sums[at] if adds_up else ())
 
     reduce(0, adds_up=False)

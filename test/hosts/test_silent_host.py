@@ -18,7 +18,7 @@ import zero_opt
 from test.hosts.namespaces import ADDRESSES, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import shared_memory_exchange
+from zero_opt.comm import process_identity
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
@@ -32,7 +32,7 @@ def _init(rank: int, world_size: int, folder: Path) -> int:
     """Join a host; its number. Rank 1 has one for itself."""
     host = int(rank == 1)
     join_host(rank, host, folder)
-    shared_memory_exchange.host_id = lambda: f"host {host}"
+    process_identity.host_id = lambda: f"host {host}"
     store = dist.FileStore(str(folder / "store"), world_size)
     timeout = timedelta(seconds=2 * SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -119,7 +119,7 @@ def expected_shards(plan: Plan, grads: Sequence[Sequence[Tensor]], held: Sequenc
             for rank, mine in enumerate(grads)
         ]
         mean = torch.empty_like(parts[0])
-        mean_in_rank_order(iter(parts), plan.world_size, mean)
+        mean_in_rank_order(parts, mean)
         for rank in range(plan.world_size):
             low, high = max(start, plan.bounds[rank]), min(start + numel, plan.bounds[rank + 1])
             if low < high:

@@ -149,11 +149,8 @@ def test_worker_options_that_cannot_work_are_quoted(field: str, values: list[Any
 
 
 def test_a_worker_speculates_or_delays() -> None:
-    assert [WorkerOffload().beside, WorkerOffload(1).beside, WorkerOffload(speculate=True).beside] == [
-        False,
-        True,
-        True,
-    ]
+    policies = (WorkerOffload(), WorkerOffload(1), WorkerOffload(speculate=True))
+    assert [policy.steps_in_background for policy in policies] == [False, True, True]
     with pytest.raises(ConfigConflict, match="use one of the two"):
         WorkerOffload(delay=1, speculate=True)
     with pytest.raises(ConfigTypeError, match="speculate must be True or False, got 1"):

@@ -1,4 +1,4 @@
-"""Do the ranks agree: on what they hold (when constructed), and on which step they are in (at every step)."""
+"""Agreement of ranks: on what they hold, when an optimizer is made, and on the step they are in, at every step."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class StepReport:
 
     @property
     def call(self) -> str:
-        """What the user called."""
+        """The method that the user called."""
         return "step()" if self.clip_to is None else "clip_grad_norm_()"
 
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
-        """As bytes, with masks of a given size, and whether something went wrong on this rank."""
+        """Return the report as bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
         header = _HEADER.pack(
             self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned, self.edits
@@ -70,7 +70,7 @@ class StepReport:
 
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
-        """What :meth:`pack` was given."""
+        """Return what :meth:`pack` was given."""
         step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
         starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
         used, trainable, restarted = [
@@ -83,7 +83,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What all ranks bring: the most rounds of any, parameters used by any, parameters trainable on all.
+    """The reports of all ranks together: most rounds of any, parameters used by any, parameters trainable on all.
 
     Attributes:
         used_by, restarted: per rank, the parameters it reports as used and as restarted.
@@ -108,13 +108,13 @@ class StepAgreement:
 
 
 class Agreement:
-    """Compares small facts over the control group. Every method is collective."""
+    """Comparisons of small facts over the control group. Every method but :meth:`reserve` is collective."""
 
     def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
         self.group, self._describe = group, describe
 
     def reserve(self, param_count: int) -> None:
-        """Have the reports of a step about so many parameters travel in one message each."""
+        """Let each report of a step about so many parameters travel in one message."""
         self.group.inline_bytes = max(self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count))
 
     def on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
@@ -188,8 +188,8 @@ class Agreement:
     def on_edits(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
         """Require equal values of parameters that the ranks have not written to equally often. Collective.
 
-        Their values may be equal: where one rank loads a checkpoint and it, or DDP, sends that to the others through
-        ``.data``, only the first rank's version counters rise.
+        The values may be equal all the same: where one rank loads a checkpoint, and it or DDP sends the values to the
+        other ranks through ``.data``, only the first rank's version counters rise.
 
         Args:
             mine: by parameter, how often it was written to here. params: all parameters of the optimizer.
@@ -222,12 +222,12 @@ class Agreement:
         )
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """Return whether ``flag`` is true on any rank."""
         flags = self.group.all_gather(torch.tensor([flag], dtype=torch.uint8, device="cpu"))
         return any(bool(other) for other in flags)
 
     def from_rank_0(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's list; all ranks give one of the same length."""
+        """Return rank 0's list; all ranks give one of the same length."""
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         self.group.broadcast(tensor, 0)
         return [int(n) for n in tensor.tolist()]
@@ -253,7 +253,7 @@ class Agreement:
 
     @contextmanager
     def together(self, call: str = "") -> Iterator[None]:
-        """What fails within it on one rank is raised on all, at its end; see :meth:`raise_first_error`. Collective."""
+        """Raise on all ranks, at the end of the context, what fails in it on one. Collective."""
         error: Exception | None = None
         try:
             yield
@@ -282,7 +282,7 @@ class Agreement:
 
 
 def _mask_bytes(param_count: int) -> int:
-    """Bytes of one bit per parameter."""
+    """Return the bytes of one bit per parameter."""
     return (param_count + 7) // 8
 
 
@@ -305,7 +305,7 @@ def edits_digest(edits: Mapping[int, int]) -> int:
 
 
 def value_digest(param: Tensor) -> str:
-    """A short digest of a parameter's bits that depends on their positions. Reads the parameter about twice.
+    """Return a short digest of a parameter's bits that depends on their positions. Reads the parameter about twice.
 
     The bytes are summed as integers by rows and by columns of a matrix, and both sums are hashed.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import StepDesync
 from ..system.devices import HOST, is_host
-from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool, chunks_of, mean_in_rank_order
+from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_rank_order
 from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
@@ -24,20 +24,15 @@ from .transfers import Transfer, start
 _MEAN: Any = dist.ReduceOp.AVG
 
 
-class _GroupExchange(PooledExchange):
-    """An exchange over process groups."""
+class ListExchange(StagedExchange):
+    """The exchange over backends without send and recv (the threaded group of torch's tests): all_to_all of chunks."""
 
     gathers_ahead = 1
+    _failed = -1  # the last step that failed on this rank
 
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
-        super().__init__(pool)
+        super().__init__(reduce_group.rank, pool)
         self._reduce, self._gather = reduce_group, gather_group
-
-
-class ListExchange(_GroupExchange):
-    """For backends without send and recv (the threaded group of torch's tests): all_to_all of the chunks."""
-
-    _failed = -1  # the last step that failed on this rank
 
     def fail(self, step: int) -> None:
         self._failed = step
@@ -50,67 +45,68 @@ class ListExchange(_GroupExchange):
         return [rank for rank, word in enumerate(words) if word.item() == step]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """See :class:`Exchange`; a skipped exchange is an error here, since messages cannot be told apart."""
+        """Raise StepDesync for a skipped exchange: messages cannot be told apart here."""
         idents = self._reduce.all_gather(torch.tensor(ident, dtype=torch.int64, device="cpu"))
-        _require_same_ident(ident, idents)
+        for rank, other in enumerate(idents):
+            if other.tolist() != list(ident):
+                raise StepDesync(
+                    f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
+                    f"{tuple(ident)}: an exception left the ranks at different points of a backward"
+                )
         chunks = chunks_of(bucket, bounds)
-        received = [torch.empty_like(chunks[self._reduce.rank]) for _ in chunks]
+        received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
         Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
-        mean_in_rank_order(iter(received), len(chunks), out)
+        mean_in_rank_order(received, out)
         return True
 
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
         chunks = chunks_of(bucket, bounds)
-        own = chunks[self._gather.rank].clone()
-        return Gathering([Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own]))], chunks)
+        own = chunks[self._rank].clone()
+        return Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own])).wait
 
 
-def _require_same_ident(ident: Ident, idents: Sequence[Tensor]) -> None:
-    for rank, other in enumerate(idents):
-        if other.tolist() != list(ident):
-            raise StepDesync(
-                f"rank {rank} exchanges (step, epoch, sequence) {tuple(other.tolist())} while this rank exchanges "
-                f"{tuple(ident)}: an exception left the ranks at different points of a backward"
-            )
-
-
-class BackendExchange(_GroupExchange):
-    """The collectives of a backend for accelerators, such as NCCL, all over one communicator.
+class BackendExchange(StagedExchange):
+    """The exchange by the collectives of a backend for accelerators, such as NCCL, all over one communicator.
 
     Reduce-scatter and all-gather where shards are equal, else one reduce or broadcast per owner. Calls return at once:
     work is enqueued on the current stream, and on the communicator's own.
     """
 
-    blocks = False
+    gathers_ahead, blocks = 1, False
 
     def __init__(self, group: Group, pool: StagingPool) -> None:
-        super().__init__(group, group, pool)
+        super().__init__(group.rank, pool)
+        self._group = group
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        """See :class:`Exchange`; adds in the backend's order."""
-        chunks = [_as_real(chunk) for chunk in chunks_of(bucket, bounds)]
-        pg = self._reduce.pg
+        """Add in the backend's order."""
+        pg = self._group.pg
         if isinstance(bounds, range):
             scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
             options = dist.ReduceScatterOptions()
             options.reduceOp = _MEAN
             Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()
             return True
+        chunks = chunks_of(bucket, bounds)
         for owner, chunk in enumerate(chunks):
             to_owner = dist.ReduceOptions()
             to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
-            Transfer(ALL, start(ALL, pg.reduce, [chunk], to_owner)).wait()
-        out.copy_(chunks_of(bucket, bounds)[self._reduce.rank])
+            Transfer(ALL, start(ALL, pg.reduce, [_as_real(chunk)], to_owner)).wait()
+        out.copy_(chunks[self._rank])
         return True
 
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        """See :class:`Exchange`; in place."""
-        pg, chunks = self._gather.pg, chunks_of(bucket, bounds)
-        if not isinstance(bounds, range):
-            return Gathering([broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)], chunks)
-        gather = _method(pg, "all_gather_single", "_allgather_base")
-        work = start(ALL, gather, _as_real(bucket), _as_real(chunks[self._gather.rank]))
-        return Gathering([Transfer(ALL, work)], chunks)
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
+        pg, chunks = self._group.pg, chunks_of(bucket, bounds)
+        if isinstance(bounds, range):
+            gather = _method(pg, "all_gather_single", "_allgather_base")
+            return Transfer(ALL, start(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank]))).wait
+        broadcasts = [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)]
+
+        def finish() -> None:
+            for transfer in broadcasts:
+                transfer.wait()
+
+        return finish
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -126,7 +122,7 @@ def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
 def build_exchange(
     device: torch.device, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
 ) -> Exchange:
-    """Make the fastest exchange the ranks can use for tensors of one type of device. Collective.
+    """Return the fastest exchange that the ranks can use for tensors of one type of device. Collective.
 
     Args:
         groups: for control, reduction and gather.
@@ -143,4 +139,4 @@ def build_exchange(
     host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
     if host_bytes:
         host = build_host_exchange(control, host, pool, host_bytes)
-    return host if is_host(device) else RelayExchange(host, pool)
+    return host if is_host(device) else RelayExchange(reduce_group.rank, host, pool)

@@ -24,10 +24,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from .rendezvous import Meeting, Patience
-from .store import default_store, lacking, until, values
-
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
+from .store import c10d, default_store, lacking, until, values
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
 _OWN_DESCRIPTORS, _THREADS = 4, 3
@@ -43,7 +40,7 @@ _LIMITS = {
     "Resource temporarily unavailable": THREAD_LIMIT,
 }
 # Seconds within which threads end that have nothing to wait for.
-_ENDING_S = 5.0
+_PROBES_END_S = 5.0
 _numbers = itertools.count()
 
 
@@ -56,7 +53,7 @@ def require_room(world_size: int, groups: int) -> None:
         raise OutOfResources(
             f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
             f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, "
-            + _raised(taken + needed, most)
+            + _how_to_raise(taken + needed, most)
         )
     _require_threads(groups * _THREADS + _SPARE_THREADS)
 
@@ -76,8 +73,8 @@ def require_descriptors(count: int, purpose: str) -> None:
             os.close(fd)
 
 
-def _raised(needed: int, most: int) -> str:
-    """How a user raises the limit of descriptors, given the hard limit."""
+def _how_to_raise(needed: int, most: int) -> str:
+    """Return how a user raises the limit of descriptors, given the hard limit."""
     if most == resource.RLIM_INFINITY:
         most = max(needed, 4096)
     if needed > most:
@@ -103,7 +100,7 @@ def _require_threads(count: int) -> None:
         raise OutOfResources(f"this process needs {count} more threads and got {started}: {error}") from error
     finally:
         over.set()
-        probes.join(_ENDING_S)
+        probes.join(_PROBES_END_S)
 
 
 class Connecting:
@@ -179,7 +176,7 @@ class Connecting:
         self.wait_for(made, [f"{rank}" for rank in range(self._world_size)])
 
 
-class _Addresses(_c10d.Store):  # type: ignore[misc]
+class _Addresses(c10d.Store):  # type: ignore[misc]
     """A store of addresses that ends the wait for a rank that cannot connect, and for the store."""
 
     def __init__(self, store: Any, connecting: Connecting) -> None:

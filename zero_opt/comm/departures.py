@@ -50,7 +50,7 @@ class Departure(NamedTuple):
         }[self.how]
 
 
-def _nothing() -> None:
+def _no_connections() -> None:
     """Do nothing: there are no connections to break."""
 
 
@@ -78,8 +78,8 @@ class Departures:
 
     def __init__(self) -> None:
         self.calls, self.news = 0, False
-        self.leave: Callable[[], None] = _nothing
-        self.end: Callable[[], None] = _nothing
+        self.leave: Callable[[], None] = _no_connections
+        self.end: Callable[[], None] = _no_connections
         self.given_up, self.silent = False, list[int]()
         self.tell: Callable[[Departure], None] | None = None
         self.explain: Callable[..., PeerLost | None] = _unexplained
@@ -128,4 +128,4 @@ class Departures:
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""
-        self.leave = self.end = _nothing
+        self.leave = self.end = _no_connections

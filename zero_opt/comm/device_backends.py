@@ -1,7 +1,7 @@
 """Backends that carry accelerator tensors, made for process groups of our own.
 
-:func:`torch.distributed.new_group` cannot be used, see ``collectives._new_group``; so a backend is made here as it
-would be made there: NCCL and XCCL by their classes, any other by the function that it was registered with.
+:func:`torch.distributed.new_group` cannot be used, as ``groups._new_group`` explains. So a backend is made here as
+torch makes it: NCCL and XCCL by their classes, any other by the function that it was registered with.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ProcessGroupError
+from .store import c10d
 
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
-_KINDS = _c10d.ProcessGroup.BackendType
+_KINDS = c10d.ProcessGroup.BackendType
 
 
 def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedelta, ranks: list[int]) -> None:
@@ -28,16 +27,16 @@ def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedel
     Raises:
         ProcessGroupError: the backend is neither built into torch nor registered.
     """
-    store = _c10d.PrefixStore(device_type, pg.get_group_store())
-    kind, made = _made(backend, store, pg, timeout, ranks)
+    store = c10d.PrefixStore(device_type, pg.get_group_store())
+    kind, made = _backend_of(backend, store, pg, timeout, ranks)
     if kind == _KINDS.NCCL:  # as torch does: other backends may have no such numbers
         made._set_sequence_number_for_group()
     pg._register_backend(torch.device(device_type), kind, made)
 
 
-def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:
+def _backend_of(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:
     """Return a backend's type, and a backend of the group's ranks."""
-    native = getattr(_c10d, f"ProcessGroup{backend.upper()}", None)
+    native = getattr(c10d, f"ProcessGroup{backend.upper()}", None)
     if native is not None:
         options = native.Options()
         options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, pg.group_name
@@ -47,7 +46,7 @@ def _made(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int
         raise ProcessGroupError(f"torch.distributed has no backend {backend!r}, which the process group was made with")
     if not plugin.extended_api:
         return _KINDS.CUSTOM, plugin.creator_fn(store, pg.rank(), pg.size(), timeout)
-    options = _c10d._DistributedBackendOptions()
+    options = c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, pg.rank(), pg.size()
     options.timeout, options.group_id, options.global_ranks_in_group = timeout, pg.group_name, ranks
     return _KINDS.CUSTOM, plugin.creator_fn(options, None)

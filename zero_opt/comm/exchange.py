@@ -1,19 +1,22 @@
-"""What every exchange of buckets between ranks has in common: names, staging, arithmetic, the interface."""
+"""Exchanges of buckets between ranks: their interface, and the names, buffers and arithmetic that all of them use."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.adam_state import HALVES
+from ..layout import Span
 from ..system.extension import native, native_available
 
-# Of which the native kernels compute means, and what they call them.
+# The dtypes of which native kernels compute means, and the kernels' names of them.
 NATIVE_DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -22,8 +25,13 @@ NATIVE_DTYPES = {
 }
 
 
+# The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
+# that need it has uses 0 and 1, sharding/buckets 2, PairwiseExchange 3 to 5.
+MEAN = 6
+
+
 class Ident(NamedTuple):
-    """Names one bucket exchange; later exchanges compare greater, on every rank alike."""
+    """The name of one exchange; later exchanges have greater ones, on every rank alike."""
 
     step: int
     epoch: int
@@ -42,7 +50,7 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Let what :meth:`staging` gives from now on have room for this much.
+        """Let what :meth:`staging` returns from now on have room for this many elements.
 
         A buffer that grew later would be replaced, and the one before kept alive by all who hold views of it.
         """
@@ -53,12 +61,12 @@ class StagingPool:
                     del self._buffers[key]
 
     def staging(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As :meth:`take`, from a buffer that keeps its place until more is reserved."""
-        self.take(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
-        return self.take(slot, numel, dtype, device)
+        """Return a buffer as :meth:`buffer` does, which keeps its place until more is reserved."""
+        self.buffer(slot, max(numel, self._reserved.get((dtype, device), 0)), dtype, device)
+        return self.buffer(slot, numel, dtype, device)
 
-    def take(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer of ``numel`` elements; its values are whatever the last user left."""
+    def buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a 1-D buffer of ``numel`` elements, with the values that its last user left."""
         key = (slot, dtype, device)
         with self._lock:
             buffer = self._buffers.get(key)
@@ -68,31 +76,27 @@ class StagingPool:
         return buffer[:numel]
 
     def release(self) -> None:
-        """Let go of all buffers; who holds views of them must let go too. They are made anew when next asked for."""
+        """Drop all buffers; holders of views must drop those too. Buffers are made anew when next asked for."""
         with self._lock:
             self._buffers.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all buffers."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
-def mean_in_rank_order(parts: Iterator[Tensor], world_size: int, out: Tensor) -> None:
-    """Write the sum of ``parts``, added in the order given, divided by ``world_size``, to ``out``.
+def mean_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of one tensor per rank, added in rank order, divided by their number, to ``out``.
 
-    bf16 and fp16 are accumulated in fp32 and rounded once. A part may be overwritten once the second next is asked for.
+    bf16 and fp16 are accumulated in fp32 and rounded once.
     """
-    total = torch.empty_like(out, dtype=torch.float32) if out.dtype in HALVES else out
-    first, second = next(parts), next(parts)
-    if total is out:
-        torch.add(first, second, out=total)
-    else:
-        total.copy_(first).add_(second)
-    for part in parts:
+    half = out.dtype in HALVES
+    total = parts[0].float().add_(parts[1]) if half else torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
         total.add_(part)
-    total.div_(world_size)
-    if total is not out:
+    total.div_(len(parts))
+    if half:
         out.copy_(total)
 
 
@@ -101,31 +105,16 @@ def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
     if out.is_cpu and out.dtype in NATIVE_DTYPES and native_available():
         addresses = [part.data_ptr() for part in parts]
         native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
-    elif add:
-        mean = torch.empty_like(out)
-        mean_in_rank_order(iter(parts), len(parts), mean)
+        return
+    mean = torch.empty_like(out) if add else out
+    mean_in_rank_order(parts, mean)
+    if add:
         out.add_(mean)
-    else:
-        mean_in_rank_order(iter(parts), len(parts), out)
 
 
 def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    """Every rank's part of a bucket, in rank order."""
+    """Return every rank's part of a bucket, in rank order."""
     return [bucket[start:stop] for start, stop in pairwise(bounds)]
-
-
-class Gathering:
-    """An all-gather under way."""
-
-    def __init__(self, works: Sequence[Any], chunks: Sequence[Tensor]) -> None:
-        self._works, self._chunks = works, chunks
-
-    def wait(self) -> Sequence[Tensor]:
-        """Every rank's shard, in rank order, once all are there."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        return self._chunks
 
 
 class Run(NamedTuple):
@@ -142,6 +131,73 @@ class Run(NamedTuple):
     add: bool = False
 
 
+# Views of runs, and of the same elements' places in a buffer.
+Views = tuple[list[Tensor], list[Tensor]]
+
+
+class ParamRuns(list[Run]):
+    """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
+
+    Attributes:
+        views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, what lies before
+            it, and what lies after it.
+    """
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        super().__init__(runs)
+        self.views: dict[int, Sequence[Views]] = {}
+
+    @property
+    def first(self) -> Tensor:
+        """The values of the first run."""
+        values = self[0].values
+        assert values is not None, "parameters have values"
+        return values
+
+
+def parts_within(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, Span]]:
+    """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
+    for run in runs[first_at(runs, span.start) :]:
+        if run.start >= span.stop:
+            return
+        part = Span(max(run.start, span.start), min(run.start + run.numel, span.stop))
+        if part.start < part.stop:
+            yield run, part
+
+
+def first_at(runs: Sequence[Run], element: int) -> int:
+    """Return the index of the last run that starts at or before an element; 0 if none does."""
+    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
+
+
+def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:
+    """Return views of the runs' elements within a span of the bucket, and of their places in ``buffer``, for copies.
+
+    Args:
+        buffer: has room for the span.
+    """
+    parts = [(run, run.values, part) for run, part in parts_within(runs, span)]
+    known = [(run, values, part) for run, values, part in parts if values is not None]
+    of_runs = [values[part.start - run.start : part.stop - run.start] for run, values, part in known]
+    return of_runs, [buffer[part.start - span.start : part.stop - span.start] for _, _, part in known]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of any number, also none, in one call."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def put_together(runs: Sequence[Run], span: Span, buffer: Tensor) -> Tensor:
+    """Copy the elements within a span of the bucket to ``buffer``, zeros where there are no values, and return it."""
+    values, places = paired(runs, span, buffer)
+    copy_all(places, values)
+    for run, part in parts_within(runs, span):
+        if run.values is None:
+            buffer[part.start - span.start : part.stop - span.start].zero_()
+    return buffer
+
+
 class SliceSums(NamedTuple):
     """Where to add up the squares of one slice of a shard, while it is in the cache.
 
@@ -155,26 +211,49 @@ class SliceSums(NamedTuple):
     squares: Tensor
 
 
-class DirectExchange(Protocol):
-    """An exchange that reads gradients and writes parameters where they are, so that nothing has to be staged.
+class Exchange(ABC):
+    """How the ranks of a group exchange buckets.
+
+    Every rank exchanges the same buckets in the same order. Only one thread at a time calls, and one exchange ends
+    before the next begins, except as :attr:`gathers_ahead` says; :meth:`leave` and :meth:`close` may be called by any
+    thread at any time.
 
     Attributes:
+        gathers_ahead: how many gathers may be started before the oldest has ended.
+        blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
+            they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
+        nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
+
+    Args:
+        pool: has the buffers that elements pass through.
     """
 
-    adds_up: Sequence[torch.dtype]
+    gathers_ahead, nbytes, blocks = 0, 0, True
+    adds_up: Sequence[torch.dtype] = ()
 
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
+
+    @abstractmethod
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
-        """As :meth:`Exchange.reduce_scatter`. Elements of ``out`` that no run covers are left alone.
+        """Write the mean over ranks of this rank's shard of a bucket to ``out``, or add it where the runs say so.
+
+        A rank may skip exchanges that an exception kept it from. Elements of ``out`` that no run covers mean nothing.
 
         Args:
-            sums: ascending; none unless :attr:`adds_up` has the dtype. Undefined when the result is ``False``.
+            runs: on an accelerator the whole bucket in one run.
+            sums: ascending; none unless :attr:`adds_up` has the dtype.
+
+        Returns:
+            ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
         """
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        """Start bringing every other rank's shard into this rank's runs, none of which is ``None``.
+    @abstractmethod
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        """Start bringing every other rank's shard into this rank's runs.
 
         The result ends it, and must be called.
 
@@ -182,53 +261,17 @@ class DirectExchange(Protocol):
             StepDesync: another rank skipped this exchange.
         """
 
-
-class Exchange(Protocol):
-    """How the ranks of a group exchange buckets. One exchange at a time, except as :attr:`gathers_ahead` says.
-
-    Attributes:
-        gathers_ahead: how many all-gathers may be started before the oldest has been read.
-        blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
-            they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
-        nbytes: memory of its own, beside the pool.
-    """
-
-    gathers_ahead: int
-    blocks: bool
-
-    @property
-    def nbytes(self) -> int:
-        """See the class."""
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        """Where to put together the bucket of the next exchange, as a 1-D tensor; what it holds is undefined.
-
-        ``turn`` counts all-gathers under way at a time.
-        """
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        """Write the mean over ranks of this rank's shard of ``bucket``, from :meth:`staging`, to ``out``.
-
-        Called in the same order on every rank, except that a rank may skip exchanges that an exception kept it from.
-        Returns ``False``, with ``out`` undefined, when another rank skipped this one.
-        """
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """Start bringing every rank's shard here; this rank's is in place in ``bucket``, from :meth:`staging`."""
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        """The exchange as one that needs no staging, if it is one for tensors of this dtype."""
-
     def fail(self, step: int) -> None:
-        """Have the following all-gathers tell the other ranks that this step failed on this rank."""
+        """Have the following gathers tell the other ranks that this step failed on this rank."""
 
-    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
         """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.
 
         Returns:
             A function. Once that gather has ended, it returns the ranks that called :meth:`fail` before the gather, the
             same on every rank. An exchange that would have to wait for other ranks to know returns none.
         """
+        return tuple
 
     def leave(self) -> None:
         """Leave all future exchanges: no rank waits for this one in them, and this one waits for no other."""
@@ -237,33 +280,75 @@ class Exchange(Protocol):
         """Release what is held."""
 
 
-class PooledExchange:
-    """What exchanges have in common whose staging is ordinary memory from a pool."""
+class StagedExchange(Exchange):
+    """The adapter for exchanges that need a bucket in one contiguous tensor.
 
-    gathers_ahead, nbytes, blocks = 0, 0, True
-    adds_up: Sequence[torch.dtype] = ()
+    What is one run already is exchanged where it is. Other buckets, and all that are gathered, are copied to and from
+    buffers of the pool.
+    """
 
-    def __init__(self, pool: StagingPool) -> None:
-        self._pool = pool
+    def __init__(self, rank: int, pool: StagingPool) -> None:
+        super().__init__(pool)
+        self._rank = rank
 
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        return self._pool.staging(turn, numel, dtype, device)
+    @abstractmethod
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        """As :meth:`Exchange.reduce_runs`, of a bucket in one tensor, whose mean overwrites all of ``out``."""
 
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        return None
+    @abstractmethod
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
+        """Start bringing every other rank's shard into ``bucket``; the result ends it."""
 
-    def fail(self, step: int) -> None:
-        """See :class:`Exchange`."""
+    def _staging(self, turn: int, numel: int, like: Tensor) -> Tensor:
+        return self._pool.staging(turn, numel, like.dtype, like.device)
 
-    def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
-        """See :class:`Exchange`; reports no rank."""
-        return tuple
+    def reduce_runs(
+        self,
+        ident: Ident,
+        runs: Sequence[Run],
+        bounds: Sequence[int],
+        out: Tensor,
+        sums: Sequence[SliceSums] = (),  # noqa: ARG002
+    ) -> bool:
+        bucket = runs[0].values if runs[0].numel == bounds[-1] else None
+        if bucket is None:
+            bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))
+        if not any(run.add for run in runs):
+            return self.reduce_scatter(ident, bucket, bounds, out)
+        mean = self._pool.buffer(MEAN, out.numel(), out.dtype, out.device)
+        if not self.reduce_scatter(ident, bucket, bounds, mean):
+            return False
+        own = bounds[self._rank]
+        for run, part in parts_within(runs, Span(own, bounds[self._rank + 1])):
+            there = slice(part.start - own, part.stop - own)
+            if run.add:
+                out[there] += mean[there]
+            else:
+                out[there] = mean[there]
+        return True
 
-    def leave(self) -> None:
-        """See :class:`Exchange`; breaking the connections is enough."""
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
+        views = runs.views.get(bucket.data_ptr())
+        if views is None:
+            own = Span(bounds[self._rank], bounds[self._rank + 1])
+            before, after = Span(0, own.start), Span(own.stop, bounds[-1])
+            others = [paired(runs, span, bucket[slice(*span)]) for span in (before, after)]
+            views = runs.views[bucket.data_ptr()] = (paired(runs, own, bucket[slice(*own)]), *others)
+        (values, places), *arriving = views
+        copy_all(places, values)
+        end = self.all_gather(ident, bucket, bounds)
 
-    def close(self) -> None:
-        """Nothing is held."""
+        def finish() -> None:
+            end()
+            for values, places in arriving:
+                copy_all(values, places)
+
+        return finish
+
+
+def nothing_left() -> None:
+    """End a gather that is complete already."""
 
 
 def close_all(exchanges: Mapping[str, Exchange]) -> None:

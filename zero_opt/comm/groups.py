@@ -32,12 +32,10 @@ from .device_backends import abort_device_backend, add_device_backend
 from .keepalive import HostLimits
 from .peer_watch import Stops, WaitingThread, Watch, looked_beside
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
+from .store import c10d
 from .transfers import Gathered, Message, Transfer, peer_lost, start
 
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
-
-# Groups in a forked child: the connections are the parent's, and freeing one waits for a thread that was not forked.
+# Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
@@ -61,7 +59,7 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
 
 
 def _timeout_of(parent: dist.ProcessGroup) -> float:
-    """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
+    """Return how many seconds a collective of the parent may take: torch's default where its backend does not say."""
     for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
         with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
             options: Any = parent._get_backend(torch.device(device)).options
@@ -86,7 +84,7 @@ def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
 
 
 def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
-    """A collective under way of tensors like this one."""
+    """Return the transfer of a collective of tensors like this one."""
     return Gathered(who, work) if like.is_cpu else Transfer(who, work)
 
 
@@ -97,25 +95,26 @@ def _new_group(
     devices: Mapping[str, str],
     connecting: Connecting | None,
 ) -> Any:
-    """A group of the parent's ranks, in its order, made by them alone.
+    """Return a group of the parent's ranks, in its order, made by them alone.
 
     Args:
         purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
 
-    ``_c10d.new_group`` cannot be used: without the other ranks it names a group after how many this process has at the
-    moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it differs
-    where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is taken.
+    ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has at
+    the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
+    differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
+    taken.
     """
     ranks = dist.get_process_group_ranks(parent)
     if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
         return parent
     if connecting is None:  # all ranks are in every group
-        return _c10d.new_group(ranks, timeout=timeout, backend=THREADED)
+        return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
     rank, size = dist.get_rank(parent), len(ranks)
     name = f"{connecting.name}/{purpose}"
-    pg = _c10d.ProcessGroup(_c10d.PrefixStore(name, _c10d._get_default_store()), rank, size)
-    kinds = _c10d.ProcessGroup.BackendType
-    gloo = _c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
+    pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
+    kinds = c10d.ProcessGroup.BackendType
+    gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
     gloo._set_default_timeout(timeout)
     gloo._set_sequence_number_for_group()
     pg._set_default_backend(kinds.GLOO)
@@ -143,12 +142,12 @@ def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
 
 
 def bytes_tensor(payload: bytes) -> Tensor:
-    """A CPU tensor with these bytes."""
+    """Return a CPU tensor with these bytes."""
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The raw bytes of a contiguous CPU tensor, without numpy."""
+    """Return the raw bytes of a contiguous CPU tensor, without numpy."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
@@ -202,11 +201,19 @@ class Group:
             group._departures = watch.departures
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
-        """See :class:`transfers.MessageGroup`; waits up to ``patience_s`` seconds for news of which rank has left."""
+        """Return the error that names the rank that has left; ``None`` if no rank is known to have.
+
+        Args:
+            text: a backend's words. patience_s: how long to wait for news.
+        """
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
     def lookout(self, waiting: str = "") -> Callable[[], None]:
-        """See :class:`shared_memory_exchange.ControlGroup`; ``waiting`` says what waits, if not a step."""
+        """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped.
+
+        Args:
+            waiting: says what waits, if not a step.
+        """
         return (lambda: None) if self._watch is None else Stops(self._watch, waiting).look
 
     def in_step(self, step: int) -> None:
@@ -223,14 +230,14 @@ class Group:
         return self.backend not in _WITHOUT_PROCESSES
 
     def mesh(self) -> DeviceMesh:
-        """The ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        """Return the ranks of the user's group as a 1-D mesh, for tensors in host memory."""
         if self._mesh is None:
             assert self.parent is not None, "a rank alone has no mesh"
             self._mesh = DeviceMesh.from_group(self.parent, "cpu")
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
+        """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order.
 
         Raises:
             ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
@@ -249,7 +256,7 @@ class Group:
                 self._watch.wait(work)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
-        """Every rank's payload, which may differ in length, in rank order.
+        """Return every rank's payload, which may differ in length, in rank order.
 
         The first message has one size whatever it is about: a backend may abort the process where sizes differ.
 
@@ -372,7 +379,7 @@ class DeviceGroup(Group):
 
 
 class SideGroup(Group):
-    """For messages between two ranks beside all collectives.
+    """A group for messages between two ranks, beside all collectives.
 
     Attributes:
         farewell: called before this rank breaks its connections. control: the group that knows which ranks are stopped.
@@ -423,7 +430,7 @@ def connect(
 
 
 class AloneGroup(Group):
-    """The group of a rank that has no others; needs no torch.distributed."""
+    """The group of a rank alone, which needs no torch.distributed."""
 
     def __init__(self) -> None:
         self.inline_bytes, self.backend, self.parent = 0, ALONE, None
@@ -440,13 +447,13 @@ class AloneGroup(Group):
         return [payload]
 
     def disconnect(self) -> None:
-        """See :class:`Group`; there is nobody to leave."""
+        """Do nothing: there is no connection to break."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """See :class:`Group`; there is nobody to send to."""
+        """Do nothing: there is no rank to send to."""
 
     def close(self) -> None:
-        """See :class:`Group`; there is nothing to destroy."""
+        """Do nothing: there is nothing to destroy."""
 
 
 def check_rank(rank: object, world_size: int, name: str) -> None:

@@ -37,7 +37,7 @@ class HostLimits:
         self._before: dict[str, list[int]] = {}
 
     def hold(self) -> None:
-        """Set limits until :meth:`lift`, on all connections that have been made so far, whoever made them."""
+        """Set limits until :meth:`lift`, on all connections that have been made so far."""
         self._before |= self._limited()
 
     def keep(self) -> None:
@@ -49,7 +49,7 @@ class HostLimits:
         for fd, name in _sockets().items() if any(self._before.values()) else ():
             if self._before.get(name):
                 with contextlib.suppress(OSError), _connection(fd) as connection:
-                    _set(connection, self._before[name])
+                    _set_options(connection, self._before[name])
         self._before.clear()
 
     def _limited(self) -> dict[str, list[int]]:
@@ -84,11 +84,11 @@ def _end_with_host(fd: int, silent_s: float, probe_s: float) -> list[int]:
         before = [connection.getsockopt(*option) for option in _OPTIONS]
         probe = max(1, round(probe_s))
         # The count ends idle connections, the time out those with unacknowledged data.
-        _set(connection, [1, probe, probe, max(1, round(silent_s / probe_s)), round(silent_s * 1000)])
+        _set_options(connection, [1, probe, probe, max(1, round(silent_s / probe_s)), round(silent_s * 1000)])
         return before
 
 
-def _set(connection: socket.socket, options: Sequence[int]) -> None:
+def _set_options(connection: socket.socket, options: Sequence[int]) -> None:
     for option, value in zip(_OPTIONS, options, strict=True):
         connection.setsockopt(*option, value)
 

@@ -1,4 +1,4 @@
-"""Ranks exchange buckets by messages to each other: gloo, whose own reduce-scatter is an all-reduce in disguise.
+"""The exchange of buckets by messages between two ranks, for gloo, whose reduce-scatter is an all-reduce in disguise.
 
 Each rank sends every peer just the part that the peer owns. What lies together in memory for long enough is sent from
 there, and received where it is wanted; shorter runs are put together in a buffer. A bucket's runs and shards are the
@@ -7,15 +7,27 @@ same on every rank, so both ends of a message cut it alike.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..layout import Span
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, add_mean, chunks_of
+from .exchange import (
+    Exchange,
+    Ident,
+    ParamRuns,
+    Run,
+    SliceSums,
+    StagingPool,
+    add_mean,
+    copy_all,
+    first_at,
+    paired,
+    parts_within,
+    put_together,
+)
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
@@ -32,8 +44,8 @@ _GATHERED = (_SENT, _RECEIVED)
 _ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
 
 
-class Post(Protocol):
-    """What is needed of a process group."""
+class PeerMessages(Protocol):
+    """What the exchange needs of a process group."""
 
     rank: int
     world_size: int
@@ -49,7 +61,7 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
     messages, begin = [], low
-    for run in runs[_first_at(runs, low) :]:
+    for run in runs[first_at(runs, low) :]:
         start, stop = max(run.start, low), min(run.start + run.numel, high)
         if run.start >= high:
             break
@@ -63,26 +75,11 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     return messages
 
 
-def _first_at(runs: Sequence[Run], element: int) -> int:
-    """Index of the last run that starts at or before an element; 0 if none does."""
-    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
-
-
-def _parts(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, int, int]]:
-    """Every run's elements within a span, as (run, first, last + 1) in the bucket."""
-    for run in runs[_first_at(runs, span.start) :]:
-        if run.start >= span.stop:
-            return
-        low, high = max(run.start, span.start), min(run.start + run.numel, span.stop)
-        if low < high:
-            yield run, low, high
-
-
 def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
-    """The span where it lies in memory, if it lies there together."""
-    for run, low, high in _parts(runs, span):
-        if run.values is not None and (low, high) == span:
-            return run.values[low - run.start : high - run.start]
+    """Return a view of the span where it is, if its elements lie together in memory."""
+    for run, part in parts_within(runs, span):
+        if run.values is not None and part == span:
+            return run.values[part.start - run.start : part.stop - run.start]
     return None
 
 
@@ -93,43 +90,34 @@ class _Stretches:
         self._pool, self._slot, self._like = pool, slot, like
 
     def reserve(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
-        """Have room for those of the spans that need it."""
+        """Make room for those of the spans that do not lie together."""
         numel = sum(span.numel for span in spans if _in_place(runs, span) is None)
-        self._buffer = self._pool.take(self._slot, numel, self._like.dtype, self._like.device)
+        self._buffer = self._pool.buffer(self._slot, numel, self._like.dtype, self._like.device)
         self._used = 0
 
     def room(self, numel: int) -> Tensor:
-        """The next elements of the buffer."""
+        """Return the next elements of the buffer."""
         self._used += numel
         return self._buffer[self._used - numel : self._used]
 
     def filled(self, runs: Sequence[Run], span: Span) -> Tensor:
-        """A span's elements, in place or put together here, with zeros where there are none."""
-        found = _in_place(runs, span)
-        if found is not None:
-            return found
-        room = self.room(span.numel)
-        for run, low, high in _parts(runs, span):
-            part = room[low - span.start : high - span.start]
-            if run.values is None:
-                part.zero_()
-            else:
-                part.copy_(run.values[low - run.start : high - run.start])
-        return room
+        """Return a span's elements, in place or put together here, with zeros where there are none."""
+        here = _in_place(runs, span)
+        return put_together(runs, span, self.room(span.numel)) if here is None else here
 
 
 class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
 
-    def __init__(self, post: Post, peer: int) -> None:
-        self._post, self._peer, self._count = post, peer, 0
+    def __init__(self, messages: PeerMessages, peer: int) -> None:
+        self._messages, self._peer, self._count = messages, peer, 0
         self._header: Tensor | None = None
 
     def _peek(self) -> tuple[Ident, list[int]]:
-        """The next exchange's ident, and the sizes of its messages in bytes."""
+        """Return the next exchange's ident, and the sizes of its messages in bytes."""
         if self._header is None:
             header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            self._post.receive_from(header, self._peer, 2 * self._count).wait()
+            self._messages.receive_from(header, self._peer, 2 * self._count).wait()
             self._header = header
         step, epoch, sequence, *sizes = self._header.tolist()
         return Ident(step, epoch, sequence), [size for size in sizes if size]
@@ -138,44 +126,41 @@ class _Inbox:
         """Start receiving the next exchange's messages."""
         tag, self._header = 2 * self._count + 1, None
         self._count = (self._count + 1) % _TAG_MODULUS
-        return [self._post.receive_from(tensor, self._peer, tag) for tensor in into]
+        return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
 
     def drop(self) -> None:
-        """Receive the next exchange's messages and forget them."""
+        """Receive the next exchange's messages, and drop them."""
         _, sizes = self._peek()
         for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
             work.wait()
 
     def skip_before(self, ident: Ident) -> bool:
-        """Drop exchanges older than ``ident``; whether the next one is ``ident``."""
+        """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
         while True:
-            found, _ = self._peek()
-            if found >= ident:
-                return found == ident
+            following, _ = self._peek()
+            if following >= ident:
+                return following == ident
             self.drop()
 
 
-class PairwiseExchange(PooledExchange):
-    """See the module.
+class PairwiseExchange(Exchange):
+    """The exchange by messages.
 
-    Every reduction is preceded by its ident, so a rank that left a backward early (an exception) is noticed instead of
-    having its next bucket added to this one.
+    The ident of a reduction goes ahead of its elements. So a rank that left a backward early, by an exception, is
+    noticed: its next bucket is not added to this one.
     """
 
     gathers_ahead = 1
 
-    def __init__(self, reduce_post: Post, gather_post: Post, pool: StagingPool) -> None:
+    def __init__(self, for_reduce: PeerMessages, for_gather: PeerMessages, pool: StagingPool) -> None:
         super().__init__(pool)
-        self._reduce, self._gather = reduce_post, gather_post
-        self._rank, self._world_size = reduce_post.rank, reduce_post.world_size
+        self._reduce, self._gather = for_reduce, for_gather
+        self._rank, self._world_size = for_reduce.rank, for_reduce.world_size
         self._peers = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        self._inbox = {peer: _Inbox(reduce_post, peer) for peer in self._peers}
+        self._inbox = {peer: _Inbox(for_reduce, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
         self._failed = -1  # the last step that failed on this rank
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:  # noqa: ARG002
-        return self
 
     def reduce_runs(
         self,
@@ -203,7 +188,7 @@ class PairwiseExchange(PooledExchange):
     def _reduce_received(self, runs: Sequence[Run], own: Span, out: Tensor) -> None:
         """Receive every peer's contribution to this rank's shard, and add up."""
         messages = plan_messages(runs, *own, out.element_size())
-        received = self._pool.take(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
+        received = self._pool.buffer(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
         shards: dict[int, Tensor] = {}
         works = []
         for turn, peer in enumerate(self._peers):
@@ -211,10 +196,10 @@ class PairwiseExchange(PooledExchange):
             works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
         for work in works:
             work.wait()
-        for run, low, high in _parts(runs, own):
+        for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
-                values = self._pool.take(_ZEROS, high - low, out.dtype, out.device).zero_()
+                values = self._pool.buffer(_ZEROS, high - low, out.dtype, out.device).zero_()
             else:
                 values = run.values[low - run.start : high - run.start]
             parts = [values if rank == self._rank else shards[rank][there] for rank in range(self._world_size)]
@@ -237,8 +222,8 @@ class PairwiseExchange(PooledExchange):
             works += [self._reduce.send_to(stretches.filled(runs, span), peer, 2 * count + 1) for span in plan]
         return works
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        like = next(run.values for run in runs if run.values is not None)
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        like = runs.first
         plans = [
             plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
         ]
@@ -259,12 +244,9 @@ class PairwiseExchange(PooledExchange):
         def finish() -> None:
             for work in works:
                 work.wait()
-            for span, values in later:
-                for run, low, high in _parts(runs, span):
-                    if run.values is not None:
-                        run.values[low - run.start : high - run.start].copy_(
-                            values[low - span.start : high - span.start]
-                        )
+            for span, into in later:
+                values, arrived = paired(runs, span, into)
+                copy_all(values, arrived)
 
         return finish
 
@@ -272,7 +254,7 @@ class PairwiseExchange(PooledExchange):
         self._failed = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`; sends one message to each peer, besides those of the gather."""
+        """Send one message to each peer, besides those of the gather."""
         words = {
             rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
         }
@@ -285,11 +267,3 @@ class PairwiseExchange(PooledExchange):
             return [rank for rank, word in words.items() if word.item() == step]
 
         return finish
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`; complete on return."""
-        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)()
-        return Gathering((), chunks_of(bucket, bounds))

@@ -16,33 +16,29 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple
-
-import torch.distributed as dist
+from typing import Any
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from ..system.log import log
 from .departures import Departure, Departures, How
-from .shared_memory_exchange import host_if_known
+from .process_identity import ProcessIdentity
 
 # Python sees Ctrl-C this often.
 SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at.
-_LOOK_S = 0.5
+_LOOK_AGAIN_S = 0.5
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
-_ENDING_S = 0.3
+_CLOSING_S = 0.3
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
 # How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
@@ -81,51 +77,6 @@ def done_within(work: Any, seconds: float) -> bool:
     return True
 
 
-class Home(NamedTuple):
-    """Where a rank runs.
-
-    Attributes:
-        host: names the host and the process namespace.
-        started: in clock ticks, to tell the process from a later one with its pid.
-        global_rank: the rank in the default process group; -1 where there is none.
-    """
-
-    host: str
-    pid: int
-    started: int
-    global_rank: int = -1
-
-    @classmethod
-    def of_this_process(cls) -> Home:
-        """Return the home of this process; its host is "" if that cannot be named."""
-        host, namespace = host_if_known(), ""
-        with contextlib.suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/pid")
-        rank = dist.get_rank() if dist.is_initialized() else -1
-        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1], rank)
-
-    def is_near(self, other: Home) -> bool:
-        """Return whether both processes are known to be on one host, in one process namespace."""
-        return bool(self.host and self.started) and self.host == other.host
-
-    def state(self) -> str:
-        """Of a process of this host, the kernel's letter for its state; an ended one is ``X``, an unknown one ``?``."""
-        state, started = _stat(self.pid)
-        return state if state == "?" or started == self.started else "X"
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State and starting time of a process; ("X", 0) if there is none, ("?", 0) if that cannot be read."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    except OSError:  # no descriptors are left, say
-        return "?", 0
-
-
 class Watch:
     """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
 
@@ -134,16 +85,21 @@ class Watch:
     """
 
     def __init__(
-        self, store: Any, rank: int, homes: Sequence[Home], timeouts: tuple[float, float], departures: Departures
+        self,
+        store: Any,
+        rank: int,
+        processes: Sequence[ProcessIdentity],
+        timeouts: tuple[float, float],
+        departures: Departures,
     ) -> None:
-        """``timeouts``: of the process group, and for ranks that are stopped."""
+        """``processes``: by rank. ``timeouts``: of the process group, and for ranks that are stopped."""
         self.step, self.call, self.departures = 0, "step()", departures
         departures.explain, departures.lives = self.explain, self.lives
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
-        self._world_size = len(homes)
-        self._global = [home.global_rank for home in homes]
-        self._near = {r: home for r, home in enumerate(homes) if r != rank and home.is_near(homes[rank])}
+        self._world_size = len(processes)
+        self._global = [process.global_rank for process in processes]
+        self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
         self._entered = 0
         self._given_up: PeerSilent | None = None
         self._thread = SerialThread("zero_opt watch")
@@ -163,7 +119,7 @@ class Watch:
                 patience.look()
                 departure = self.departures.first(self._entered)
                 if departure is not None:
-                    raise self.explain("", self._entered, _ENDING_S) or self._left(departure)
+                    raise self.explain("", self._entered, _CLOSING_S) or self._left(departure)
         except RuntimeError as error:
             if isinstance(error, PeerLost):
                 raise
@@ -188,11 +144,11 @@ class Watch:
 
     def stopped(self) -> list[int]:
         """The ranks of this host that are stopped."""
-        return [rank for rank, home in self._near.items() if home.state() in _STOPPED]
+        return [rank for rank, process in self._near.items() if process.state() in _STOPPED]
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
-        return [r for r, home in self._near.items() if not self.departures.knows(r) and home.state() in _ENDED]
+        return [r for r, near in self._near.items() if not self.departures.knows(r) and near.state() in _ENDED]
 
     def gone(self, rank: int) -> PeerLost:
         """Leave, and return the error, once a rank has ended and its connections have not broken."""
@@ -289,10 +245,10 @@ class Watch:
                 self.departures.find(Departure(ended[0], How.LOST))
             departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
-            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _ENDING_S)):
+            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._left(departure, text)
             more = self.departures.news and not self.departures.given_up
-            if waited >= (patience_s if more else min(patience_s, _ENDING_S)):
+            if waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
                 return self._held() if call is None and _TIMED_OUT in text else None
             time.sleep(0.01)
 
@@ -305,8 +261,8 @@ class Watch:
 
     def lives(self, rank: int) -> bool:
         """Return whether a rank of this host still runs a little after its connection has broken."""
-        home, end = self._near.get(rank), time.monotonic() + _ENDING_S
-        while home is not None and home.state() not in _ENDED:
+        process, end = self._near.get(rank), time.monotonic() + _CLOSING_S
+        while process is not None and process.state() not in _ENDED:
             if time.monotonic() > end:
                 return True
             time.sleep(0.01)
@@ -380,7 +336,7 @@ class Stops:
     def look(self) -> None:
         """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_S:
+        if now - self._looked < _LOOK_AGAIN_S:
             return
         self._looked = now
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
@@ -414,7 +370,7 @@ class WaitingThread:
             wait()
             return
         try:
-            while not futures.wait([future], _LOOK_S).done:
+            while not futures.wait([future], _LOOK_AGAIN_S).done:
                 look()
             future.result(0)
         finally:
@@ -438,7 +394,7 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
     thread = SerialThread("zero_opt look", over.set)
 
     def look_on() -> None:
-        while not over.wait(_LOOK_S):
+        while not over.wait(_LOOK_AGAIN_S):
             try:
                 look()
             except PeerLost as error:
@@ -462,16 +418,6 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def homes_from(payloads: Sequence[bytes]) -> list[Home]:
-    """The ranks' homes, as :func:`home_payload` wrote them."""
-    return [Home(*json.loads(payload)) for payload in payloads]
-
-
-def home_payload() -> bytes:
-    """This process's home, for the others."""
-    return json.dumps(Home.of_this_process()).encode()
 
 
 # Seconds after which a wait for another rank is mentioned in the log.

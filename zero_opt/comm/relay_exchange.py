@@ -1,44 +1,41 @@
-"""Exchange accelerator tensors through host memory, where the backend has no transport of its own for them."""
+"""The exchange of accelerator tensors through host memory, for backends that cannot carry them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from .exchange import Exchange, Gathering, Ident, PooledExchange, StagingPool
+from ..system.devices import HOST
+from .exchange import MEAN, Exchange, Ident, ParamRuns, Run, StagedExchange, StagingPool, chunks_of, nothing_left
 
-_CPU = torch.device("cpu")
 
-
-class RelayExchange(PooledExchange):
-    """Copies buckets to the host, exchanges them there, and copies this rank's part of the result back.
+class RelayExchange(StagedExchange):
+    """The exchange that copies buckets to the host, has ``host`` exchange them, and copies the result back.
 
     Used for several ranks on one accelerator over gloo: NCCL refuses to share a device.
     """
 
-    def __init__(self, host: Exchange, pool: StagingPool) -> None:
-        super().__init__(pool)
+    def __init__(self, rank: int, host: Exchange, pool: StagingPool) -> None:
+        super().__init__(rank, pool)
         self._host = host
 
+    def _on_host(self, bucket: Tensor) -> Tensor:
+        return self._pool.staging(0, bucket.numel(), bucket.dtype, HOST).copy_(bucket)
+
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        staged = self._host.staging(bucket.numel(), bucket.dtype, _CPU)
-        staged.copy_(bucket)
-        mean = self._pool.take(1, out.numel(), out.dtype, _CPU)
-        if not self._host.reduce_scatter(ident, staged, bounds, mean):
+        mean = self._pool.buffer(MEAN, out.numel(), out.dtype, HOST)
+        if not self._host.reduce_runs(ident, [Run(0, bucket.numel(), self._on_host(bucket))], bounds, mean):
             return False
         out.copy_(mean)
         return True
 
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        staged = self._host.staging(bucket.numel(), bucket.dtype, _CPU)
-        staged.copy_(bucket)
-        chunks = self._host.all_gather(ident, staged, bounds).wait()
-        arrived = []
-        for start, chunk in zip(bounds, chunks, strict=False):
-            arrived.append(bucket[start : start + chunk.numel()].copy_(chunk))
-        return Gathering((), arrived)
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
+        staged = self._on_host(bucket)
+        self._host.gather_runs(ident, ParamRuns([Run(0, bucket.numel(), staged)]), bounds)()
+        for chunk, arrived in zip(chunks_of(bucket, bounds), chunks_of(staged, bounds), strict=True):
+            chunk.copy_(arrived)
+        return nothing_left
 
     def fail(self, step: int) -> None:
         self._host.fail(step)

@@ -41,11 +41,9 @@ from ..system.devices import HOST
 from ..system.log import log
 from .departures import Departures
 from .keepalive import HostLimits
-from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line, home_payload, homes_from
-from .store import StoreCalls, default_store, lacking, until, values
-
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
+from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
+from .process_identity import ProcessIdentity
+from .store import StoreCalls, c10d, default_store, lacking, until, values
 
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
@@ -65,7 +63,7 @@ _met: WeakKeyDictionary[Any, Counter[Key]] = WeakKeyDictionary()
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
-    """The process group a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
+    """Return the process group that a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
 
     Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
@@ -140,16 +138,16 @@ class Meeting:
     def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
         self._parent, self._patience = parent, patience
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
-        self._met = _met.setdefault(_c10d._get_default_store(), Counter())
+        self._met = _met.setdefault(c10d._get_default_store(), Counter())
         self._number = self._met[self._key]
         self._met[self._key] += 1
         self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
-        self._place = _place(self._key, self._number)
+        self._place = _meeting_place(self._key, self._number)
         self._absent: list[int] = []
         self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
 
     def come(self, obstacle: ZeroOptError | None = None) -> None:
-        """Come, and wait for the others. All ranks of the group must.
+        """Come, and wait for the other ranks. Collective.
 
         Args:
             obstacle: why this rank cannot go on, if so; raised on all ranks.
@@ -198,21 +196,21 @@ class Meeting:
         return [f"{kind}/{rank}" for rank in range(len(self._key[1]))]
 
     def _arrive(self) -> bool:
-        """Say that this rank has come; whether all have."""
-        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, home_payload().decode()]))
+        """Say that this rank has come; returns whether all have."""
+        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, ProcessIdentity.of_this_process()]))
         return self._complete()
 
     def _complete(self) -> bool:
-        """Whether all ranks have come, and know of each other."""
+        """Return whether all ranks have come, and know of each other."""
         if not self._place.check(self._keys("came")):
             return False
         came = values(self._place, self._keys("came"))
         name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
         if name != self.name:
-            homes = homes_from([json.loads(said)[1].encode() for said in came])
+            ranks = [ProcessIdentity(*json.loads(said)[1]) for said in came]
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             departures = self._patience.departures or Departures()
-            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, homes, timeouts, departures)
+            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, ranks, timeouts, departures)
             default_store(name).set(f"seen/{self.rank}", "")
         return bool(default_store(name).check(self._keys("seen")))
 
@@ -263,7 +261,7 @@ class Meeting:
                 both = [(self._key, self._number), (there, number)]
                 for key, count in both:
                     said = json.dumps([key[1].index(here), *name_and_text(error), both])
-                    _place(key, count).compare_set(_FAILED, "", said)
+                    _meeting_place(key, count).compare_set(_FAILED, "", said)
                 self._met[there] += 1
                 return error
         return None
@@ -299,12 +297,12 @@ class Meeting:
         return None
 
     def _named(self) -> str:
-        """Names of the ranks that have not come."""
+        """Return names of the ranks that have not come."""
         others = f"one or more of the other ranks ({len(self._key[1]) - 1})"
         return ", ".join(f"rank {rank}" for rank in self._absent) or others
 
 
-def _place(key: Key, number: int) -> Any:
+def _meeting_place(key: Key, number: int) -> Any:
     """Return the part of the store in which the ranks of a group meet for the n-th time."""
     digest = hashlib.sha256(json.dumps([key, number]).encode()).hexdigest()[:32]
     return default_store(f"zero_opt/meeting/{digest}")

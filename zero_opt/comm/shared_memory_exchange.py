@@ -1,4 +1,4 @@
-"""Ranks on one host exchange buckets through shared memory: each maps the others' staging and reads it there.
+"""The exchange of buckets through shared memory: ranks of one host map each other's staging, and read it there.
 
 Gradients go from where autograd left them through two small slots of staging, and parameters to where they are; see
 native/exchange/host_exchange.hpp for how, and for why two slots are enough.
@@ -6,12 +6,9 @@ native/exchange/host_exchange.hpp for how, and for why two slots are enough.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import json
 import os
-import platform
 import secrets
 import select
 import threading
@@ -19,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,24 +26,22 @@ from ..kernels.checks import GRAD_DTYPES
 from ..system.extension import native, native_available
 from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
+from . import process_identity
 from .exchange import (
     NATIVE_DTYPES,
-    DirectExchange,
     Exchange,
-    Gathering,
     Ident,
-    PooledExchange,
+    ParamRuns,
     Run,
     SliceSums,
     StagingPool,
-    chunks_of,
+    nothing_left,
 )
+from .groups import Group
 
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
 _NONCE_BYTES = 16
 
-# Differs between hosts, and between two starts of one.
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PASSED, _NOT_YET = 2, 3
 # What one rank stages should be in a cache still when its peers read it, and waiting be rare.
 _SLOT_BYTES = 1 << 19
@@ -57,26 +52,9 @@ _FAILED_AT = 1024
 # Offset of a byte that the rank sets once it takes part in no further exchange.
 _LEFT_AT = _FAILED_AT + 8
 # Waiting returns to Python this often, to notice a dead peer and Ctrl-C.
-_LOOK_S = 0.05
-# Seconds that close() waits for an exchange under way, which ends within _LOOK_S unless the machine is overloaded.
+_SLICE_S = 0.05
+# Seconds that close() waits for an exchange under way, which ends within _SLICE_S unless the machine is overloaded.
 _ENDS_S = 5.0
-
-
-class ControlGroup(Protocol):
-    """What the handshake needs of a process group."""
-
-    rank: int
-    world_size: int
-    timeout_s: float
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order."""
-
-    def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
-        """Return the error that names the rank that has left; ``None`` if no rank is known to have."""
-
-    def lookout(self) -> Callable[[], None]:
-        """Return what raises PeerSilent, called again and again in a wait, once a rank is stopped for too long."""
 
 
 class _Peer:
@@ -103,42 +81,42 @@ class _Peer:
         self.arena.close()
 
 
-class HostExchange(PooledExchange):
-    """See the module. What the kernels cannot add up (complex numbers) goes through ``fallback``, on every rank."""
+class HostExchange(Exchange):
+    """The exchange through shared memory.
 
-    def __init__(
-        self, group: ControlGroup, own: Arena, peers: Sequence[_Peer], fallback: Exchange, pool: StagingPool
-    ) -> None:
+    What the kernels cannot add up (complex numbers) goes through ``fallback``, on every rank.
+    """
+
+    def __init__(self, group: Group, own: Arena, peers: Sequence[_Peer], fallback: Exchange, pool: StagingPool) -> None:
         super().__init__(pool)
         self.adds_up = GRAD_DTYPES
         self._group, self._closed, self._pid, self._reading = group, False, os.getpid(), threading.Lock()
         self._own, self._peers, self._fallback = own, {peer.rank: peer for peer in peers}, fallback
         self.nbytes = own.bytes.numel()
-        arenas_of = {group.rank: own, **{peer.rank: peer.arena for peer in peers}}
-        self._failed = {rank: arenas_of[rank].view(_FAILED_AT, 1, torch.int64) for rank in sorted(arenas_of)}
-        self._rank = group.rank
-        arenas = {group.rank: own.address, **{peer.rank: peer.arena.address for peer in peers}}
+        arenas = [arena for _, arena in sorted({group.rank: own, **{peer.rank: peer.arena for peer in peers}}.items())]
+        self._failed = [arena.view(_FAILED_AT, 1, torch.int64) for arena in arenas]
         slot_bytes = (own.bytes.numel() - PAGE) // 2
-        self._ranks = native.HostRanks(group.rank, [arenas[rank] for rank in sorted(arenas)], PAGE, slot_bytes)
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
+        self._ranks = native.HostRanks(group.rank, [arena.address for arena in arenas], PAGE, slot_bytes)
 
     def reduce_runs(
         self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
     ) -> bool:
-        bucket = _bucket(runs, bounds, out.dtype, sums)
+        if out.dtype not in NATIVE_DTYPES:
+            return self._fallback.reduce_runs(ident, runs, bounds, out)
+        bucket = _native_bucket(runs, bounds, out.dtype, sums)
         return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:
-        """See :class:`DirectExchange`; complete on return."""
-        dtype = next(run.values.dtype for run in runs if run.values is not None)
-        if not self._complete(ident, partial(self._ranks.gather, ident, _bucket(runs, bounds, dtype))):
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        """Gather, and be done on return."""
+        dtype = runs.first.dtype
+        if dtype not in NATIVE_DTYPES:
+            return self._fallback.gather_runs(ident, runs, bounds)
+        if not self._complete(ident, partial(self._ranks.gather, ident, _native_bucket(runs, bounds, dtype))):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
-        return _nothing_left
+        return nothing_left
 
     def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
-        """Go through all pieces of an exchange; ``False`` if a peer went on without it."""
+        """Go through all pieces of an exchange; returns ``False`` if a peer went on without it."""
         with self._reading:
             return self._go_through(ident, advance)
 
@@ -148,7 +126,7 @@ class HostExchange(PooledExchange):
             if self._closed:
                 closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
                 raise self._group.explain("", 0.0) or closed
-            state, rank, came = advance(published, _LOOK_S)
+            state, rank, came = advance(published, _SLICE_S)
             if state != _NOT_YET:
                 return state != _PASSED
             if came > published:
@@ -168,37 +146,25 @@ class HostExchange(PooledExchange):
                 )
 
     def fail(self, step: int) -> None:
-        self._failed[self._rank].fill_(step + 1)
+        self._failed[self._group.rank].fill_(step + 1)
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """See :class:`Exchange`; reads one word of memory per rank."""
-        return lambda: [rank for rank, word in self._failed.items() if word.item() == step + 1]
+        """Return a function that reads one word of memory per rank."""
+        return lambda: [rank for rank, word in enumerate(self._failed) if word.item() == step + 1]
 
     def _lost(self, rank: int, ident: Ident) -> PeerLost:
         """Return the error about a rank that will not come to an exchange."""
         gone = f"rank {rank} (pid {self._peers[rank].pid}) has left, or died, before the exchange of step {ident.step}"
         return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
-        if bucket.dtype not in NATIVE_DTYPES:
-            return self._fallback.reduce_scatter(ident, bucket, bounds, out)
-        return self.reduce_runs(ident, [Run(0, bucket.numel(), bucket)], bounds, out)
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
-        """See :class:`Exchange`; complete on return."""
-        if bucket.dtype not in NATIVE_DTYPES:
-            return self._fallback.all_gather(ident, bucket, bounds)
-        self.gather_runs(ident, [Run(0, bucket.numel(), bucket)], bounds)
-        return Gathering((), chunks_of(bucket, bounds))
-
     def leave(self) -> None:
-        """See :class:`Exchange`. A forked child, which shares this memory, leaves the byte as it is."""
+        """Set this rank's byte; a forked child, which shares the memory, leaves the byte as it is."""
         self._closed = True
         if os.getpid() == self._pid and self._own.bytes.numel():
             self._own.bytes[_LEFT_AT] = 1
 
     def close(self) -> None:
-        """See :class:`Exchange`; an exchange that still waits for a peer ends with an error."""
+        """End an exchange that still waits for a peer, with an error, and unmap all memory."""
         self.leave()
         for peer in self._peers.values():
             peer.close()
@@ -210,26 +176,22 @@ class HostExchange(PooledExchange):
             self._reading.release()
 
 
-def _nothing_left() -> None:
-    """An exchange that is complete already."""
-
-
-def _bucket(runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()) -> Any:
-    """What the native exchange takes; the caller keeps the tensors alive."""
+def _native_bucket(
+    runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()
+) -> Any:
+    """Return what the native exchange takes; the caller keeps the tensors alive."""
     listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
     places = [(part.start, part.numel, part.squares.data_ptr()) for part in sums]
     return native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)
 
 
-def build_host_exchange(
-    group: ControlGroup, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int
-) -> Exchange:
-    """A shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
+def build_host_exchange(group: Group, fallback: Exchange, pool: StagingPool, largest_bucket_bytes: int) -> Exchange:
+    """Return a shared-memory exchange if every rank can map every other's memory, else ``fallback``. Collective."""
     nbytes = own_nbytes(group.world_size, largest_bucket_bytes)
     own: Arena | None = None
     offer: dict[str, Any] = {"host": "", "error": ""}
     try:
-        offer["host"] = host_id()
+        offer["host"] = process_identity.host_id()
         own = _new_arena(nbytes)
         offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own).hex())
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -252,7 +214,7 @@ def build_host_exchange(
 
 
 def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
-    """Bytes of shared memory that each rank adds: a page of words, and two slots of staging."""
+    """Return the bytes of shared memory that each rank adds: a page of words, and two slots of staging."""
     slot_bytes = max(min(_SLOT_BYTES, largest_bucket_bytes), _LINE_BYTES * world_size)
     return PAGE + 2 * page_aligned(slot_bytes)
 
@@ -270,34 +232,7 @@ def _nonce(arena: Arena) -> bytes:
     return bytes(arena.bytes[native.PEER_WORDS_NBYTES : native.PEER_WORDS_NBYTES + _NONCE_BYTES].tolist())
 
 
-def host_id() -> str:
-    """Return a name for this host since its last boot.
-
-    Raises:
-        OSError: no descriptor or no memory is left to read the name with.
-    """
-    try:
-        return _boot_id(_BOOT_ID)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise
-        return platform.node()
-
-
-@functools.cache
-def _boot_id(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read().strip()
-
-
-def host_if_known() -> str:
-    """Return :func:`host_id`, or "" if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return host_id()
-    return ""
-
-
-def _map_all(group: ControlGroup, offers: Sequence[dict[str, Any]], nbytes: int, peers: list[_Peer]) -> list[str]:
+def _map_all(group: Group, offers: Sequence[dict[str, Any]], nbytes: int, peers: list[_Peer]) -> list[str]:
     """Map the other ranks' memory and add them to ``peers``; returns each rank's failure, "" if none. Collective."""
     failure = ""
     try:

@@ -7,22 +7,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .exchange import DirectExchange, Gathering, Ident, PooledExchange, Run, SliceSums, StagingPool, chunks_of
+from .exchange import Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, nothing_left
 
 
-class AloneExchange(PooledExchange):
-    """See the module.
+class AloneExchange(Exchange):
+    """The exchange of a rank alone, which copies gradients to shards and gathers nothing.
 
     Args:
-        blocks: see :class:`Exchange`; work in host memory belongs on the background thread too, in order with the rest.
+        blocks: as of :class:`Exchange`. Work in host memory belongs on the background thread too, in order with the
+            rest.
     """
 
     def __init__(self, pool: StagingPool, *, blocks: bool) -> None:
         super().__init__(pool)
         self.blocks = blocks
-
-    def direct(self, dtype: torch.dtype) -> DirectExchange:  # noqa: ARG002  (any)
-        return self
 
     def reduce_runs(
         self,
@@ -47,16 +45,5 @@ class AloneExchange(PooledExchange):
             torch._foreach_copy_(targets, sources)
         return True
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
-        return _nothing_left
-
-    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
-        out.copy_(bucket)
-        return True
-
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        return Gathering((), chunks_of(bucket, bounds))
-
-
-def _nothing_left() -> None:
-    """A gather that is complete already."""
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
+        return nothing_left

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ..errors import PeerLost
 from ..system.background_thread import SerialThread
 
-# Its private parts carry no types.
-_c10d: Any = dist.distributed_c10d
+# torch's own functions for groups; the private ones carry no types.
+c10d: Any = dist.distributed_c10d
 
 # Seconds that the store may take to answer.
 _ANSWER_S = 60.0
@@ -26,7 +26,7 @@ _Answer = TypeVar("_Answer")
 
 def default_store(prefix: str) -> Any:
     """Return the default group's store, with a prefix for its keys."""
-    return _c10d.PrefixStore(prefix, _c10d._get_default_store())
+    return c10d.PrefixStore(prefix, c10d._get_default_store())
 
 
 class StoreCalls:

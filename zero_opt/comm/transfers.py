@@ -34,21 +34,17 @@ class MessageGroup(Protocol):
         """Return the error that names the rank that has left, given a backend's words; ``None`` if unknown."""
 
     def aside(self, call: Callable[[], None]) -> None:
-        """Run it, and return when it has; Ctrl-C ends the wait for it, and what it waits for."""
+        """Run a call that waits, and return once it has; Ctrl-C ends the wait, and what the call waits for."""
 
 
 class Transfer:
-    """Something under way between ranks.
-
-    Raises:
-        PeerLost: in place of the backend's error; names the rank that did not answer, where one can be told.
-    """
+    """Something under way between ranks. Waits raise PeerLost in place of a backend's error about a rank."""
 
     def __init__(self, who: str, work: dist.Work) -> None:
         self._who, self._work = who, work
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when it is done.
+        """Return when the transfer is over.
 
         Args:
             seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
@@ -61,7 +57,7 @@ class Transfer:
 
 
 class Gathered(Transfer):
-    """A collective of tensors in host memory, whose wait is cut into slices, so that Ctrl-C gets through."""
+    """A collective of tensors in host memory. Waits are short ones in a loop, so that Ctrl-C gets through."""
 
     def wait(self, seconds: float | None = None) -> None:  # noqa: ARG002  (collectives have the group's timeout)
         with peer_lost(self._who):
@@ -70,8 +66,9 @@ class Gathered(Transfer):
 
 
 class Message(Transfer):
-    """A message between two ranks over gloo: its wait cannot be cut into slices, since one that times out ends the
-    group, so the main thread leaves it to another.
+    """A message between two ranks over gloo.
+
+    A wait that times out ends the group, so waits cannot be short. The main thread leaves them to another thread.
     """
 
     def __init__(self, who: str, work: dist.Work, group: MessageGroup) -> None:
@@ -85,7 +82,7 @@ class Message(Transfer):
             self.wait_here(seconds)
 
     def wait_here(self, seconds: float | None = None) -> None:
-        """As :meth:`wait`, whatever the thread."""
+        """Wait on this thread, whichever it is."""
         try:
             # gloo's own limit for messages is how long the ranks had to connect.
             super().wait(self._group.timeout_s if seconds is None else seconds)
@@ -93,14 +90,14 @@ class Message(Transfer):
             raise self._group.explain(first_line(error)) or error from error
 
 
-class Window:
-    """Transfers under way, a few at a time, and the tensors that they read or write."""
+class TransferQueue:
+    """Transfers under way, a few at a time, oldest first, and the tensors that they read or write."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Transfer, Tensor]] = deque()
 
     def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
-        """Take in a transfer, after waiting for the oldest if there are too many; ``None`` is one that is over."""
+        """Add a transfer, and wait for the oldest if there are too many; ``None`` is one that is over."""
         if transfer is not None and tensor is not None:
             self._under_way.append((transfer, tensor))
             if len(self._under_way) > _WINDOW:
@@ -114,6 +111,7 @@ class Window:
 
 @contextlib.contextmanager
 def peer_lost(who: str) -> Iterator[None]:
+    """Within it, a backend's error about a rank is a PeerLost, which says that ``who`` has ended."""
     try:
         yield
     except PeerLost:

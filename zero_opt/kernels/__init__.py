@@ -1,4 +1,4 @@
-"""The one typed door to the native Adam kernel, and ``CPUAdam`` / ``CPUAdamW`` on top of it.
+"""The native Adam kernel as typed functions, and ``CPUAdam`` and ``CPUAdamW`` on top of it.
 
 ``cpu_adam`` holds the classes, ``functions`` the functions, ``runs`` turns tensors into what the kernel takes,
 ``slots`` keeps that from step to step, ``adam_state`` converts between live and plain state, ``threads`` counts

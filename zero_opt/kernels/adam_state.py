@@ -25,7 +25,7 @@ ROLES = (*MOMENTS, "max_exp_avg_sq", "remainder", *BASES)
 
 
 def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
-    """The dtypes of params that a state of this form can be for."""
+    """Return the dtypes of params that a state of this form can be for."""
     if form.master is None:
         return (torch.float32,)
     return (torch.float32, torch.bfloat16) if form.master == "split" else (torch.float32, *HALVES)
@@ -37,7 +37,7 @@ def prefer_huge_pages(fresh: Tensor) -> None:
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the param's shape and strides, in huge pages where there are such."""
+    """Return zeros of the param's shape and strides, in huge pages where there are such."""
     fresh = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
     prefer_huge_pages(fresh)
     return fresh.zero_()
@@ -49,9 +49,9 @@ def _add_bases(state: dict[str, Any], param: Tensor) -> None:
 
 
 def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any]:
-    """A new state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides.
+    """Return a new state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides.
 
-    To be taken over at once: a Ctrl-C in the middle must leave no part of a state.
+    The caller takes it over in one call: a Ctrl-C in the middle must leave no part of a state.
     """
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for moment in MOMENTS:
@@ -76,9 +76,9 @@ def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: Adam
 
 
 def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
-    """What a bf16 param lacks of an fp32 master of its shape: the master, where the param is that rounded, else zero.
+    """Return what a bf16 param lacks of an fp32 master of its shape; zero where the param is not the master, rounded.
 
-    The param is not written. Where another rounding of ties has made it, the master comes one unit off.
+    The param is not written. Where another rounding of ties has made it, the master comes out one unit off.
     """
     remainder = _like(param, torch.int16)
     if master is not None:
@@ -90,7 +90,7 @@ def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
 
 
 def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """The tensors that a step writes, by the kernel's names for their roles."""
+    """Return the tensors that a step writes, by the kernel's names for their roles."""
     arrays = {role: state[role] for role in ROLES if role in state}
     if "master" not in state or param.dtype not in HALVES:
         return {"param": param, **arrays}
@@ -98,7 +98,7 @@ def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
 
 
 def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamState) -> None:
-    """Raises TypeError or ValueError, naming it, for what a state in torch's form lacks, or has in another shape.
+    """Raise TypeError or ValueError, naming the entry, for what a state in torch's form lacks or has in another shape.
 
     Args:
         name: what error messages call the param.
@@ -122,7 +122,7 @@ def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamSt
 
 
 def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A live state in torch's form. What is in that form already is not copied.
+    """Return a live state in torch's form. What is in that form already is not copied.
 
     Raises:
         TypeError, ValueError: the state does not fit the param, which is called ``name``.
@@ -130,7 +130,9 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
     check_arrays(name, arrays_of(state, param))
     plain = {key: value for key, value in state.items() if key not in ("remainder", "exp_avg_base", "exp_avg_sq_base")}
     if "exp_avg_base" in state:
-        plain.update(zip(MOMENTS, _unpacked(state, param)))
+        moments = [_like(param, torch.float32) for _ in MOMENTS]
+        native.unpack_moments(_moment_run(state, moments, 1.0))
+        plain.update(zip(MOMENTS, moments))
     else:
         plain.update({moment: state[moment].float() for moment in MOMENTS if moment in state})
     if "remainder" in state:
@@ -147,14 +149,8 @@ def _moment_run(state: Mapping[str, Any], plain: list[Tensor], step: float) -> A
     return native.MomentRun(state["exp_avg"].numel(), dtype, addresses, step=step)
 
 
-def _unpacked(state: Mapping[str, Any], param: Tensor) -> list[Tensor]:
-    plain = [_like(param, torch.float32) for _ in MOMENTS]
-    native.unpack_moments(_moment_run(state, plain, 1.0))
-    return plain
-
-
 def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
-    """A state in torch's form, in the form that is asked for; a split master is written to the param too.
+    """Return a state in torch's form in the form that is asked for; a split master is written to the param too.
 
     A moment that the form can hold is kept as it is; others are rounded.
     """

@@ -1,4 +1,4 @@
-"""What a tensor must be before its address is taken.
+"""Checks of tensors before their addresses are taken.
 
 Tensors reach the kernel as bare addresses, so everything that could make an address mean something else (device,
 dtype, layout, overlap, a missing storage) is checked here, before anything is written.
@@ -52,7 +52,7 @@ def native_isas() -> NativeIsas:
 def check_tensor(
     what: str, tensor: Any, shape: torch.Size | None = None, dtypes: tuple[torch.dtype, ...] = FLOAT32
 ) -> None:
-    """Raises TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
+    """Raise TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
 
     Args:
         what: the tensor's name in the message.
@@ -93,27 +93,27 @@ def check_tensor(
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Return the bytes from the first element to the end of the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def check_reach(what: str, tensor: Tensor) -> None:
-    """Raises ValueError if the storage was made smaller than the tensor over it."""
+    """Raise ValueError if the storage was made smaller than the tensor over it."""
     if tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes():
         raise ValueError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
-    found = shared_pair([tensor for _, tensor in named])
-    if found is not None:
-        name, other_name = (named[at][0] for at in found)
+    """Raise ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
+    pair = shared_pair([tensor for _, tensor in named])
+    if pair is not None:
+        name, other_name = (named[at][0] for at in pair)
         raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
 
 
 def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The positions of two tensors that have an element in common, if any have."""
+    """Return the positions of two tensors that have an element in common, if any have."""
     places = {at: (str(tensor.device), tensor.data_ptr()) for at, tensor in enumerate(tensors) if tensor.numel()}
     in_memory = sorted(places, key=places.__getitem__)
     for number, at in enumerate(in_memory):
@@ -128,7 +128,7 @@ def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _share(first: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that reach into each other's memory have an element in common; taken so in mixed sizes."""
+    """Return whether two tensors that reach into each other's memory have an element in common; so in mixed sizes."""
     dense = all(is_dense(tensor.shape, tensor.stride()) for tensor in (first, other))
     if dense or first.itemsize != other.itemsize or (first.data_ptr() - other.data_ptr()) % first.itemsize:
         return True
@@ -136,7 +136,7 @@ def _share(first: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    """Where every element is."""
+    """Return the address of every element."""
     addresses = torch.tensor(tensor.data_ptr(), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride()):
         addresses = (
@@ -146,14 +146,14 @@ def _addresses(tensor: Tensor) -> Tensor:
 
 
 def storage_order(tensor: Tensor) -> tuple[int, ...]:
-    """The strides in which a run covers this tensor: its own if they are dense, else those of a clone."""
+    """Return the strides in which a run covers this tensor: its own if they are dense, else those of a clone."""
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def has_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether the tensor's bytes are its elements in the order of these strides."""
+    """Return whether the tensor's bytes are its elements in the order of these strides."""
     if tensor.is_neg():
         return False  # a lazy negation: the bytes are not the values
     own = tensor.stride()

@@ -18,7 +18,8 @@ from ..system.extension import require_native
 from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .functions import adam_hypers
-from .slots import Slot, step_slots
+from .runs import step_runs
+from .slots import Slot
 from .threads import checked_threads, say_threads
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -45,7 +46,7 @@ class NativeOptions(TypedDict, total=False):
 
 
 def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's implementation switches, with ``fused`` on: what state_dict() shows and other optimizers load."""
+    """Return torch's implementation switches with ``fused`` on, as state_dict() shows them."""
     if options.get("fused") is False:
         raise ValueError(f"{name} is a fused kernel; for fused=False use torch.optim")
     if options.get("foreach"):
@@ -55,8 +56,8 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "fused": True}
 
 
-def _plain(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    """A hook: brings the states of a state dict that is being made into torch's form."""
+def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """Bring the states of a state dict that is being made into torch's form; a hook."""
     assert isinstance(optimizer, _NativeStep)
     ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
     named = dict(zip(ids, optimizer._named()))
@@ -81,7 +82,7 @@ class _NativeStep(torch.optim.Adam):
     nonfinite_grads: int = 0
 
     def _take(self, options: NativeOptions) -> dict[str, Any]:
-        """Keeps what is ours of the options, and returns what is torch's."""
+        """Keep what is ours of the options, and return what is torch's."""
         require_native()
         rest: dict[str, Any] = dict(options)
         self._form: AdamState = rest.pop("state", PLAIN)
@@ -109,7 +110,7 @@ class _NativeStep(torch.optim.Adam):
     # -- params -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; also raises TypeError or ValueError for a param that the kernel cannot update."""
+        """Add a group as torch does; raise TypeError or ValueError for a param that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
@@ -131,7 +132,7 @@ class _NativeStep(torch.optim.Adam):
             raise
 
     def _name(self, index: int, position: int) -> str:
-        """What error messages call a param."""
+        """Return what error messages call a param."""
         names = self.param_groups[index].get("param_names")
         called = f" ({names[position]!r})" if names else ""
         return f"{type(self).__name__} param {position} of group {index}{called}"
@@ -139,11 +140,11 @@ class _NativeStep(torch.optim.Adam):
     # -- state dicts --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, whatever the form of the state: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
+        """Return torch's form, whatever the state's: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
 
-        It loads into any other form and into torch.optim; loaded into the same form it goes on to the bit.
+        The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
         """
-        with self.register_state_dict_post_hook(_plain, prepend=True):  # the user's hooks see torch's form
+        with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
         return packed
 
@@ -156,7 +157,7 @@ class _NativeStep(torch.optim.Adam):
         return self._form.moments != "float32" or param.dtype in HALVES
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's; takes what any torch Adam or any form of this one has saved.
+        """Load what any torch Adam or any form of this one has saved, as torch's Adam does.
 
         A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
         master, and a warning says so.
@@ -172,7 +173,7 @@ class _NativeStep(torch.optim.Adam):
             warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
 
     def _checked(self, loaded: Mapping[str, Any]) -> Iterator[tuple[Parameter, Mapping[str, Any]]]:
-        """The state that is saved for each param, once it is known to fit; nothing has been written yet."""
+        """Yield the state that is saved for each param, once it is known to fit; nothing has been written yet."""
         saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for key, (name, param) in zip(saved_ids, self._named()):
             saved = loaded["state"].get(key)
@@ -189,7 +190,7 @@ class _NativeStep(torch.optim.Adam):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
-        """Makes the slots of these params, and state that is missing, after checking all of them."""
+        """Make the slots of these params, and state that is missing, after checking all of them."""
         moved = False
         if stale and not self._slots:
             say_threads(type(self).__name__, checked_threads(self._threads))
@@ -209,14 +210,14 @@ class _NativeStep(torch.optim.Adam):
                     self.state[param].update(new_state(param, self._form, amsgrad=amsgrad))
                 slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
                 self._slots[id(param)] = slot
-                slot.grad = slot.bound.readable(grad)
+                slot.set_grad(grad)
         except BaseException:
             for param in fresh:
                 del self.state[param]
             raise
 
     def _stale(self) -> Iterator[tuple[int, int, Parameter, Tensor]]:
-        """The params with a gradient for which no slot holds any more."""
+        """Yield the params with a gradient whose slot holds no more."""
         slots, states = self._slots, self.state
         for index, group in enumerate(self.param_groups):
             amsgrad = group["amsgrad"]
@@ -241,7 +242,7 @@ class _NativeStep(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
-        """Steps every param that has a gradient, in place.
+        """Step every param that has a gradient, in place.
 
         Args:
             closure: re-evaluates the model and returns the loss, which is handed back.
@@ -257,15 +258,12 @@ class _NativeStep(torch.optim.Adam):
                 loss = closure()
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         self._bind(list(self._stale()))
-        self._run(hypers)
-        return loss
-
-    def _run(self, hypers: Sequence[Any]) -> None:
         batches = [
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
         ]
-        self.nonfinite_grads = step_slots(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        return loss
 
 
 class CPUAdam(_NativeStep):

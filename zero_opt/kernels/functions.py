@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from ..system.extension import native
-from .checks import (
-    DTYPE_NAMES,
-    GRAD_DTYPES,
-    check_apart,
-    check_tensor,
-    has_order,
-    storage_order,
-)
-from .runs import BoundRun, check_arrays, finish
+from .adam_state import ROLES
+from .checks import DTYPE_NAMES, GRAD_DTYPES, check_apart, check_tensor, has_order, storage_order
+from .runs import BoundRun, check_arrays, step_runs
 from .threads import checked_threads
 
 
@@ -39,8 +33,8 @@ class AdamHypers:
     decoupled: bool
     maximize: bool = False
 
-    def over(self, gradients: int) -> AdamHypers:
-        """Those of one step by the mean of so many steps' gradients, k: a step with a batch k times as large.
+    def for_mean_of(self, gradients: int) -> AdamHypers:
+        """Return those of one step by the mean of so many steps' gradients, k: a step with a batch k times as large.
 
         lr √k, beta1^k, beta2^k and eps / √k, by the square root scaling rule (Malladi et al. 2022); decoupled weight
         decay times √k, so that it takes k lr weight_decay. With k = 1 all is as it was.
@@ -56,21 +50,12 @@ class AdamHypers:
         )
 
     def for_kernel(self, grad_scale: float = 1.0) -> native.AdamHypers:
-        """As the kernel takes them."""
-        return native.AdamHypers(
-            lr=self.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-            maximize=self.maximize,
-            grad_scale=grad_scale,
-        )
+        """Return them as the kernel takes them."""
+        return native.AdamHypers(**{name: getattr(self, name) for name in self.__slots__}, grad_scale=grad_scale)
 
 
 def adam_hypers(group: Mapping[str, Any]) -> AdamHypers:
-    """The hyperparameters of a param group of torch's Adam or AdamW."""
+    """Return the hyperparameters of a param group of torch's Adam or AdamW."""
     beta1, beta2 = group["betas"]
     return AdamHypers(
         lr=float(group["lr"]),
@@ -113,21 +98,12 @@ class AdamUpdate:
     out: Tensor | None = None
 
     def arrays(self) -> dict[str, Tensor]:
-        """The tensors that are written, by role."""
+        """Return the tensors that are written, by role."""
         return {role: tensor for role in _WRITTEN if (tensor := getattr(self, role)) is not None}
 
 
 _SUM_NUMEL = 4096
-_WRITTEN = (
-    "param",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "remainder",
-    "exp_avg_base",
-    "exp_avg_sq_base",
-    "out",
-)
+_WRITTEN = ("param", *ROLES, "out")
 
 
 @torch.no_grad()
@@ -139,7 +115,7 @@ def adam_update_(
     flush_denormals: bool = False,
     isa: str = "",
 ) -> int:
-    """Applies one Adam or AdamW step to every update, in place, in one native call and one pass over memory.
+    """Apply one Adam or AdamW step to every update, in place, in one native call and one pass over memory.
 
     Kingma and Ba 2015, algorithm 1; decoupled decay as in Loshchilov and Hutter 2019, algorithm 2; amsgrad as in
     Reddi et al. 2018, algorithm 2. In fp32 the bits are those of torch's fused CPU kernel; they do not depend on
@@ -165,18 +141,14 @@ def adam_update_(
         _check_update(update)
     check_apart([(f"param of {update.name}", update.param) for update in updates])
     count = checked_threads(threads)
-    bound = [BoundRun(update.arrays(), update.grad.dtype, step=update.step) for update in updates]
-    grads = [run.readable(update.grad) for run, update in zip(bound, updates)]
-    batches: dict[int, tuple[native.AdamHypers, list[native.AdamRun], list[int]]] = {}
-    for update, run, grad in zip(updates, bound, grads):
+    batches: dict[int, tuple[native.AdamHypers, list[BoundRun]]] = {}
+    for update in updates:
+        run = BoundRun(update.arrays(), update.grad.dtype, step=update.step)
+        run.set_grad(update.grad)
         if id(update.hypers) not in batches:
-            batches[id(update.hypers)] = (update.hypers.for_kernel(grad_scale), [], [])
-        _, runs, addresses = batches[id(update.hypers)]
-        runs.append(run.run)
-        addresses.append(grad.data_ptr())
-    nonfinite = native.adam_step(list(batches.values()), threads=count, flush_denormals=flush_denormals, isa=isa)
-    finish(bound)
-    return nonfinite
+            batches[id(update.hypers)] = (update.hypers.for_kernel(grad_scale), [])
+        batches[id(update.hypers)][1].append(run)
+    return step_runs(batches.values(), threads=count, flush_denormals=flush_denormals, isa=isa)
 
 
 def _check_update(update: AdamUpdate) -> None:
@@ -193,12 +165,12 @@ def _check_update(update: AdamUpdate) -> None:
 
 
 def sums_of(numel: int) -> int:
-    """How many sums :func:`grad_squares` makes of so many elements, to add them up."""
+    """Return how many sums :func:`grad_squares` makes of so many elements, to add them up."""
     return -(-numel // _SUM_NUMEL)
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
-    """Copies of tensors, in one native call; large ones go past the caches. Raises the targets' version counters.
+    """Copy tensors in one native call, large ones past the caches, and raise the targets' version counters.
 
     Args:
         targets, sources: contiguous CPU tensors, in pairs of one dtype and as many elements; no two targets overlap.
@@ -220,7 +192,7 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int 
 
 @dataclass(frozen=True, slots=True)
 class GradSquares:
-    """What one pass over gradients finds.
+    """The result of one pass over gradients.
 
     Attributes:
         total: the sum of the squares of all elements; infinite or NaN if any element is.
@@ -239,7 +211,7 @@ def grad_squares(
     threads: int | None = None,
     isa: str = "",
 ) -> GradSquares:
-    """Sum of squares over all gradients, and the non-finite elements among them, in one pass over memory.
+    """Return the sum of squares of all gradients, and count the non-finite elements, in one pass over memory.
 
     Accumulated in fp64, every 4096 elements of a tensor in 32 lanes and those sums pairwise: the bits depend on
     neither threads nor instruction set.

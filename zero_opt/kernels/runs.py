@@ -5,7 +5,8 @@ In "param" order means: element i of every array is the same element. Blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ SHAPED: Mapping[str, tuple[torch.dtype, ...]] = {
 
 
 def blocks_of(numel: int) -> int:
-    """How many blocks of 8-bit moments so many elements have."""
+    """Return how many blocks of 8-bit moments so many elements have."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
-    """Raises TypeError or ValueError unless these tensors, by role, make up one param's step.
+    """Raise TypeError or ValueError unless these tensors, by role, make up one param's step.
 
     Args:
         name: what error messages call the param.
@@ -62,15 +63,16 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
 
 
 class BoundRun:
-    """A native run and what must be kept, copied back and told to autograd for it.
+    """A native run bound to tensors: what must be kept, copied back and told to autograd for it.
 
     Attributes:
         run: holds the addresses; the gradient's goes along with each step.
+        grad: what the next step is by, as :meth:`set_grad` was given it.
         direct: no array is a copy, so the run may be used again while all addresses stay.
         order: the strides that a gradient must have to be read where it is.
     """
 
-    __slots__ = ("_staged", "_written", "direct", "grad_dtype", "order", "run")
+    __slots__ = ("_staged", "_written", "direct", "grad", "grad_dtype", "order", "run")
 
     def __init__(
         self,
@@ -81,9 +83,10 @@ class BoundRun:
         kept_step: Tensor | None = None,
         to: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``to`` is state to be written in place of that in ``arrays``, in stretches of memory likewise."""
+        """Bind a run to ``arrays``; ``to`` is state that is written in place of theirs, each in one run of memory."""
         self.order = storage_order(arrays["param"])
         self.grad_dtype = grad_dtype
+        self.grad: Tensor | None = None
         self._staged: list[tuple[Tensor, Tensor]] = []
         addresses = {}
         for role, tensor in arrays.items():
@@ -110,29 +113,43 @@ class BoundRun:
         self._staged.append((tensor, run))
         return run
 
-    def readable(self, grad: Tensor) -> Tensor:
-        """The gradient, or a copy of it that lies in memory as the run's arrays do."""
-        if has_order(grad, self.order):
-            return grad
-        return torch.empty_strided(grad.shape, self.order, dtype=grad.dtype, device="cpu").copy_(grad)
+    def set_grad(self, grad: Tensor) -> None:
+        """Keep the gradient, or a copy of it that lies in memory as the run's arrays do."""
+        if not has_order(grad, self.order):
+            grad = torch.empty_strided(grad.shape, self.order, dtype=grad.dtype, device="cpu").copy_(grad)
+        self.grad = grad
 
-    def copy_home(self) -> None:
-        """Brings results that were made in copies to where they belong."""
+    def finish(self) -> list[Tensor]:
+        """Let go of the gradient, and copy results that were made in copies to where they belong.
+
+        Returns:
+            The tensors that the step has written to.
+        """
+        self.grad = None
         for tensor, run in self._staged:
             tensor.copy_(run)
-
-    @property
-    def written(self) -> list[Tensor]:
-        """Whose version autograd has to know."""
         return self._written
 
 
-def finish(runs: Iterable[BoundRun]) -> None:
-    """After the native call: copies home what was staged, and tells autograd what changed behind its back."""
-    written: list[Tensor] = []
-    for run in runs:
-        if not run.direct:
-            run.copy_home()
-        written += run.written
+def step_runs(
+    batches: Iterable[tuple[Any, Sequence[BoundRun]]], *, threads: int, flush_denormals: bool, isa: str = ""
+) -> int:
+    """Step every run by its gradient, in one native call, and raise the version counters of what that writes to.
+
+    Args:
+        batches: hyperparameters as the kernel takes them, and the runs that have them.
+
+    Returns:
+        How many gradient elements, after scaling, were infinite or NaN.
+    """
+    calls, stepped = [], list[BoundRun]()
+    for hypers, runs in batches:
+        if runs:
+            addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]
+            calls.append((hypers, [run.run for run in runs], addresses))
+            stepped += runs
+    nonfinite = native.adam_step(calls, threads=threads, flush_denormals=flush_denormals, isa=isa)
+    written = [tensor for run in stepped for tensor in run.finish()]
     if written:
         torch.autograd.graph.increment_version(written)
+    return nonfinite

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..system.extension import native
 from .adam_state import ROLES, arrays_of
 from .checks import check_tensor
-from .runs import BoundRun, check_arrays, finish
+from .runs import BoundRun, check_arrays
 
 
-class Slot:
-    """A param whose run is made, and what it was made from: while that is the same, so are the addresses."""
+class Slot(BoundRun):
+    """The run of one param, and what it was made from: while that is the same, so are the addresses."""
 
-    __slots__ = ("bound", "grad", "grad_dtype", "keys", "layouts", "pointers", "run", "shape", "tensors")
+    __slots__ = ("keys", "layouts", "pointers", "shape", "tensors")
 
     def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
         arrays = arrays_of(state, param)
@@ -26,10 +24,8 @@ class Slot:
         elif "max_exp_avg_sq" not in arrays:
             raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
         check_arrays(name, arrays)
-        self.grad_dtype, self.shape = grad.dtype, param.shape
-        self.bound = BoundRun(arrays, grad.dtype, kept_step=_kept_step(name, state))
-        self.run = self.bound.run
-        self.grad: Tensor | None = None
+        super().__init__(arrays, grad.dtype, kept_step=_kept_step(name, state))
+        self.shape = param.shape
         kept = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
         self.keys: tuple[str, ...] = tuple(kept)
         self.tensors: tuple[Tensor, ...] = tuple(state[key] for key in kept)
@@ -37,9 +33,9 @@ class Slot:
         self.layouts = tuple((tensor.dtype, tensor.stride()) for tensor in (*self.tensors, param))
 
     def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
-        """Whether nothing has changed but values."""
+        """Return whether nothing has changed but values."""
         if not (
-            self.bound.direct
+            self.direct
             and grad.dtype is self.grad_dtype
             and grad.shape == self.shape
             and param.shape == self.shape
@@ -60,7 +56,7 @@ class Slot:
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
-    """The step count as the kernel reads and writes it."""
+    """Return the step count as the kernel reads and writes it."""
     step = state.get("step")
     if step is None:
         raise TypeError(f"{name} has no step")
@@ -68,25 +64,3 @@ def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
         state["step"] = step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     check_tensor(f"step of {name}", step)
     return step
-
-
-def step_slots(batches: Iterable[tuple[Any, Sequence[Slot]]], *, threads: int, flush_denormals: bool) -> int:
-    """One native call that steps every slot by its gradient, which it lets go of.
-
-    Args:
-        batches: hyperparameters as the kernel takes them, and the slots that have them.
-
-    Returns:
-        How many gradient elements, after scaling, were infinite or NaN.
-    """
-    calls, stepped = [], list[Slot]()
-    for hypers, slots in batches:
-        if slots:
-            addresses = [slot.grad.data_ptr() for slot in slots if slot.grad is not None]
-            calls.append((hypers, [slot.run for slot in slots], addresses))
-            stepped += slots
-    nonfinite = native.adam_step(calls, threads=threads, flush_denormals=flush_denormals)
-    finish(slot.bound for slot in stepped)
-    for slot in stepped:
-        slot.grad = None
-    return nonfinite

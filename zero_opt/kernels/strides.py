@@ -6,7 +6,7 @@ import torch
 
 
 def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill one contiguous run of memory, each exactly once, in some order of dimensions."""
+    """Return whether the elements fill one contiguous run of memory, each exactly once, in some order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:
@@ -16,7 +16,7 @@ def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def overlaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether two elements may share memory (an expanded tensor, or strides that interleave)."""
+    """Return whether two elements may share memory (an expanded tensor, or strides that interleave)."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride <= reach:
@@ -26,7 +26,7 @@ def overlaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides, in elements, of a row-major tensor of ``shape``."""
+    """Return the strides, in elements, of a row-major tensor of ``shape``."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

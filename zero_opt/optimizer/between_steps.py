@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -17,36 +18,38 @@ from ..comm.groups import Group
 from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, ZeroOptError
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.gather import spread
-from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, tensors_of
+from ..sharding.gather import broadcast_shards
+from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
-from ..state.state_dict import StateDict, pack_groups
-from ..state.visible_state import Owner
+from ..state.stand_ins import StateOwner
+from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.log import log
 from ..system.streams import wait_done
 from .config import Config
-from .contents import adopt_errors, loaded_contents, template_of
-from .dtensors.mesh_params import MeshParams, admit
+from .contents import EditDigest, adopt_errors, loaded_contents, template_of
+from .dtensors.mesh_params import admit
+from .interface import Engine
 from .loading import Loaded, fitted_shards
 from .offload_state import Parked
-from .parts import build_parts
+from .parts import EngineParts
 from .planning import Planner
 from .process_groups import OwnGroups
 
-# The background thread has so long to end what it has begun; else its memory stays where it is.
+# Seconds that the background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
 
 
-class SteppedTogether(torch.optim.Optimizer, Joinable):
-    """What users see as the optimizer."""
+class JoinableOptimizer(torch.optim.Optimizer, Joinable):
+    """The type of the optimizer that users see."""
 
 
-class BetweenSteps:
-    """What :class:`ShardedEngine` does besides stepping; see :class:`Engine`.
+class BetweenSteps(Engine):
+    """The base of :class:`ShardedEngine`: all of :class:`Engine` but the step.
 
     Attributes:
-        parts: what it drives. count: where training is.
+        parts: what the engine drives. count: where training is.
         skips: steps that were not taken because of non-finite gradients.
+        begun: whether ``Join`` knows that this rank is about to take the next step.
     """
 
     def __init__(
@@ -54,24 +57,23 @@ class BetweenSteps:
         config: Config,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        user: SteppedTogether,
+        user: JoinableOptimizer,
         parked: Parked,
-        owner: Owner,
-        unscale: Callable[[Tensor], bool],
+        owner: StateOwner | None = None,
     ) -> None:
         """Connect everything, without any parameters yet. Collective.
 
         Args:
             describe: names a parameter, given its global index.
-            user: the optimizer. owner: what has its param groups and state: the same, or a view of it.
+            user: the optimizer that users see. owner: a view of its param groups and state, if they are not its own.
             parked: the state that is away from its device.
-            unscale: multiplies the reduced gradients for GradScaler; see :meth:`ShardedEngine.unscale`.
         """
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
-        self.skips = 0
+        self.skips, self.begun = 0, False
         self._loaded = self._closed = False
         self._behind = False  # ranks may not have all of each other's updates
-        parts = build_parts(config, groups, owner, describe, unscale)
+        self._digest = EditDigest()
+        parts = EngineParts(config, groups, owner or user, describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
@@ -85,10 +87,11 @@ class BetweenSteps:
     def together(self, call: str) -> AbstractContextManager[None]:
         return self.agreement.together(call)
 
-    # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
+    @abstractmethod
+    def unscale(self, inv_scale: Tensor) -> bool:
+        """Multiply the reduced gradients for GradScaler; return whether any rank found a non-finite one. Collective."""
 
-    def attach(self, user: torch.optim.Optimizer) -> None:
-        """See :class:`Engine`; it cannot be copied."""
+    # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
 
     def attribute(self, name: str) -> Any:
         kind = type(self._user).__name__
@@ -107,18 +110,18 @@ class BetweenSteps:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def _follow_moved(self) -> None:
-        """Follow parameters whose data the user has re-pointed."""
+        """Let placement and gather use the new data of parameters that the user has re-pointed."""
         moved = self.partition.refresh()
         if moved:
             self.placement.repoint(moved)
             self.gather.forget()
 
     def _adopt_edits(self) -> ZeroOptError | None:
-        """Take over what the user has done to ``state`` and ``param_groups``, or say why that cannot be."""
+        """Take over the user's edits of ``state``; return what is wrong with them, or with ``param_groups``."""
         try:
             self._planner.planned.require()
-            with self.parts.shown.lock:
-                self.parts.shown.adopt(self.parts.params)
+            with self.parts.visible.lock:
+                self.parts.visible.adopt_edits()
         except ZeroOptError as error:
             return error
         return None
@@ -136,7 +139,7 @@ class BetweenSteps:
                 self._parked.require_here()
                 with adopt_errors():
                     taken = normalized_group(group, known)
-                    self._admit(tensors_of([taken]))
+                    self._admit(params_of([taken]))
                     torch.optim.Optimizer.add_param_group(user, taken)
                     template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
                 config.check_params(user.param_groups, self._describe)
@@ -155,27 +158,20 @@ class BetweenSteps:
         reduced = any(isinstance(param.grad, ConsumedGrad) for param in planned)
         planned.require_replaceable(begun=reduced or self._loaded or self.count.step + self.skips > 0)
 
-    def make_way(self, examine: Callable[[], MeshParams | None]) -> MeshParams | None:
+    def make_way(self, *, dtensors: bool) -> None:
         """Close this engine for one over parameters that the user has replaced the planned ones with. Collective.
 
         Args:
-            examine: checks the new parameters; returns what there is to say of their meshes if they are DTensors.
-
-        Returns:
-            What ``examine`` returns.
+            dtensors: whether the new parameters are.
 
         Raises:
-            ParamsReplaced: on every rank, if it is too late, or one rank has the planned parameters still.
-            RankMismatch: on every rank, if they are DTensors on some.
+            ParamsReplaced: on every rank, if one rank has the planned parameters still.
+            RankMismatch: on every rank, if the new parameters are DTensors on some ranks only.
         """
         with self.agreement.together():
-            self.require_replaceable()
-            mesh = examine()
-        with self.agreement.together():
             self._planner.planned.require_replaced()
-        self.agreement.on_contents([("parameters are DTensors", mesh is not None)])
+        self.agreement.on_contents([("parameters are DTensors", dtensors)])
         self.close()
-        return mesh
 
     # -- a pending step -----------------------------------------------------------------------------------------------
 
@@ -205,47 +201,43 @@ class BetweenSteps:
                 self._guard.take_back()
             raise
         if self.agreement.any(self._behind):
-            spread(self.partition.buckets, self._groups.control)
+            broadcast_shards(self.partition.buckets, self._groups.control)
             self._behind = False
-            self.gather.made_up_for()
-            with self.parts.shown.lock:
+            self.gather.forget_failure()
+            with self.parts.visible.lock:
                 self._guard.commit(self.count.step)
-                self.parts.shown.landed()
                 self._show_state()
         self.agreement.raise_first_error(conflict)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _show_state(self) -> None:
-        """Let the user's ``state`` show this rank's live state under the user's parameters."""
-        self.parts.shown.show(self.parts.params)
+        """Let the user's ``state`` follow the steps that are in the state."""
+        self.parts.visible.follow()
 
     def _settle(self, call: str) -> None:
-        """Let state be what it is after the last step and the user's edits, on every rank. Collective."""
+        """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
         self.flush()
         self.agreement.raise_first_error(self._guard.lacking() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
-        """See :class:`Engine`; a pending step is included."""
+        """Bring the full state, pending step included, to one rank."""
         self._settle("consolidate_state_dict()")
-        self.parts.whole.consolidate(to)
+        self.parts.full.consolidate(to)
 
-    def rows(self) -> dict[int, dict[str, Any]]:
-        """See :class:`Engine`; a pending step is included."""
+    def rows(self) -> StatesByIndex:
+        """Return all state, pending step included, cut by rows over the ranks."""
         self._settle("sharded_state_dict()")
-        return self.parts.whole.rows()
+        return self.parts.full.rows()
 
     def state_dict(self) -> StateDict:
-        """See :class:`Engine`.
-
-        What other ranks have replaced or dropped in their ``state`` is in it from their next step or consolidation on.
-        """
+        """Return the full state. The other ranks' edits of ``state`` are in it from their next step on."""
         return {"state": self._full_state(), "param_groups": pack_groups(self._user.param_groups)}
 
-    def _full_state(self) -> dict[int, dict[str, Any]]:
-        """What :meth:`consolidate` brought here, if still current, else pulled from the other ranks."""
-        whole = self.parts.whole
-        whole.require_landed()
+    def _full_state(self) -> StatesByIndex:
+        """Return what :meth:`consolidate` brought here, if still current, else pull it from the other ranks."""
+        full = self.parts.full
+        full.require_landed()
         if not self._closed:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
         conflict = None if self._closed else self._adopt_edits()
@@ -253,7 +245,7 @@ class BetweenSteps:
             self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
         elif conflict is not None:
             raise conflict
-        return whole.here(self._groups.service)
+        return full.here(self._groups.service)
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         config, groups = self._config, self._user.param_groups
@@ -268,32 +260,32 @@ class BetweenSteps:
             loaded.say(config, self.parts.params, self._describe)
 
     def _write(self, loaded: Loaded) -> None:
-        """Take this rank's slices out of state that has its full shape here, or over all ranks. Collective."""
+        """Load this rank's slices of state that has its full shape here, or is cut over all ranks. Collective."""
         parts, states = self.parts, loaded.states
         self.agreement.on_contents(loaded_contents(states, loaded.groups, self._describe))
         self.gather.flush()
         self._planner.plan(mask_of(states))
-        mine = parts.whole.own_part(states)
+        mine = parts.full.own_part(states)
         self._guard.begin(parts.patience_s)
-        with self._guard.whole(), self.agreement.together():  # a disk may have failed since that was checked
+        with self._guard.telling_why(), self.agreement.together():  # a disk may have failed since that was checked
             self.placement.load(mine, loaded.groups)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
             group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
-        with parts.shown.lock:
-            parts.shown.load(states)
+        with parts.visible.lock:
+            parts.visible.load(states)
             self._show_state()
         self._loaded = self._loaded or bool(states)
-        self._guard.failed(None)
-        self.gather.made_up_for()
+        self._guard.note_failure(None)
+        self.gather.forget_failure()
         self._guard.commit(self.count.step)
 
     # -- memory, and the end ------------------------------------------------------------------------------------------
 
     def leave_device(self) -> None:
-        """See :class:`Engine`; lets go of staging too."""
+        """Bring state to host memory, and let go of staging."""
         self.gather.flush()
         # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
-        leaves = not self.reduction.shards_count and self.parts.thread.idle_within(_IDLE_S)
+        leaves = not self.reduction.holds_gradients and self.parts.thread.idle_within(_IDLE_S)
         for bucket in self.partition.buckets:
             if leaves:
                 bucket.leave()
@@ -313,9 +305,9 @@ class BetweenSteps:
         return {"grad_shards": shards, "staging": staging, "state": self.placement.spare_nbytes}
 
     def close(self) -> None:
-        """See :class:`Engine`; does all of it, whatever fails meanwhile."""
+        """Close every part, whatever fails meanwhile, and destroy the groups."""
         self._finalizer.detach()
-        self.parts.whole.close()
+        self.parts.full.close()
         self._closed = True
         with ExitStack() as last_first:
             last_first.callback(self._groups.close)
@@ -330,15 +322,15 @@ class BetweenSteps:
             last_first.callback(self._end_pending)
 
     def _end_collectives(self) -> None:
-        """Wait, for seconds at most, for what this rank has enqueued: its communicators are aborted next."""
+        """Wait seconds at most for what this rank has enqueued on communicators, which are aborted next."""
         if not all(exchange.blocks for exchange in self.parts.exchanges.values()):
             self.partition.join()
             wait_done([event for _, _, event in marks(self.partition.streams)])
 
     def _end_pending(self) -> None:
-        """Bring a pending step in, or say that it is lost.
+        """Bring a pending step in at world size 1; over several ranks log that it is lost.
 
-        Over several ranks it is lost: who closes may be the only one that does, and must not wait for the others.
+        A rank that closes may be the only one that does, and must not wait for the others.
         """
         if not self.placement.pending:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigTypeError, StateDictError
@@ -11,7 +12,7 @@ from ..state.state_dict import StateDict, pack_groups
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
 
-# Of a sharded state dict: for which parameters there is state, and which; a JSON text.
+# The key, in a sharded state dict, of a JSON text that says which parameters have which state.
 _WITH_STATE = "with_state"
 
 
@@ -35,8 +36,11 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
         StepPending, StepFailed, OptimizerClosed: as for :meth:`ShardedOptimizer.consolidate_state_dict`.
     """
     _check(optimizer)
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
+    return optimizer._with_hooks(partial(_state_by_rows, optimizer))
+
+
+def _state_by_rows(optimizer: ShardedOptimizer) -> StateDict:
+    """Return what :func:`sharded_state_dict` does, without hooks. Collective."""
     state = optimizer._rows()
     known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
     groups = pack_groups(optimizer.param_groups)
@@ -44,11 +48,7 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
         for index, param in zip(packed["params"], group["params"], strict=True):
             if param.requires_grad and (index not in state or optimizer._config.placement.steps_by_columns(param)):
                 state[index] = {**places(optimizer._config, optimizer._group, packed, param), **state.get(index, {})}
-    state_dict: StateDict = {"state": state, "param_groups": groups, _WITH_STATE: known}
-    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
-        replaced = post_hook(optimizer, state_dict)
-        state_dict = state_dict if replaced is None else replaced
-    return state_dict
+    return {"state": state, "param_groups": groups, _WITH_STATE: known}
 
 
 def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -61,12 +61,10 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
         StateDictError: on every rank, naming what does not fit on one. RankMismatch: the ranks give different things.
     """
     _check(optimizer)
-    found: list[StateDict] = []
     with optimizer._together("load_sharded_state_dict()"):
-        real = _real_state(state_dict)
-        found.append({**state_dict, "state": real})
-        found[0].pop(_WITH_STATE, None)
-    optimizer.load_state_dict(found[0])
+        saved: StateDict = {**state_dict, "state": _real_state(state_dict)}
+        saved.pop(_WITH_STATE, None)
+    optimizer.load_state_dict(saved)
 
 
 def _check(optimizer: object) -> None:
@@ -75,7 +73,7 @@ def _check(optimizer: object) -> None:
 
 
 def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
-    """The state that was saved, without places that nothing was loaded into."""
+    """Return the state that was saved, without the places that nothing was loaded into."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise StateDictError("expected what zero_opt.sharded_state_dict(opt) returns, with 'state' and 'param_groups'")
     state: Any = state_dict["state"]
@@ -85,8 +83,8 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
         return {int(index): entry_of(state, int(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_WITH_STATE]):
-        found = entry_of(state, index)
-        missing = [key for key in keys if key not in found]
+        entry = entry_of(state, index)
+        missing = [key for key in keys if key not in entry]
         if missing:
             raise StateDictError(
                 f"the checkpoint has state {missing[0]!r} of parameter {index}, but the state dict it was loaded into "
@@ -94,7 +92,7 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
                 "class and options, in which that parameter is trainable (freeze it after the load). Of a class that "
                 "is not torch.optim's, load a full state dict with opt.load_state_dict()"
             )
-        real[index] = {key: found[key] for key in keys}
+        real[index] = {key: entry[key] for key in keys}
     return real
 
 

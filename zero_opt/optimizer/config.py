@@ -1,4 +1,4 @@
-"""What a sharded optimizer is made of."""
+"""The configuration of a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from ..placement import Offload, PlacementInputs, PlacementPolicy, placement_policy
 from ..policies import Checks, MixedPrecision
-from ..reduction import Policy
-from ..reduction import check_policy as check_reduction
+from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
 from ..sharding.buckets import GradBucket
@@ -21,7 +20,7 @@ from .contents import checked_groups
 
 @dataclass(frozen=True)
 class Config:
-    """What a sharded optimizer is made of, as the user gave it.
+    """The arguments of a sharded optimizer, as the user gave them.
 
     Attributes:
         defaults: the wrapped class's own arguments.
@@ -30,7 +29,7 @@ class Config:
 
     optimizer_class: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
-    reduction: Policy
+    reduction: ReductionPolicy
     offload: Offload
     precision: MixedPrecision
     max_grad_norm: float | None
@@ -38,12 +37,12 @@ class Config:
     placement: PlacementPolicy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check that it holds together by itself.
+        """Check each argument by itself.
 
         Raises:
-            ConfigError, ConfigTypeError, UnsupportedOptimizer: what is wrong.
+            ConfigError, ConfigTypeError, UnsupportedOptimizer: an argument is wrong.
         """
-        check_reduction(self.reduction)
+        check_reduction_policy(self.reduction)
         inputs = PlacementInputs(self.optimizer_class, self.defaults, self.precision, self.reduction)
         object.__setattr__(self, "placement", placement_policy(self.offload, inputs))
         check_type("precision", self.precision, MixedPrecision)
@@ -54,7 +53,7 @@ class Config:
 
     @property
     def has_masters(self) -> bool:
-        """Whether something else than the parameters themselves may be stepped."""
+        """Whether masters, or copies of parameters elsewhere, may be stepped in the parameters' place."""
         return self.offload is not None or self.precision.master_dtype is not None
 
     def widens(self, bucket: GradBucket) -> bool:
@@ -71,7 +70,7 @@ class Config:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)
 
     def entries(self) -> list[tuple[str, Any]]:
-        """What ranks compare of it."""
+        """Return what ranks compare of the configuration, as (name, JSON value)."""
         name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
         policies = {
             "reduction": self.reduction,
@@ -81,7 +80,7 @@ class Config:
             "checks.nonfinite": self.checks.nonfinite,
         }
         model = self.reduction.overlap_param_gather
-        # In the order of these, parameters arrive.
+        # Parameters arrive in the order of these names.
         names = () if model is None else (name for name, _ in model.named_parameters())
         named = [(f"parameter {number} of overlap_param_gather", name) for number, name in enumerate(names)]
         compared = [(key, repr(value)) for key, value in policies.items()]

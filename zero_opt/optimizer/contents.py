@@ -1,4 +1,4 @@
-"""What is checked and compared when an optimizer, or a param group, is made."""
+"""The contents that ranks check and compare when an optimizer or a param group is made, or state is loaded."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def adopt_errors() -> Iterator[None]:
 def template_of(
     cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """The wrapped class over weightless stand-ins: checks arguments as it does, and knows all its defaults.
+    """Return the wrapped class over parameters without values: it checks arguments, and knows all defaults.
 
     Raises:
-        UnsupportedOptimizer: it cannot be sharded. Whatever the wrapped class raises about its arguments.
+        UnsupportedOptimizer: the class cannot be sharded. Whatever the class raises about its arguments.
     """
     if needs_closure(cls):
         raise UnsupportedOptimizer(
@@ -62,12 +62,12 @@ def template_of(
         raise UnsupportedOptimizer(
             f"state={form!r} cannot be sharded over several ranks, nor offloaded; leave it AdamState()"
         )
-    template = cls([_stand_in(entry) for entry in groups], **defaults)
+    template = cls([_on_meta(entry) for entry in groups], **defaults)
     check_options(template.param_groups)
     return template
 
 
-def _stand_in(entry: Any) -> Any:
+def _on_meta(entry: Any) -> Any:
     if isinstance(entry, Tensor):
         if entry.is_quantized:
             raise UnsupportedParam(
@@ -76,10 +76,13 @@ def _stand_in(entry: Any) -> Any:
             )
         return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
     if isinstance(entry, tuple) and len(entry) == 2:
-        return (entry[0], _stand_in(entry[1]))
+        return (entry[0], _on_meta(entry[1]))
     if isinstance(entry, Mapping) and "params" in entry:
         inner = entry["params"]
-        return {**entry, "params": _stand_in(inner) if isinstance(inner, Tensor) else [_stand_in(e) for e in inner]}
+        return {
+            **entry,
+            "params": _on_meta(inner) if isinstance(inner, Tensor) else [_on_meta(e) for e in inner],
+        }
     return entry
 
 
@@ -123,12 +126,12 @@ def checked_groups(
 
 
 def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-    # Of a DTensor only a part is here, which is of a tensor of its own.
+    # The part of a DTensor that is here is a tensor of its own.
     plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
-    found = shared_pair([params[index] for index in plain])
-    if found is None:
+    pair = shared_pair([params[index] for index in plain])
+    if pair is None:
         return
-    first, second = sorted(plain[at] for at in found)
+    first, second = sorted(plain[at] for at in pair)
     if params[first] is params[second]:
         raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
     raise UnsupportedParam(
@@ -138,7 +141,7 @@ def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> No
 
 
 def _comparable(value: Any) -> Any:
-    """``value`` as plain Python as far as that can be compared between ranks, of anything else its type."""
+    """Return ``value`` as plain Python if ranks can compare that, else its type."""
     if isinstance(value, Tensor) and value.dim() == 0:
         return value.item()
     if isinstance(value, (tuple, list)):
@@ -146,16 +149,12 @@ def _comparable(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
-def hyper_contents(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """All hyperparameters, as (name, JSON value)."""
-    for number, group in enumerate(groups):
-        yield from _hypers_of_group(number, group)
-
-
-def _hypers_of_group(number: int, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
-    for key, value in sorted(hypers_of(group).items()):
-        yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
+def hyper_contents(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[tuple[str, Any]]:
+    """Return all hyperparameters of groups, numbered from ``first``, as (name, JSON value)."""
+    for number, group in enumerate(groups, first):
+        yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
+        for key, value in sorted(hypers_of(group).items()):
+            yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
 def edit_contents(groups: Sequence[Mapping[str, Any]], dropped: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -172,14 +171,14 @@ class EditDigest:
         self._digest = 0
 
     def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int]) -> int:
-        """The same on every rank, in every process, if the values are."""
+        """Return the digest, which is the same on every rank and in every process if the values are."""
         values = [
-            (key, _comparable(value))
-            for group in groups
+            (number, key, _comparable(value))
+            for number, group in enumerate(groups)
             for key, value in hypers_of(group).items()
             if not (isinstance(value, Tensor) and not value.is_cpu)
         ]
-        values += [("dropped", index) for index in dropped]
+        values += [(index, "dropped", None) for index in dropped]
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()
             self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -189,29 +188,29 @@ class EditDigest:
 def loaded_contents(
     states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]
 ) -> Iterator[tuple[str, Any]]:
-    """What every rank must load alike, as (name, JSON value); of tensors cut over the ranks, not the values."""
+    """Return what every rank must load alike, as (name, JSON value); for tensors cut over the ranks, not the values."""
     yield from hyper_contents(groups)
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
         for key, value in sorted(state.items()):
-            found = repr(_comparable(value))
+            told = repr(_comparable(value))
             if isinstance(value, Tensor):
-                told = getattr(value, "placements", None) or f"digest {value_digest(value)}"
-                found = f"{value.dtype} {tuple(value.shape)}, {told}"
-            yield f"state {key!r} of {describe(index)}", found
+                values = getattr(value, "placements", None) or f"digest {value_digest(value)}"
+                told = f"{value.dtype} {tuple(value.shape)}, {values}"
+            yield f"state {key!r} of {describe(index)}", told
 
 
 def contents(
     groups: Sequence[Mapping[str, Any]], first_group: int, describe: Callable[[int], str], *, values: bool
 ) -> Iterator[tuple[str, Any]]:
-    """What every rank must hold alike, as (name, JSON value), from group ``first_group`` on.
+    """Return what every rank must hold alike, as (name, JSON value), from group ``first_group`` on.
 
     Args:
         values: include a digest of every parameter's values.
     """
     index = sum(len(group["params"]) for group in groups[:first_group])
     for number, group in enumerate(groups[first_group:], first_group):
-        yield from _hypers_of_group(number, group)
+        yield from hyper_contents([group], number)
         yield f"number of parameters in group {number}", len(group["params"])
         for param in group["params"]:
             label = describe(index)

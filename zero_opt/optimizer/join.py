@@ -1,16 +1,15 @@
-"""Uneven inputs: what ranks do that have run out of them while the others train on (torch's ``Join``)."""
+"""Uneven inputs (torch's ``Join``): ranks that have run out of inputs take part in the others' steps."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
 from ..sharding.param_groups import following, hypers_of
@@ -19,41 +18,19 @@ from .interface import Engine
 
 
 class ShadowSteps(JoinHook):
-    """Takes part in every step of the ranks that still have inputs."""
+    """The hook of a rank without inputs: it takes part in every step of the ranks that still have some."""
 
     def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
         """Take ``shadow_step``, called per step of the others, and ``end``, called when all have run out of inputs."""
         self._shadow_step, self._end = shadow_step, end
 
     def main_hook(self) -> None:
-        """The others take a step."""
+        """Take part in a step of the others."""
         self._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
-        """All have run out."""
+        """End: all ranks have run out of inputs."""
         self._end()
-
-
-def join_notice(joinable: Joinable) -> Callable[[], None]:
-    """What tells ``Join``, before each step, that this rank still has inputs; does not keep the joinable alive."""
-    reference = weakref.ref(joinable)
-
-    def notify() -> None:
-        alive = reference()
-        if alive is not None:
-            Join.notify_join_context(alive)
-
-    return notify
-
-
-def device_for(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
-
-    DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
-    """
-    if group is None:
-        return device
-    return device if carries(str(dist.get_backend_config(group)), device) else HOST
 
 
 def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:
@@ -62,7 +39,7 @@ def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]]
     Numbers, strings, tensors of one element and tuples of those; anything else stays as it is.
     """
     source = next(rank for rank in range(group.world_size) if rank not in absentees)
-    listed = [_plain(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
+    listed = [_as_json(hypers_of(entry)) for entry in param_groups] if group.rank == source else []
     received = json.loads(group.all_gather_bytes(json.dumps(listed).encode())[source])
     if group.rank in absentees:
         for entry, values in zip(param_groups, received, strict=True):
@@ -70,21 +47,21 @@ def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]]
                 _set(entry, key, value)
 
 
-def _plain(hypers: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that can be told as JSON."""
-    found = {}
+def _as_json(hypers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that JSON can hold."""
+    listed = {}
     for key, value in hypers.items():
         items = [
             item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
             for item in (value if isinstance(value, (tuple, list)) else [value])
         ]
         if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):
-            found[key] = items if isinstance(value, (tuple, list)) else items[0]
-    return found
+            listed[key] = items if isinstance(value, (tuple, list)) else items[0]
+    return listed
 
 
 def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Take over one hyperparameter, a tensor in place."""
+    """Set one hyperparameter, a tensor in place."""
     mine = entry.get(key)
     if isinstance(mine, Tensor):
         mine.fill_(value)
@@ -101,7 +78,7 @@ class UnevenInputs(Joinable):
     """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
 
     _engine: Engine
-    _params: Callable[[], list[Tensor]]
+    param_groups: list[dict[str, Any]]
     _replan: Callable[[], None]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
@@ -110,18 +87,20 @@ class UnevenInputs(Joinable):
         That rank takes part in the others' steps with gradients of zero, so the mean is still over all ranks, and with
         the others' hyperparameters. DDP, if used, comes before the optimizer: ``Join([ddp, opt])``.
         """
-        return ShadowSteps(self._shadow_step, self._forget_epoch)
+        return ShadowSteps(self._shadow_step, lambda: self._engine.forget_epoch())
 
     @following
     def _shadow_step(self) -> None:
         self._engine.shadow_step()
 
-    def _forget_epoch(self) -> None:
-        self._engine.forget_epoch()
-
     @property
     def join_device(self) -> torch.device:
-        return device_for(self._params()[0].device, self.join_process_group)
+        """Where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
+
+        DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
+        """
+        device, group = self.param_groups[0]["params"][0].device, self.join_process_group
+        return device if group is None or carries(str(dist.get_backend_config(group)), device) else HOST
 
     @property
     def join_process_group(self) -> Any:

@@ -13,6 +13,7 @@ from ..errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
 from ..sharding.flat_param import is_dtensor
+from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
@@ -21,9 +22,6 @@ from ..system.log import log
 from .config import Config
 from .contents import check_options
 from .dtensors.mesh_params import state_like
-
-States = dict[int, Mapping[str, Any]]
-
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
@@ -40,13 +38,12 @@ def asked_by_load() -> bool:
     return frame.f_globals.get("__name__") == _LOADER
 
 
-def places(config: Config, group: Group, hypers: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
     require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
-    hypers = {key: value for key, value in hypers.items() if key not in ("params", "param_names")}
-    dtype, _ = config.placement.stepped_as(param)
+    hypers, (dtype, _) = hypers_of(packed), config.placement.stepped_as(param)
     if is_dtensor(param):
         return state_like(config, hypers, param, dtype)
     made = {**first_state(config.optimizer_class, hypers, param, dtype), **config.placement.column_places(param)}
@@ -56,8 +53,10 @@ def places(config: Config, group: Group, hypers: Mapping[str, Any], param: Tenso
     }
 
 
-def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
-    """Give trainable parameters without state a place to load it into, in full shape, or as a DTensor is cut.
+def with_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config) -> StateDict:
+    """Return ``state_dict``, to which it adds places to load state into that trainable parameters lack.
+
+    Places have the full shape, or are cut as a DTensor is.
 
     Raises:
         StateDictError: what the class keeps is not known before its first step.
@@ -73,13 +72,13 @@ def add_places(state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]],
                     f"{cls.__name__} keeps is not known before its first step; if it is elementwise, see "
                     "zero_opt.register_elementwise(), else give opt.load_state_dict() a full state dict"
                 )
-            made = places(config, AloneGroup(), packed, param)
-            if made:
+            if made := places(config, AloneGroup(), packed, param):
                 state[index] = made
+    return state_dict
 
 
 def entry_of(state: Mapping[Any, Mapping[str, Any]], index: int) -> Mapping[str, Any]:
-    """Return one parameter's state. Of that, torch puts what is no tensor under the number as text, as in a path."""
+    """Return one parameter's state. torch puts values that are no tensors under the number as text, as in a path."""
     return {**state.get(index, {}), **state.get(str(index), {})}
 
 
@@ -96,18 +95,19 @@ def joined(saved: Any) -> Any:
 
 
 class Loaded(NamedTuple):
-    """A state dict that was found to fit.
+    """A checked state dict.
 
     Attributes:
-        states: what fits, by global index. groups: the hyperparameters of each group. refused: what does not fit.
+        states: those that fit, by global index. groups: the hyperparameters of each group.
+        refused: the parts that do not fit.
     """
 
-    states: States
+    states: dict[int, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     refused: Refused
 
     def say(self, config: Config, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-        """Log what starts afresh, and what is loaded with fewer bits than were saved."""
+        """Log which parameters start afresh, and which lose bits of a master."""
         self.refused.say(self.states, params, describe)
         if config.has_masters or issubclass(config.optimizer_class, (CPUAdam, CPUAdamW)):
             return
@@ -125,13 +125,13 @@ class Loaded(NamedTuple):
 def fitted_whole(
     saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool = True
 ) -> Loaded:
-    """What the wrapped class can load of a full state dict.
+    """Return the part of a full state dict that the wrapped class can load.
 
     Args:
         whole: the wrapped class itself will load it.
 
     Raises:
-        StateDictError: names what does not fit. ConfigTypeError: of ``strict``.
+        StateDictError: names what does not fit. ConfigTypeError: ``strict`` is no bool.
     """
     if not isinstance(strict, bool):
         raise ConfigTypeError(f"strict must be True or False, got {strict!r}")
@@ -148,7 +148,7 @@ def fitted_whole(
 def fitted_shards(
     saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool
 ) -> Loaded:
-    """What a placement can load of a full state dict; see :func:`fitted_whole`."""
+    """Return the part of a full state dict that a placement can load, after the checks of :func:`fitted_whole`."""
     loaded = fitted_whole(saved, param_groups, config, strict=strict, whole=False)
     states = dict(config.placement.loadable(loaded.states))
     try:

@@ -1,4 +1,4 @@
-"""State that is away from its device for a while, so that something else has the memory: a phase of generation, say."""
+"""State in host memory for a while, so that a phase of generation, say, has the device's memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .dtensors.local_parts import local_of
 
 
 class Parked:
-    """Tensors that are on the CPU until they come back. They stay the same objects, with the same values.
+    """Tensors that are on the CPU until they come back. The tensors stay the same objects, with the same values.
 
-    The memory that they leave goes back to torch's allocator, which serves other tensors of this process from it. The
+    The memory that they free goes back to torch's allocator, which serves other tensors of this process from it. The
     device has it for other processes, and for libraries with allocators of their own, after
     ``torch.accelerator.empty_cache()``.
 
@@ -27,7 +27,7 @@ class Parked:
         self._homes: list[tuple[Tensor, torch.device]] = []
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Re-point the data of those that are not on the CPU to host memory."""
+        """Re-point the data of tensors on other devices to host memory."""
         self.away = True
         for tensor in map(local_of, tensors):  # a DTensor's memory is its part's
             if not tensor.is_cpu:
@@ -35,7 +35,7 @@ class Parked:
                 tensor.data = tensor.data.cpu()
 
     def come_back(self) -> None:
-        """Bring them to where they were."""
+        """Bring the tensors back to their devices."""
         while self._homes:
             tensor, device = self._homes[-1]
             tensor.data = tensor.data.to(device)
@@ -43,13 +43,13 @@ class Parked:
         self.away = False
 
     def require_here(self) -> None:
-        """Raise StateOffloaded while they are away."""
+        """Raise StateOffloaded while the tensors are away."""
         error = self.error()
         if error is not None:
             raise error
 
     def error(self) -> StateOffloaded | None:
-        """What is wrong with a call that needs the state where it belongs."""
+        """Return the error for a call that needs the state on its device; ``None`` if it is there."""
         if not self.away:
             return None
         return StateOffloaded(

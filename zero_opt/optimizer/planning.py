@@ -1,4 +1,4 @@
-"""How parameters get into the engine: param groups compared between ranks, buckets planned, memory taken."""
+"""The way of parameters into the engine: ranks compare param groups, plan buckets, and take memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .parts import EngineParts
 
 
 class Planner:
-    """Takes param groups in, and plans those of their parameters that are trainable or have a gradient.
+    """Takes in param groups, and plans their parameters that are trainable or have a gradient.
 
-    A parameter that is planned does not move. Methods are collective.
+    A planned parameter does not move. Methods are collective.
 
     Attributes:
         planned: the parameters of every group that was taken in.
@@ -32,7 +32,7 @@ class Planner:
         self._values_count = parts.groups.control.world_size > 1 and not already_reduced
 
     def add_groups(self) -> None:
-        """Take in the owner's param groups that are new, after comparing them with the other ranks'.
+        """Take in the owner's new param groups, after comparing them with the other ranks'.
 
         Raises:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
@@ -49,7 +49,7 @@ class Planner:
                 parts.placement.add_group(groups[number])
                 params.extend(groups[number]["params"])
                 self._group_of.extend([number] * len(groups[number]["params"]))
-            self._plan_missing(mask_of(i for i, param in enumerate(params) if param.requires_grad))
+            self._plan(self._missing(mask_of(i for i, param in enumerate(params) if param.requires_grad)))
         except BaseException:
             del params[before:], self._group_of[before:]
             parts.placement.drop_groups(self._known_groups)
@@ -60,7 +60,7 @@ class Planner:
         parts.groups.serve(parts.guard, parts.placement, parts.partition)
 
     def plan(self, mask: int) -> None:
-        """Plan those of the masked parameters that are not planned yet; the mask is the same on every rank.
+        """Plan the masked parameters that are not planned yet; the mask is the same on every rank.
 
         Raises:
             RankMismatch: values differ between ranks, as those of frozen parameters may.
@@ -69,19 +69,20 @@ class Planner:
         if missing and self._values_count:
             labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
             self._parts.agreement.on_contents(value_contents(labeled))
-        self._plan_missing(mask)
+        self._plan(missing)
 
     def _missing(self, mask: int) -> list[int]:
+        """Return the masked parameters that are not planned yet."""
         planned = self._parts.partition.flats
         return [i for i in range(len(self._parts.params)) if mask >> i & 1 and i not in planned]
 
-    def _plan_missing(self, mask: int) -> None:
-        missing = self._missing(mask)
+    def _plan(self, missing: Sequence[int]) -> None:
         if missing:
             with self._parts.guard.changing(self._parts.patience_s, self._parts.count.step):
-                self._plan(missing)
+                self._add_buckets(missing)
 
-    def _plan(self, missing: Sequence[int]) -> None:
+    def _add_buckets(self, missing: Sequence[int]) -> None:
+        """Put parameters into new buckets, and let every part of the engine take those in."""
         parts, config = self._parts, self._parts.config
         of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
         added = parts.partition.add(of_group)
@@ -95,12 +96,11 @@ class Planner:
         self._reserve_staging(added)
         parts.reduction.watch(added)
         parts.gather.watch()
-        with parts.shown.lock:
-            parts.shown.add(kinds_of(config.placement, of_group))
-            parts.shown.show(parts.params)
+        with parts.visible.lock:
+            parts.visible.add(kinds_of(config.placement, of_group))
 
     def _connect(self) -> None:
-        """Make the exchanges for device types that have none yet."""
+        """Make an exchange for each device type that has none yet."""
         parts, groups = self._parts, self._parts.groups
         by_type = {bucket.device.type: bucket.device for bucket in parts.partition.buckets}
         for device_type in sorted(by_type):
@@ -112,7 +112,7 @@ class Planner:
                 parts.exchanges[device_type] = made
 
     def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
-        """Let staging buffers have room for new buckets, and nobody hold one that will be replaced for that."""
+        """Make staging buffers large enough for new buckets, and drop all references to those that are replaced."""
         for bucket in added:
             bucket.reserve_staging(self._parts.pool)
         for bucket in self._parts.partition.buckets:

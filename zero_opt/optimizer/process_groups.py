@@ -1,4 +1,4 @@
-"""The process groups of one optimizer, and who serves its state over one of them."""
+"""The process groups of one optimizer, and the service of its state over one of them."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class OwnGroups:
         self._exchanges, self._thread = exchanges, thread
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
-        """Begin to serve this rank's state. All ranks should."""
+        """Begin to serve this rank's state, as every rank does."""
         if self._side is not None and self.service is None:
-            # Nothing that leads to the optimizer, so that it can be collected while it is served.
+            # No reference to the optimizer, so that it can be collected while its state is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
             self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
             self._limits.lift()
@@ -96,13 +96,13 @@ class OwnGroups:
 
     def _leave_in_order(self) -> None:
         """Leave training as :meth:`_leave` does, once what is queued for other ranks has been sent."""
-        if self._thread is not None and self._thread.takes:
+        if self._thread is not None and self._thread.accepts_calls:
             self._thread.submit(self._leave)
         else:
             self._leave()
 
     def close(self) -> None:
-        """Destroy all of them; that of the service once all ranks have closed."""
+        """Destroy all groups; the service's once all ranks have closed."""
         if self.service is not None:
             self.service.abandon(How.CLOSED)
         elif self._side is not None:

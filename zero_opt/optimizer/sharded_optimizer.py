@@ -15,28 +15,27 @@ from ..comm.groups import Group, agreed_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
 from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
-from ..reduction import Policy
+from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import following, hypers_of, normalized, param_name, run_once, tensors_of
+from ..sharding.param_groups import following, hypers_of, normalized, param_name, params_of, run_once
 from ..state.state_dict import StateDict
-from .between_steps import SteppedTogether
+from .between_steps import JoinableOptimizer
 from .config import Config
 from .contents import adopt_errors, template_of
-from .dtensors.engine import build_sharded, build_single_rank, own_groups
+from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
 from .join import UnevenInputs
-from .loading import add_places, asked_by_load, joined
+from .loading import asked_by_load, joined, with_places
 from .loss_scale import unscaling
 from .offload_state import Parked
 from .process_groups import OwnGroups
 from .sharded import ShardedEngine
+from .single_rank import SingleRank
 
-_Closure = Callable[[], Any]
 
-
-class ShardedOptimizer(UnevenInputs, SteppedTogether):
+class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -76,7 +75,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         optimizer_class: type[torch.optim.Optimizer],
         process_group: Any = None,
         *,
-        reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+        reduction: ReductionPolicy = Overlapped(),  # noqa: B008  (frozen)
         offload: Offload = None,
         precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
         max_grad_norm: float | None = None,
@@ -86,38 +85,34 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         params = run_once(params)
         self._process_group, self._parked, self._closed = process_group, Parked(), False
         Joinable.__init__(self)
-        parent = None if any(map(is_dtensor, tensors_of(params))) else agreed_group(process_group)
-        alone = parent is None or parent.size() == 1
+        parent = None if any(map(is_dtensor, params_of(params))) else agreed_group(process_group)
+        alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
             mesh = mesh_of(params, self._config, process_group)
-        except ZeroOptError as error:
-            if not alone:  # the other ranks must hear of it
-                self._raise_first(error, own_groups(parent, Checks(), None))
-            raise
-        if alone and not (self._config.has_masters if mesh is None else steps_apart(self._config)):
-            wrapping = build_single_rank(self._config, params, self._parked, mesh)
-            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
-            self._engine: Engine = wrapping
-            wrapping.attach(self)
-        else:
-            groups = own_groups(parent, checks, mesh)
-            try:
-                with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
-                    self._validate(params)
-            except BaseException:
-                groups.close()
+            apart = self._config.has_masters if mesh is None else steps_apart(self._config)
+        except ZeroOptError as own_error:
+            if alone:
                 raise
-            self._engine = self._connected(groups, mesh)
+            error, checks = own_error, Checks()
+        if alone and not apart:
+            given = (self._config, params, self._parked)
+            engine = SingleRank(*given) if mesh is None else DTensorSingleRank(*given, mesh)
+            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
+            self._engine: Engine = engine
+            engine.attach(self)
+            return
+        groups = OwnGroups(parent, checks, None if mesh is None else mesh.largest)
+        with ExitStack() as undo:
+            undo.callback(groups.close)
+            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
+                if error is not None:
+                    raise error
+                self._validate(params)
+            undo.pop_all()
+        self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
-
-    def _raise_first(self, error: ZeroOptError, groups: OwnGroups) -> None:
-        """Raise the error of the first rank that has one, on every rank. Collective."""
-        try:
-            Agreement(groups.control, self._describe).raise_first_error(error, "ShardedOptimizer()")
-        finally:
-            groups.close()
 
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
@@ -131,10 +126,11 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         config.check_params(self.param_groups, self._describe)
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
-        """The engine over ``groups``, with the param groups planned; if that fails, all is closed. Collective."""
+        """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
         with ExitStack() as undo:
             undo.callback(groups.close)
-            engine = build_sharded(self._config, groups, self._describe, self, self._parked, mesh)
+            given = (self._config, groups, self._describe, self, self._parked)
+            engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
             undo.pop_all()
             undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
             engine.add_groups()
@@ -146,23 +142,26 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         """Build the engine again for parameters that the user has replaced the planned ones with. Collective."""
         old, config = self._engine, self._config
         assert isinstance(old, ShardedEngine)  # no other raises ParamsReplaced
-        mesh = old.make_way(self._examined)
+        with old.together(""):
+            old.require_replaceable()
+            mesh = self._examined()
+        old.make_way(dtensors=mesh is not None)
         self._closed = True  # it stays so if anything below fails
         self.state.clear()
         if mesh is not None and not steps_apart(config):
             held = self.param_groups, self.state  # by the user
-            self._engine = build_single_rank(config, self.param_groups, self._parked, mesh)
+            self._engine = DTensorSingleRank(config, self.param_groups, self._parked, mesh)
             self._engine.attach(self)
             held[1].update(self.state)
             self.param_groups, self.state = held
         else:
             parent = old.group.parent if mesh is None else None
-            engine = self._connected(own_groups(parent, config.checks, mesh), mesh)
+            engine = self._connected(OwnGroups(parent, config.checks, None if mesh is None else mesh.largest), mesh)
             self._engine, engine.begun = engine, old.begun
         self._closed = False
 
     def _examined(self) -> MeshParams | None:
-        """Check the parameters that there are now; what there is to say of their meshes if they are DTensors."""
+        """Check the parameters that there are now; return what is known of their meshes if they are DTensors."""
         mesh = mesh_of(self.param_groups, self._config, self._process_group)
         if mesh is None or steps_apart(self._config):
             self._config.check_params(self.param_groups, self._describe)
@@ -173,7 +172,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         return mesh
 
     def _describe(self, index: int) -> str:
-        """How messages name the parameter with a global index."""
+        """Return the name that messages give the parameter with a global index."""
         return param_name(self.param_groups, index)
 
     @torch.inference_mode(False)
@@ -193,7 +192,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: _Closure | None = None, **options: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
@@ -220,9 +219,6 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         except ParamsReplaced:
             self._replan()
         return self._engine.step(losses.pop if losses else None, options)
-
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
@@ -286,7 +282,7 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load. It needs no call of this; see there.
+        :meth:`state_dict` returns it there until the next step or load, and works without this call too.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
@@ -298,11 +294,11 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
         self._engine.consolidate(to)
 
     def state_dict(self) -> StateDict:
-        """The full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
+        """Return the full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 
         Not collective: any rank may call it alone between two steps, and so may several at once. Unless
         :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
-        go on. They may be anywhere up to the next step, or closed, or about to exit.
+        ranks go on. The other ranks may be anywhere up to the next step, or closed, or about to exit.
 
         Raises:
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
@@ -312,15 +308,18 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
+        if not asked_by_load():
+            return self._with_hooks(self._engine.state_dict)
+        return self._with_hooks(lambda: with_places(self._engine.state_dict(), self.param_groups, self._config))
+
+    def _with_hooks(self, make: Callable[[], StateDict]) -> StateDict:
+        """Return the state dict that ``make`` returns, after the user's state dict hooks."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state_dict = self._engine.state_dict()
-        if asked_by_load():
-            add_places(state_dict, self.param_groups, self._config)
+        state_dict = make()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+            state_dict = state_dict if replaced is None else replaced
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict, *, strict: bool = True) -> None:
@@ -360,12 +359,12 @@ class ShardedOptimizer(UnevenInputs, SteppedTogether):
 
     @following
     def _rows(self) -> dict[int, dict[str, Any]]:
-        """All state by global parameter index in host memory, cut by rows over the ranks. Collective."""
+        """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
         return self._engine.rows()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
+        """Return the bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
         ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.

@@ -15,58 +15,52 @@ from torch._C._distributed_c10d import GradBucket
 from ..comm.groups import AloneGroup, Group, check_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
-from ..policies import Checks
 from ..reduction.grad_norm import Measured, check_max_norm, measure
-from ..reduction.nonfinite import Ignored, build_nonfinite
-from ..sharding.param_groups import normalized, normalized_group, param_name, tensors_of
+from ..reduction.nonfinite import skips_step
+from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure
-from ..state.state_dict import StateDict, copied
+from ..state.state_dict import StateDict, StatesByIndex, copied
 from .config import Config
 from .contents import adopt_errors
 from .dtensors.mesh_params import admit
+from .interface import Engine
 from .loading import fitted_whole
 from .offload_state import Parked
 
 
 class _NotTaken(Exception):
-    """Leaves the wrapped class's step from within its closure, before anything is changed."""
+    """The exception that leaves the wrapped class's step from within its closure, before anything is changed."""
 
 
-def check_skippable(optimizer_class: type[torch.optim.Optimizer], checks: Checks) -> None:
-    """Raise UnsupportedOptimizer if a step cannot be left out as ``checks`` asks."""
-    if checks.nonfinite == "skip" and needs_closure(optimizer_class):
-        raise UnsupportedOptimizer(
-            f"{optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be skipped then; "
-            'use Checks(nonfinite="raise")'
-        )
-
-
-def _nobody() -> None:
-    """The optimizer that an engine serves before it is attached."""
+def _no_user() -> None:
+    """Return no optimizer: the engine is not attached to one."""
 
 
 def _describe(wrapped: torch.optim.Optimizer, index: int) -> str:
     return param_name(wrapped.param_groups, index)
 
 
-class SingleRank:
-    """See the module, and :class:`Engine`.
+class SingleRank(Engine):
+    """The engine that has the wrapped class step the parameters, on a rank alone. Nothing is collective.
 
     The optimizer and the wrapped one share their param groups and state. If the user puts others in the place of the
-    optimizer's, the wrapped one follows with the next call.
+    optimizer's, the wrapped one takes those over with the next call.
     """
 
     skips = 0
     unscales = False
 
     def __init__(self, config: Config, params: Iterable[Any], parked: Parked) -> None:
-        check_skippable(config.optimizer_class, config.checks)
+        if config.checks.nonfinite == "skip" and needs_closure(config.optimizer_class):
+            raise UnsupportedOptimizer(
+                f"{config.optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be "
+                'skipped then; use Checks(nonfinite="raise")'
+            )
         self._config, self._parked = config, parked
         with adopt_errors():
             self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
-        self._nonfinite = build_nonfinite(config.checks, partial(_describe, self._wrapped))
-        self._prepares = config.max_grad_norm is not None or not isinstance(self._nonfinite, Ignored)
-        self._user: Callable[[], Any] = _nobody
+        self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
+        self._user: Callable[[], Any] = _no_user
 
     @property
     def group(self) -> Group:
@@ -84,16 +78,13 @@ class SingleRank:
 
     def __getstate__(self) -> dict[str, Any]:
         self._current()
-        return {**vars(self), "_user": _nobody}
+        return {**vars(self), "_user": _no_user}
 
     def attribute(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
-    def require_copyable(self) -> None:
-        """See :class:`Engine`; it is."""
-
     def _current(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, with the user's groups and state even if those have been replaced."""
+        """Return the wrapped optimizer, with the user's groups and state even if those have been replaced."""
         user = self._user()
         if user is not None:
             self._wrapped.param_groups, self._wrapped.state = user.param_groups, user.state
@@ -108,7 +99,7 @@ class SingleRank:
         wrapped = self._current()
         with adopt_errors():
             taken = normalized_group(group, len(wrapped.param_groups))
-            self._admit(tensors_of([taken]))
+            self._admit(params_of([taken]))
             wrapped.add_param_group(taken)
 
     def _admit(self, params: Sequence[Tensor]) -> None:
@@ -128,7 +119,7 @@ class SingleRank:
             if closure is not None:
                 losses.append(closure())
             params = self._params
-            if self._nonfinite.skips(lambda: self._measured(params)):
+            if self._skips_step(params):
                 raise _NotTaken
             if self._config.max_grad_norm is not None:
                 self._scale(params, self._config.max_grad_norm)
@@ -147,9 +138,12 @@ class SingleRank:
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params
-        if self._nonfinite.skips(lambda: self._measured(params)):
+        if self._skips_step(params):
             return self._norm(params)
         return self._scale(params, limit)
+
+    def _skips_step(self, params: Sequence[Tensor]) -> bool:
+        return skips_step(self._config.checks, partial(self._measured, params), partial(_describe, self._wrapped))
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)
@@ -160,11 +154,7 @@ class SingleRank:
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
-    def zero_grad(self) -> None:
-        """See :class:`Engine`; there are no others than in ``p.grad``."""
-
     def no_sync(self) -> AbstractContextManager[None]:
-        """See :class:`Engine`; it never does."""
         return nullcontext()
 
     def take_bucket(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of the protocol)
@@ -173,26 +163,15 @@ class SingleRank:
         if world is not None and world.size() > 1:
             raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
 
-    def flush(self) -> None:
-        """See :class:`Engine`; they always are."""
-
-    def shadow_step(self) -> None:
-        """See :class:`Engine`; nobody waits for this rank."""
-
-    def forget_epoch(self) -> None:
-        """See :class:`Engine`; none are counted."""
-
     def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
-        """See :class:`Engine`; there are no others."""
         return nullcontext()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def consolidate(self, to: int) -> None:
-        """See :class:`Engine`; it is here."""
         check_rank(to, 1, "to")
 
-    def rows(self) -> dict[int, dict[str, Any]]:
+    def rows(self) -> StatesByIndex:
         return copied(self._current().state_dict()["state"], torch.device("cpu"))
 
     def state_dict(self) -> StateDict:
@@ -213,19 +192,8 @@ class SingleRank:
         loaded.say(self._config, self._params, partial(_describe, wrapped))
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
-        """A checked state dict as the wrapped class loads it."""
+        """Return a checked state dict as the wrapped class loads it."""
         return state_dict
-
-    # -- memory, and the end ------------------------------------------------------------------------------------------
-
-    def leave_device(self) -> None:
-        """See :class:`Engine`; there is nothing but ``state``."""
-
-    def come_back(self) -> None:
-        """See :class:`Engine`."""
 
     def memory_report(self) -> dict[str, int]:
         return dict.fromkeys(("grad_shards", "staging", "state"), 0)
-
-    def close(self) -> None:
-        """See :class:`Engine`; there is nothing to destroy."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from ..comm.groups import Group
-from ..comm.shared_memory_exchange import host_if_known
+from ..comm.process_identity import host_if_known
 from ..kernels.threads import checked_threads, meet_sharers
 from ..system.log import log
 

@@ -13,7 +13,7 @@ from ..comm.groups import Group
 from ..errors import ConfigConflict
 from ..kernels.adam_state import HALVES
 from ..policies import MixedPrecision
-from ..reduction import Policy as Reduction
+from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
 from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
@@ -30,7 +30,7 @@ class PlacementInputs(NamedTuple):
     optimizer_class: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     precision: MixedPrecision
-    reduction: Reduction
+    reduction: ReductionPolicy
 
     @property
     def splits_masters(self) -> bool:

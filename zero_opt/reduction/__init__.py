@@ -1,4 +1,4 @@
-"""Strategies that turn gradients into shards; the type of the policy picks one."""
+"""Reductions, which turn gradients into shards; the type of the policy picks one."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
 from .ddp_buckets import DDPHookReduction
-from .interface import GradReduction, GradShard, Parts, ReductionReport, StepCount
+from .interface import GradReduction, GradShard, ReductionParts, ReductionReport, StepCount
 from .overlapped import OverlappedReduction
 
-Policy = Overlapped | AtStep | AlreadyReduced | DDPHook
+ReductionPolicy = Overlapped | AtStep | AlreadyReduced | DDPHook
 
 __all__ = [
     "DDPHookReduction",
     "GradReduction",
     "GradShard",
-    "Parts",
-    "Policy",
+    "ReductionParts",
+    "ReductionPolicy",
     "ReductionReport",
     "StepCount",
     "build_reduction",
-    "check_policy",
+    "check_reduction_policy",
 ]
 
+_REDUCTION_OF: dict[type[ReductionPolicy], type[GradReduction]] = {
+    Overlapped: OverlappedReduction,
+    AtStep: AtStepReduction,
+    AlreadyReduced: AlreadyReducedGrads,
+    DDPHook: DDPHookReduction,
+}
 
-def check_policy(policy: object) -> None:
+
+def check_reduction_policy(policy: object) -> None:
     """Raise ConfigTypeError unless ``policy`` is an instance of a reduction policy."""
-    if not isinstance(policy, (Overlapped, AtStep, AlreadyReduced, DDPHook)):
+    if not isinstance(policy, tuple(_REDUCTION_OF)):
         called = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
         raise ConfigTypeError(
             f"reduction must be Overlapped(), AtStep(), AlreadyReduced() or DDPHook(), got {quoted(policy)}{called}"
         )
 
 
-def build_reduction(policy: Policy, parts: Parts) -> GradReduction:
-    """The strategy a policy names."""
-    if isinstance(policy, Overlapped):
-        return OverlappedReduction(parts)
-    if isinstance(policy, AtStep):
-        return AtStepReduction(parts)
-    if isinstance(policy, DDPHook):
-        return DDPHookReduction(parts)
-    return AlreadyReducedGrads(parts)
+def build_reduction(policy: ReductionPolicy, parts: ReductionParts) -> GradReduction:
+    """Make the reduction that a policy asks for."""
+    made = next(made for kind, made in _REDUCTION_OF.items() if isinstance(policy, kind))
+    return made(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 
 import torch
@@ -11,13 +10,11 @@ from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.groups import tensor_bytes
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
-from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam
 from .grad_norm import scale_
-from .interface import GradShard, Parts, ReductionReport
+from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
 from .sparse import sparse_refusal
 
 # Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that
@@ -26,52 +23,49 @@ _SAMPLE_NUMEL = 64
 _FAR_APART = 0.01
 
 
-class AlreadyReducedGrads:
-    """See the module."""
+class AlreadyReducedGrads(GradReduction):
+    """Gradients whose mean over the ranks is in ``p.grad`` when the engine collects them."""
 
-    grad_scale = 1.0
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: ReductionParts) -> None:
+        super().__init__(parts)
         self._copies: list[Tensor] = []
         self._compared = False
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
-        """See :class:`GradReduction`; there is nothing to send."""
-        return ReductionReport(0, error or sparse_refusal(self._parts.partition))
-
-    def disagreed(self) -> None:
-        """Nothing has been sent."""
+        return ReductionReport(0, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        """See :class:`GradReduction`. Slices are views of ``p.grad`` where its strides are the parameter's."""
+        """Return slices of ``p.grad``, as views where its strides are the parameter's."""
         self._require_all_used(agreed)
-        used = agreed.used
         self._require_reduced(agreed)
         self._copies.clear()
         sent = self._to_absentees(agreed) if agreed.absent else {}
         shards = []
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
-            any_used = any(used >> index & 1 for index in bucket.layout.params)
+            any_used = any(agreed.used >> index & 1 for index in bucket.layout.params)
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
         return shards
 
     def _require_all_used(self, agreed: StepAgreement) -> None:
-        """A gradient that exists on some ranks alone cannot be the mean over all of them."""
+        """Raise GradientConflict, on every rank, for a gradient that only some have: no mean of all ranks."""
         for rank, used in enumerate(agreed.used_by):
             missing = 0 if rank in agreed.absent else agreed.used & ~used
             if missing:
                 index = (missing & -missing).bit_length() - 1
                 other = next(rank for rank, used in enumerate(agreed.used_by) if used >> index & 1)
                 raise GradientConflict(
-                    f"{self._parts.partition.flats[index].label} has a gradient on rank {other} but none on rank "
+                    f"{self._partition.flats[index].label} has a gradient on rank {other} but none on rank "
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
                 )
 
     def _require_reduced(self, agreed: StepAgreement) -> None:
-        """In the first step with gradients, compare a few of their elements: nobody else would notice. Collective."""
-        group, partition = self._parts.agreement.group, self._parts.partition
+        """Compare a few elements between ranks, in the first step with gradients. Collective.
+
+        Raises:
+            GradientConflict: on every rank, if the elements differ.
+        """
+        group, partition = self._parts.agreement.group, self._partition
         used = [flat for index, flat in partition.flats.items() if agreed.used >> index & 1]
         if self._compared or not used or group.world_size == 1:
             return
@@ -97,10 +91,10 @@ class AlreadyReducedGrads:
         self._compared = not len(samples) or bool(numbers.any())
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
-        """Send ranks that have run out of inputs, and so have no mean, their slices of it; what this rank receives."""
-        group, partition = self._parts.agreement.group, self._parts.partition
+        """Send ranks that have run out of inputs their slices of the mean; returns those this rank receives."""
+        group, partition = self._parts.agreement.group, self._partition
         present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
-        received, window = dict[int, Tensor](), Window()
+        received, window = dict[int, Tensor](), TransferQueue()
         for bucket, rank in product(partition.buckets, agreed.absent):
             for piece in bucket.layout.slices(rank):
                 if not agreed.used >> piece.param & 1:
@@ -114,16 +108,12 @@ class AlreadyReducedGrads:
                     )
                 window.add(group.move(run, present, rank, piece.in_param.numel, flat.param.dtype), run)
         window.drain()
-        return {index: self._received(partition.flats[index], run) for index, run in received.items()}
-
-    def _received(self, flat: FlatParam, run: Tensor) -> Tensor:
-        """Return a slice that came from another rank, on the parameter's device."""
-        run = run.to(flat.param.device)
-        self._copies.append(run)
-        return flat.shaped(run) if run.numel() == flat.param.numel() else run
+        on_device = {index: run.to(partition.flats[index].param.device) for index, run in received.items()}
+        self._copies += on_device.values()
+        return {index: partition.flats[index].shaped_if_whole(run) for index, run in on_device.items()}
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
-        flat = self._parts.partition.flats[piece.param]
+        flat = self._partition.flats[piece.param]
         grad = flat.param.grad
         if grad is None:
             return None
@@ -133,32 +123,14 @@ class AlreadyReducedGrads:
         run = flat.flatten(grad)[piece.in_param.start : piece.in_param.stop]
         if grad.stride() != flat.strides:
             self._copies.append(run)
-        return flat.shaped(run) if run.numel() == flat.param.numel() else run
+        return flat.shaped_if_whole(run)
 
     def scale(self, factor: Tensor) -> None:
-        """See :class:`GradReduction`; scales ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        grads = (flat.param.grad for flat in self._parts.partition.flats.values())
+        """Multiply ``p.grad`` itself, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        grads = (flat.param.grad for flat in self._partition.flats.values())
         scale_([*(grad.detach() for grad in grads if grad is not None), *self._copies], factor)
 
     scale_in_step = scale
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See :class:`GradReduction`; it never does."""
-        return nullcontext()
-
-    def reset(self) -> None:
-        """See :class:`GradReduction`; nothing is kept between backward and step."""
-
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         self._copies.clear()
-
-    def watch(self, buckets: Sequence[GradBucket]) -> None:
-        """Gradients are read when needed; nothing to watch."""
-
-    @property
-    def shards_count(self) -> bool:
-        """See :class:`GradReduction`; what they hold was reduced within a call of all ranks."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to stop."""

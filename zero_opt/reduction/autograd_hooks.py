@@ -1,4 +1,4 @@
-"""When a gradient has arrived: post-accumulate hooks on the trainable parameters, and which backward they belong to."""
+"""Post-accumulate hooks, which tell when a gradient has arrived, and the backward passes that they are called in."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FUNCTION_FILE = autograd_function.__file__
 
 
 class ArrivalHooks:
-    """Calls ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
+    """Hooks that call ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
 
-    The parameters hold the callback's object only weakly: an optimizer that goes out of use stops listening.
+    The parameters hold the callback's object only weakly: the hooks of an optimizer that is gone do nothing.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
@@ -28,11 +28,11 @@ class ArrivalHooks:
         self._handles: dict[int, Any] = {}
 
     def watch(self, index: int, param: Tensor) -> None:
-        """Listen to ``param``; harmless if it is watched already."""
+        """Hook ``param``, unless it is hooked already."""
         if index in self._handles:
             return
         hook, frozen = partial(_announce, self._arrived, index), not param.requires_grad
-        # torch registers none on a frozen one, which may be one that has state from before, and is thawed later.
+        # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
             self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class ArrivalHooks:
             param.requires_grad_(not frozen)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -54,11 +54,11 @@ def _announce(method: weakref.WeakMethod[Callable[[int], None]], index: int, _: 
 
 
 class BackwardPasses:
-    """Tells whether an arrival shows that the user has started another backward pass.
+    """The backward passes in which gradients have arrived.
 
     Autograd numbers graph executions as they start. A reentrant checkpoint runs inner graphs inside one backward, each
-    with a number of its own; those are recognized by the autograd Function that called them. They tell nothing: which
-    backward is around them shows only when it has an arrival of its own, and that started before they did.
+    with a number of its own; an inner graph is recognized by the autograd Function that called it. Which backward is
+    around inner graphs shows only when that has an arrival of its own: then its number is lower than theirs.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class BackwardPasses:
         self._unfinished: set[int] = set()
 
     def begins(self) -> bool:
-        """Whether the current arrival is in a backward that started after the last arrival."""
+        """Note an arrival; returns whether it is in a backward that started after the last arrival."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
         self._task = task
         self._unfinished.add(task)
-        # Autograd calls it at the end of the pass, unless an exception ends the pass.
+        # Autograd calls back at the end of the pass, unless an exception ends the pass.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._unfinished.discard, task))
         if _inside_function():
             self._first_inner = task if self._first_inner is None else self._first_inner
@@ -83,15 +83,16 @@ class BackwardPasses:
         return inner is None or 0 < (task - inner) % (1 << 32) < 1 << 31
 
     def broken(self) -> bool:
-        """Whether a pass that had an arrival has ended in an exception, since :meth:`forget`."""
+        """Return whether a pass with an arrival has ended in an exception since :meth:`forget`."""
         return bool(self._unfinished - {torch._C._current_graph_task_id()})
 
     def forget(self) -> None:
-        """Whatever has arrived is void."""
+        """Forget passes that have ended in an exception: what has arrived is void."""
         self._unfinished.clear()
 
 
 def _inside_function() -> bool:
+    """Return whether this thread is in the backward of an autograd Function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:

@@ -1,7 +1,7 @@
-"""What ``p.grad`` is once a bucket has taken its values: a tensor without storage that refuses to be read.
+"""``p.grad`` once a bucket has taken its values: a tensor without storage that refuses to be read.
 
 ``None`` would be simpler but silently wrong: ``torch.nn.utils.clip_grad_norm_`` skips parameters whose grad is None,
-so it would return 0 and clip nothing. Autograd may still accumulate into it; that opens the next round.
+so it would return 0 and clip nothing. Autograd may still accumulate into the tensor, which opens the next round.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class GradOwner(Protocol):
         """Make the held gradient of one parameter zero."""
 
     def lends(self, param: int, target: Tensor) -> bool:
-        """Whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
+        """Return whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
-        """Multiply every held gradient by ``inv_scale``; whether any rank found a non-finite value."""
+        """Multiply every held gradient by ``inv_scale``; returns whether any rank found a non-finite value."""
 
 
 class ConsumedGrad(torch.Tensor):
-    """Stands in for a gradient that now lives, reduced and sharded, in its optimizer.
+    """A stand-in for a gradient that lies, reduced and sharded, in its optimizer.
 
     Shape, dtype, device and strides are the parameter's; there is no data. Reading values raises
     :class:`GradientConsumed`. What autograd accumulates into it waits in :attr:`pending`.
@@ -72,10 +72,10 @@ class ConsumedGrad(torch.Tensor):
         return self._refuse() if format_spec else str(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied model has no reduced gradient: the copy's ``grad`` is None."""
+        """Return None: a copied model has no reduced gradient."""
 
     def take_pending(self) -> Tensor | None:
-        """What autograd has accumulated since the last call."""
+        """Return what autograd has accumulated since the last call."""
         pending, self.pending = self.pending, None
         return pending
 
@@ -102,7 +102,7 @@ class ConsumedGrad(torch.Tensor):
 
 
 def _grad_strides(param: Tensor) -> tuple[int, ...]:
-    """The strides autograd gives a gradient of ``param``, so that accumulating into it draws no layout warning."""
+    """Return the strides that autograd gives a gradient of ``param``: others draw a warning when it accumulates."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -130,8 +130,7 @@ _WANTED = {
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
-    found = next((a for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), None)
-    label = "a parameter" if found is None else found.label
+    label = next((a.label for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), "a parameter")
     namespace, name, *_ = (*str(func).split("."), "")
     first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
     if func in (aten.copy_.default, aten.mul.out) and torch._C._current_graph_task_id() != -1:  # as DDP's buckets do
@@ -146,7 +145,7 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
 
 
 def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
-    """``target += value``, allowed to autograd alone."""
+    """Do ``target += value`` for autograd alone."""
     inside_backward = torch._C._current_graph_task_id() != -1
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
@@ -159,7 +158,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
-    """DistributedDataParallel copies gradients to buckets of its own, which are of no use where our hook serves it."""
+    """Copy to a bucket of DistributedDataParallel's what was accumulated, where its communication hook is ours."""
     if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad):
         return NotImplemented
     owner = source.owner()
@@ -187,7 +186,7 @@ def _foreach_zero(targets: Sequence[Tensor]) -> None:
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's unscale: plain gradients as torch does it, consumed ones in the shards, found_inf agreed on."""
+    """Unscale for GradScaler: plain gradients as torch does, consumed ones in the shards of all ranks."""
     plain = [grad for grad in grads if not isinstance(grad, ConsumedGrad)]
     owners = {id(grad.owner()): grad.owner() for grad in grads if isinstance(grad, ConsumedGrad)}
     # Owners first: they take in plain gradients of theirs (from no_sync), which must not be unscaled twice.

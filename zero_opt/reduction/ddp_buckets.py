@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
+from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict, forward_of_ddp
-from .interface import Parts, ReductionReport
+from .interface import ReductionParts, ReductionReport
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -32,24 +33,24 @@ _NOT_REGISTERED = (
 
 
 class DDPHookReduction(OverlappedReduction):
-    """See the module. A round is one backward that DDP synchronizes."""
+    """Gradients that leave for their shards when DDP hands them to its hook. A round is a backward that DDP syncs."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._index: dict[int, int] = {}
         self._called = False
         self._lent: set[int] = set()
         self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
-        self._known: set[int] = set()
-        self._alone: set[int] = set()
+        self._examined: set[int] = set()  # reduced by no DDP on its own
 
-    def _listen(self, index: int, param: Tensor) -> None:
-        """See :class:`OverlappedReduction`; what arrives only shows whether its backward ends."""
-        self._index[id(param)] = index
-        super()._listen(index, param)
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            self._index.update(zip((id(flat.param) for flat in bucket.params), bucket.layout.params, strict=True))
+        super().watch(buckets)
 
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
+        """Note the backward, which may end in an exception."""
         with self._lock:
             self._passes.begins()
 
@@ -59,40 +60,36 @@ class DDPHookReduction(OverlappedReduction):
         Raises:
             ConfigConflict: DDP has a parameter that this optimizer has not, and would not be reduced.
         """
-        with self._lock:
-            self._take_gradients(params, buffer, first=first, last=last)
-
-    def _take_gradients(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         self._called = True
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
-        if first:
-            self._open_round()
-        for param in params:
-            index = self._index.get(id(param))
-            if index is None:
-                raise ConfigConflict(
-                    f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that is not in the "
-                    "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
-                    "optimizer all parameters that DDP trains"
-                )
-            self._take_from(index, param, buffer)
+        with self._lock:
+            if first:
+                self._open_round()
+            for param in params:
+                self._take_from(param, buffer)
         if last:
             # DDP's own callback, which copies buckets to p.grad, is queued after the last bucket's hook.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(engine.queue_callback, self._end_backward))
 
-    def _take_from(self, index: int, param: Tensor, buffer: Tensor) -> None:
+    def _take_from(self, param: Tensor, buffer: Tensor) -> None:
+        index = self._index.get(id(param))
+        if index is None:
+            raise ConfigConflict(
+                f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that is not in the "
+                "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
+                "optimizer all parameters that DDP trains"
+            )
         consumed, grad = self._consumed[index], param.grad
+        value: Tensor | None = None
         self._handed[index] = param
-        self._known.add(index)
+        self._examined.add(index)
         if index in self._lent:
             value = consumed.take_pending()
-        elif grad is None or grad is consumed:
-            value = None
-        else:
+        elif grad is not None and grad is not consumed:
             value = self._fresh(index, grad)
-            if value is not None and value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
         if grad is consumed:
             param.grad = None  # DDP is about to write to it
@@ -101,8 +98,8 @@ class DDPHookReduction(OverlappedReduction):
             self._deliver(index, value)
 
     def _is_dropped(self, index: int) -> bool:
-        """See :class:`OverlappedReduction`; during a backward, DDP keeps gradients of its own there."""
-        return self._parts.partition.flats[index].param.grad is None
+        """Return whether ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
+        return self._partition.flats[index].param.grad is None
 
     def lends(self, param: int, target: Tensor) -> bool:
         if not self._called:
@@ -121,13 +118,13 @@ class DDPHookReduction(OverlappedReduction):
     def _put_back(self) -> None:
         """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
         for index, view in self._moved.items():
-            param = self._parts.partition.flats[index].param
+            param = self._partition.flats[index].param
             if param.grad is view:
                 param.grad = self._consumed[index]
         self._moved.clear()
 
     def _end_backward(self) -> None:
-        """DDP has written to ``p.grad``: make it say again who holds the gradient."""
+        """Make ``p.grad``, to which DDP has written, say again who holds the gradient."""
         for index, param in self._handed.items():
             param.grad = self._consumed[index] if index in self._shown else None
         self._forget_handed()
@@ -138,23 +135,23 @@ class DDPHookReduction(OverlappedReduction):
 
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
         self._put_back()
-        flats = self._parts.partition.flats.values()
+        flats = self._partition.flats.values()
         if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
         return super().report(error or self._conflict(), absent=absent)
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""
-        flats = self._parts.partition.flats
-        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._known - self._alone
+        flats = self._partition.flats
+        unseen = {i for i, flat in flats.items() if flat.param.grad is not None} - self._examined
         conflict = ddp_conflict(flats[index].param for index in unseen)
-        self._alone |= unseen if conflict is None else set()
+        self._examined |= unseen if conflict is None else set()
         return conflict
 
     def reset(self) -> None:
         self._forget_handed()
         for index in self._moved:  # DDP's forward failed
-            self._parts.partition.flats[index].param.grad = None
+            self._partition.flats[index].param.grad = None
         self._moved.clear()
         super().reset()
 

@@ -1,4 +1,4 @@
-"""Does anybody else reduce the gradients that we are about to reduce?"""
+"""A search for a DistributedDataParallel that reduces the gradients which the optimizer is about to reduce."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..errors import GradientConflict
 
 
 def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
-    """The error if ``DistributedDataParallel`` all-reduces any of the gradients. Looks at every object there is."""
+    """Return the error if ``DistributedDataParallel`` all-reduces any of the gradients. Looks at all its instances."""
     held = {id(param) for param in params}
-    if not held or not _ddp_over(held):
+    if not held or not _has_ddp_of(held):
         return None
     gc.collect()
-    if not _ddp_over(held):  # it was garbage
+    if not _has_ddp_of(held):  # it was garbage
         return None
     return GradientConflict(
         "DistributedDataParallel all-reduces the gradients that this optimizer would reduce again; use "
@@ -29,23 +29,23 @@ def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
     )
 
 
-def _ddp_over(held: Collection[int]) -> bool:
+def _has_ddp_of(held: Collection[int]) -> bool:
     return any(
-        vars(found).get("_comm_hooks") == [] and any(id(param) in held for param in found.parameters())
-        for found in _instances(DistributedDataParallel)
+        vars(ddp).get("_comm_hooks") == [] and any(id(param) in held for param in ddp.parameters())
+        for ddp in _instances(DistributedDataParallel)
     )
 
 
 def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataParallel]:
-    """All there are, of subclasses too: an object refers to its class.
+    """Yield all instances, of subclasses too: an object refers to its class.
 
     Not by ``gc.get_objects``, which refers to tuples that other threads are still making: those threads fail then.
     """
-    for found in gc.get_referrers(kind):
-        if type(found) is kind:
-            yield found
-    for below in kind.__subclasses__():
-        yield from _instances(below)
+    for referrer in gc.get_referrers(kind):
+        if type(referrer) is kind:
+            yield referrer
+    for subclass in kind.__subclasses__():
+        yield from _instances(subclass)
 
 
 def forward_of_ddp() -> nn.Module | None:

@@ -17,7 +17,7 @@ from ..system.extension import native_available
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements widened to fp64 at a time: they stay in the cache.
-_PIECE_NUMEL = 1 << 15
+_WIDENED_NUMEL = 1 << 15
 
 
 def check_max_norm(max_norm: object, name: str) -> float:
@@ -42,13 +42,13 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _run_of(values: Tensor) -> Tensor:
-    """The values as a 1-D tensor, in any order; a view where they are dense."""
+    """Return the values as a 1-D tensor, in any order; a view where they are dense."""
     if is_dense(values.shape, values.stride()):
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
     return values.reshape(-1)
 
 
-def _read(scalars: Sequence[Tensor]) -> list[Any]:
+def _to_host(scalars: Sequence[Tensor]) -> list[Any]:
     """Return the values of 0-dim tensors of one dtype, with one copy to the host, and one wait, per device."""
     values: list[Any] = [None] * len(scalars)
     devices = dict.fromkeys(scalar.device for scalar in scalars)
@@ -62,7 +62,7 @@ def _read(scalars: Sequence[Tensor]) -> list[Any]:
 
 def _finite(grads: Iterable[Tensor]) -> list[bool]:
     """Return of each gradient whether all its elements are finite."""
-    return _read([torch.isfinite(_values(grad.detach())).all() for grad in grads])
+    return _to_host([torch.isfinite(_values(grad.detach())).all() for grad in grads])
 
 
 def all_finite(grads: Iterable[Tensor]) -> bool:
@@ -72,15 +72,15 @@ def all_finite(grads: Iterable[Tensor]) -> bool:
 
 def _device_squares(values: Iterable[Tensor]) -> Iterator[float]:
     """Yield the sum of squares of each tensor on an accelerator, in fp64."""
-    for norm in _read([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in values]):
+    for norm in _to_host([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in values]):
         yield norm * norm
 
 
 def _squares(values: Tensor) -> Iterator[float]:
     """Yield sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
     run = _run_of(values)
-    for start in range(0, run.numel(), _PIECE_NUMEL):
-        widened = run[start : start + _PIECE_NUMEL].double()
+    for start in range(0, run.numel(), _WIDENED_NUMEL):
+        widened = run[start : start + _WIDENED_NUMEL].double()
         yield float(torch.dot(widened, widened))
 
 
@@ -118,8 +118,8 @@ class Measured(NamedTuple):
     nonfinite: tuple[int, int] | None
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
-        """What ranks have found: (rank, sum of squares, first non-finite parameter or -1), in one order everywhere."""
+    def from_rows(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+        """Combine (rank, sum of squares, first non-finite parameter or -1) of ranks, in one order everywhere."""
         total = sum(square for _, square, _ in rows)
         norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu")
         return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
@@ -142,7 +142,7 @@ def measure(
         known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
     """
     rows = look(grads, params, group, known)
-    return Measured.of([(rank, *row) for rank, row in enumerate(rows)])
+    return Measured.from_rows([(rank, *row) for rank, row in enumerate(rows)])
 
 
 def look(
@@ -158,7 +158,7 @@ def look(
 
 
 def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:
-    """The parameter of the first gradient with a non-finite element, or -1; finite squares have none."""
+    """Return the parameter of the first gradient with a non-finite element, or -1; finite squares have none."""
     if math.isfinite(square):
         return -1
     present = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -52,8 +53,8 @@ class ReductionReport(NamedTuple):
 
     Attributes:
         rounds: exchanges of every bucket since the last :meth:`GradReduction.collect`.
-        error: what went wrong on this rank; raised on all of them.
-        restarted: parameters whose gradient was dropped or zeroed between two of those exchanges.
+        error: what went wrong on this rank; every rank raises it.
+        restarted: parameters whose gradient was dropped or zeroed between two rounds.
         abandoned: see :class:`StepReport`.
     """
 
@@ -64,7 +65,7 @@ class ReductionReport(NamedTuple):
 
 
 @dataclass
-class Parts:
+class ReductionParts:
     """What a reduction works with.
 
     Attributes:
@@ -85,13 +86,13 @@ class Parts:
     pool: StagingPool = field(default_factory=StagingPool)
 
     def exchange_of(self, bucket: GradBucket) -> Exchange:
-        """The exchange that carries a bucket."""
+        """Return the exchange that carries a bucket."""
         return self.exchanges[bucket.device.type]
 
     def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
         """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now.
 
-        What fails here fails in the backward: a collective that was not enqueued must not count as one.
+        An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
         exchange = self.exchange_of(bucket)
         if exchange.blocks:
@@ -105,20 +106,37 @@ class Parts:
         """Whether a reduction that one rank leaves out would be answered by another rank's next one."""
         return self.partition.world_size > 1 and not all(exchange.blocks for exchange in self.exchanges.values())
 
+    def shards(self, used: int) -> list[GradShard]:
+        """Return a GradShard per bucket, views of its shard; ``used`` has a bit per parameter with a gradient."""
+        shards = []
+        for bucket in self.partition.buckets:
+            grads: list[Tensor | None] = [None] * len(bucket.slices)
+            any_used = any(used >> index & 1 for index in bucket.layout.params)
+            if any_used:
+                views = zip(bucket.slice_grads(), bucket.slices, strict=True)
+                grads = [grad if used >> piece.param & 1 else None for grad, piece in views]
+            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
+        return shards
 
-class GradReduction(Protocol):
+
+class GradReduction(ABC):
     """How gradients become shards.
 
     The engine calls :meth:`report`, agrees with the other ranks, calls :meth:`watch` if the agreement plans parameters,
-    then :meth:`collect`, on every rank and on the user's thread. It may do so several times (to clip, to unscale)
-    before :meth:`stepped`. :meth:`reset` may come at any time between.
+    then :meth:`collect`, on every rank and on the user's thread. The engine may do so several times (to clip, to
+    unscale) before :meth:`end_step`. :meth:`reset` may come at any time between. What is not abstract is what a
+    reduction needs that does nothing before :meth:`collect`.
 
     Attributes:
         grad_scale: factor by which the step multiplies the reduced gradients.
     """
 
-    grad_scale: float
+    grad_scale = 1.0
 
+    def __init__(self, parts: ReductionParts) -> None:
+        self._parts, self._partition = parts, parts.partition
+
+    @abstractmethod
     def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
         """Send what this rank has still to send of the current window. Waits for no other rank.
 
@@ -128,46 +146,38 @@ class GradReduction(Protocol):
         """
 
     def disagreed(self) -> None:
-        """The ranks turned out to be at different points; :meth:`collect` is not called."""
+        """Note that the ranks are at different points of training: the engine does not call :meth:`collect`."""
 
+    @abstractmethod
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """Reduce what is left of the window; one shard per bucket, in bucket order. Collective."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward exchanges nothing."""
+        """Within the context, backward exchanges nothing."""
+        return nullcontext()
 
+    @abstractmethod
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by a 0-dim tensor, in place."""
 
+    @abstractmethod
     def scale_in_step(self, factor: Tensor) -> None:
         """Multiply :attr:`grad_scale` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
 
     def reset(self) -> None:
-        """``zero_grad`` was called: what has been gathered so far is void."""
+        """Forget the gradients of this window: ``zero_grad`` was called."""
 
-    def stepped(self) -> None:
-        """The step that used the last :meth:`finish` is done."""
+    @abstractmethod
+    def end_step(self) -> None:
+        """Note that a step was taken with the shards of the last :meth:`collect`."""
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
-        """Parameters were added to the partition."""
+        """Take in buckets that were added to the partition."""
 
     @property
-    def shards_count(self) -> bool:
+    def holds_gradients(self) -> bool:
         """Whether the shards hold gradients that a step may use. Else they are void, and may be still to be written."""
+        return True
 
     def close(self) -> None:
         """Stop listening to gradients."""
-
-
-def shard_list(parts: Parts, used: int) -> list[GradShard]:
-    """One GradShard per bucket over the buckets' own shard memory."""
-    shards = []
-    for bucket in parts.partition.buckets:
-        any_used = any(used >> index & 1 for index in bucket.layout.params)
-        if any_used:
-            views = bucket.slice_grads()
-            grads = [g if used >> piece.param & 1 else None for g, piece in zip(views, bucket.slices, strict=True)]
-        else:
-            grads = [None] * len(bucket.slices)
-        shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
-    return shards

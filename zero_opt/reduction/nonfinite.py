@@ -3,67 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from ..errors import NonFiniteGradient
 from ..policies import Checks
 from .grad_norm import Measured
 
 
-class NonFinite(Protocol):
-    """One of ``Checks(nonfinite=...)``."""
+def skips_step(checks: Checks, measure: Callable[[], Measured], describe: Callable[[int], str]) -> bool:
+    """Whether ``checks`` has this step left out. The same on every rank.
 
-    def skips(self, measure: Callable[[], Measured]) -> bool:
-        """Whether the step is not to be taken; the same on every rank.
+    Args:
+        measure: looks at the gradients of all ranks; not called with ``nonfinite="ignore"``. Collective.
+        describe: names a parameter, given its global index.
 
-        Args:
-            measure: looks at the gradients of all ranks. Collective.
-
-        Raises:
-            NonFiniteGradient: on every rank.
-        """
-
-
-class Ignored:
-    """``"ignore"``: whatever they are, they are stepped with."""
-
-    def skips(self, measure: Callable[[], Measured]) -> bool:  # noqa: ARG002  (see NonFinite)
+    Raises:
+        NonFiniteGradient: on every rank, with ``nonfinite="raise"``.
+    """
+    if checks.nonfinite == "ignore":
         return False
-
-
-class Raised:
-    """``"raise"``."""
-
-    def __init__(self, describe: Callable[[int], str]) -> None:
-        self._describe = describe
-
-    def skips(self, measure: Callable[[], Measured]) -> bool:
-        found = measure().nonfinite
-        if found is None:
-            return False
-        rank, param = found
+    nonfinite = measure().nonfinite
+    if nonfinite is not None and checks.nonfinite == "raise":
+        rank, param = nonfinite
         raise NonFiniteGradient(
-            f"the mean gradient of {self._describe(param)} has an inf or NaN in the part that rank {rank} owns; "
+            f"the mean gradient of {describe(param)} has an inf or NaN in the part that rank {rank} owns; "
             "parameters and state are untouched: call zero_grad() on every rank and go on, or use "
             'Checks(nonfinite="skip")',
             rank=rank,
             param=param,
         )
-
-
-class Skipped:
-    """``"skip"``."""
-
-    def skips(self, measure: Callable[[], Measured]) -> bool:
-        return measure().nonfinite is not None
-
-
-def build_nonfinite(checks: Checks, describe: Callable[[int], str]) -> NonFinite:
-    """What ``checks`` asks for.
-
-    Args:
-        describe: names a parameter, given its global index.
-    """
-    if checks.nonfinite == "raise":
-        return Raised(describe)
-    return Skipped() if checks.nonfinite == "skip" else Ignored()
+    return nonfinite is not None

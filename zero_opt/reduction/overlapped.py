@@ -16,42 +16,37 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
-from ..errors import (
-    GradientConflict,
-    GradientsLocal,
-    StepDesync,
-    UnsupportedParam,
-    ZeroOptError,
-)
-from ..sharding.buckets import BucketState, Fill, GradBucket
+from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
+from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
-from .interface import GradShard, Parts, ReductionReport, shard_list
+from .dropped_grads import require_same_restarts
+from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
 
-class OverlappedReduction:
-    """See the module.
+class OverlappedReduction(GradReduction):
+    """Gradients that leave for their shards during backward, and are consumed; see the module.
 
-    ``_ranked`` is the launch order of all buckets, ``_order`` that of those with a trainable parameter; ``_live`` holds
+    ``_ranked`` is the launch order of all buckets, ``_order`` that of those with a trainable parameter. ``_live`` holds
     the parameters whose slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so.
+    Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: ReductionParts) -> None:
+        super().__init__(parts)
         self._hooks = ArrivalHooks(self._arrived)
         self._passes = BackwardPasses()
-        self._squares = ShardSquares()
+        self._squares: list[ShardSquares] = []
         self._matching = RoundMatching(parts)
         self._lock = threading.RLock()
         self._sync = True
@@ -59,53 +54,52 @@ class OverlappedReduction:
         self._live: set[int] = set()
         self._shown: set[int] = set()
         self._void: Future[bool] | None = None
-        self._unscaled: bool | None = None
-        self.grad_scale = 1.0
         self._ranked: list[int] = []
         self._order: list[int] = []
         self._launched: list[int] = []  # the order of what was launched before the ranks agreed, which may plan more
         self._seen: list[int] | None = []
-        self._delivered: set[int] = set()
-        self._latest: set[int] = set()  # what the last backward since the last step has delivered
-        self._synced: set[bool] = set()  # of the backwards since the last step
-        self._begin_window()
-        self._sequence = 0
         self._spoiled = False
+        self._forget_rounds()
+        self._forget_backwards()
 
-    def _begin_window(self) -> None:
-        """Forget the current window's rounds."""
+    def _forget_rounds(self) -> None:
+        """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
         self._rounds, self._next = 0, 0
-        self._in_round: set[int] = set()
         self._restarted: set[int] = set()
         self._futures: list[Future[bool]] = []
+
+    def _forget_backwards(self) -> None:
+        """Begin a window: no backward has delivered anything to it."""
+        self._delivered: set[int] = set()
+        self._in_round: set[int] = set()  # delivered in the last round
+        self._synced: set[bool] = set()  # of the backwards in this window
+        self._sequence = 0
+        self._unscaled: bool | None = None  # what GradScaler has been told
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
-                self._listen(index, flat.param)
+                self._hooks.watch(index, flat.param)
             if bucket.reader is None and is_host(bucket.device):
-                bucket.reader = self._squares
+                bucket.reader = ShardSquares(bucket)
+                self._squares.append(bucket.reader)
             self._ranked.append(bucket.layout.index)
         self._seen = []
         if not self._fills:
             self._activate()
 
-    def _listen(self, index: int, param: Tensor) -> None:
-        """Have :meth:`_arrived` called for a parameter."""
-        self._hooks.watch(index, param)
-
     def _activate(self) -> None:
         """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
-        buckets = self._parts.partition.buckets
+        buckets = self._partition.buckets
         self._order = [i for i in self._ranked if any(flat.param.requires_grad for flat in buckets[i].params)]
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See :class:`GradReduction`; gradients stay local and full-size, and are reduced with the next backward."""
+        """Let gradients stay local and full-size, to be reduced with the next backward outside the context."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -128,9 +122,9 @@ class OverlappedReduction:
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        if self._parts.partition.places[index][0] not in self._fills:
+        if self._partition.places[index][0] not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
-        param = self._parts.partition.flats[index].param
+        param = self._partition.flats[index].param
         consumed, grad = self._consumed[index], param.grad
         if grad is None:
             return  # a hook of the user's has dropped it
@@ -141,7 +135,7 @@ class OverlappedReduction:
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
-                self._parts.partition.flats[index].moved()
+                self._partition.flats[index].moved()
                 raise
             self._shown.add(index)
         if value is not None:
@@ -149,12 +143,11 @@ class OverlappedReduction:
 
     def _deliver(self, index: int, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        bucket, position = self._parts.partition.places[index]
-        if self._fills[bucket].state is not BucketState.FILLING:
+        bucket, position = self._partition.places[index]
+        if self._fills[bucket].launched:
             self._open_round()
         self._in_round.add(index)
         self._delivered.add(index)
-        self._latest.add(index)
         fill = self._fills[bucket]
         fill.put(position, value)
         if fill.complete:
@@ -162,8 +155,8 @@ class OverlappedReduction:
                 self._seen.append(bucket)
             self._launch_complete()
 
-    def _fresh(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """A gradient that starts afresh: ``p.grad`` was None before it."""
+    def _fresh(self, index: int, grad: Tensor) -> Tensor:
+        """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before; returns it."""
         if isinstance(grad, ConsumedGrad):
             if grad.owner() is None:
                 raise GradientConflict(
@@ -173,7 +166,7 @@ class OverlappedReduction:
                 f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any "
                 "more, gc.collect() ends it)"
             )
-        if grad is not None and grad.layout is not torch.strided:
+        if grad.layout is not torch.strided:
             label = self._consumed[index].label
             raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
@@ -182,14 +175,13 @@ class OverlappedReduction:
         return grad
 
     def _open_round(self) -> None:
-        """See [Note: rounds and windows]."""
+        """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
         self._launch_all()
-        partition = self._parts.partition
+        partition = self._partition
         self._forget_dropped(self._shown)
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._order}
         self._in_round.clear()
-        self._latest.clear()
         self._rounds += 1
         self._next = 0
 
@@ -198,39 +190,39 @@ class OverlappedReduction:
         factor, self.grad_scale = self.grad_scale, 1.0
         if factor == 1.0 or not self._live:
             return
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             if bucket.shard_nbytes:
                 with torch.no_grad(), bucket.streams.side([], []):
                     bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
 
     def _forget_dropped(self, indices: Iterable[int]) -> None:
-        """The shard follows ``p.grad``: where the user has dropped it, the next gradient starts afresh."""
+        """Let the next gradient start afresh where the user has dropped ``p.grad``."""
         dropped = [index for index in indices if self._is_dropped(index)]
         self._restart(dropped)
         self._shown.difference_update(dropped)
 
     def _is_dropped(self, index: int) -> bool:
         """Return whether ``p.grad`` was dropped; another thread of autograd may have put a new one there."""
-        return self._parts.partition.flats[index].param.grad is not self._consumed[index]
+        return self._partition.flats[index].param.grad is not self._consumed[index]
 
     def _restart(self, indices: Iterable[int]) -> None:
-        """What has been exchanged of these gradients does not count any more."""
+        """Void what has been exchanged of these gradients."""
         self._live.difference_update(indices)
         if self._rounds:
             self._restarted.update(indices)
 
     def _launch_complete(self) -> None:
-        """See [Note: launch order]."""
+        """Launch the buckets that are complete, in order; see [Note: launch order]."""
         while self._next < len(self._order) and self._fills[self._order[self._next]].complete:
             self._launch()
 
     def _launch_all(self) -> None:
-        """Send what is left of the current round, zeros for gradients that have not come."""
+        """Launch what is left of the current round, with zeros for gradients that have not come."""
         while self._fills and self._next < len(self._order):
             self._launch()
 
     def _launch(self) -> None:
-        bucket = self._parts.partition.buckets[self._order[self._next]]
+        bucket = self._partition.buckets[self._order[self._next]]
         fill = self._fills[bucket.layout.index]
         bucket.launch(fill)
         self._next += 1
@@ -242,7 +234,7 @@ class OverlappedReduction:
         self._futures += self._matching.launch(partial(self._parts.reduce, bucket, fill, ident, accumulate))
 
     def _launch_zeros(self, buckets: Iterable[GradBucket]) -> None:
-        """Launch a collective per bucket whose result nobody reads; see [Note: abandoned rounds]."""
+        """Launch a collective per bucket of which no rank reads the result; see [Note: abandoned rounds]."""
         for bucket in buckets:
             fill = bucket.fill()
             bucket.launch(fill)
@@ -262,90 +254,44 @@ class OverlappedReduction:
         try:
             self._require_synced()
             self._take_plain()
-        except ZeroOptError as found:
-            error = error or found
+        except ZeroOptError as own:
+            error = error or own
         if not self._fills and self._void is not None and not self._void.done():
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
         self._launched = self._order
-        return ReductionReport(self._rounds, error, self._restarted | self._dropped_since(), self._matching.abandoned)
+        flats = self._partition.flats
+        dropped = {index for index in self._in_round if flats[index].param.grad is None}
+        return ReductionReport(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
 
     def disagreed(self) -> None:
-        """See :class:`GradReduction`; buckets that were launched may answer those of another step."""
+        """Void this window: buckets that were launched may answer those of another step."""
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         self._launch_zeros(self._matching.missing(agreed, self._launched))
         self._futures += self._matching.settle()
-        self._require_same_restarts(agreed)
+        require_same_restarts(agreed, self._partition)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
         self._exchange_late(agreed.used)
         self._matching.agreed(agreed.rounds)
         reduced = [future.result() for future in self._futures]
-        self._parts.partition.join()
+        self._partition.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
-        self._begin_window()
+        self._forget_rounds()
         if self._seen is not None and agreed.rounds:
             self._learn_order()
         self._activate()
         self._settle(agreed.used)
-        return shard_list(self._parts, agreed.used)
-
-    def _require_same_restarts(self, agreed: StepAgreement) -> None:
-        """Refuse a gradient that was dropped where its parameter is used, if its owner, not using it, could not know.
-
-        Nor can an owner know which of the rounds before count where the ranks have had unequal numbers of them.
-
-        Raises:
-            GradientConflict: on every rank.
-        """
-        restarted = [mask & agreed.used for mask in agreed.restarted]
-        if not any(restarted):
-            return
-        self._require_same_drops(restarted, agreed.used_by)
-        if len({rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}) > 1:
-            raise GradientConflict(
-                "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
-                "numbers; call opt.zero_grad() instead of model.zero_grad()"
-            )
-        for bucket in self._parts.partition.buckets:
-            for owner in range(self._parts.partition.world_size):
-                for piece in bucket.layout.slices(owner):
-                    if any(mask >> piece.param & 1 for mask in restarted) and not restarted[owner] >> piece.param & 1:
-                        raise GradientConflict(
-                            f"{self._parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between "
-                            f"two backwards of one step on some ranks, while on rank {owner} it has had none yet; call "
-                            "opt.zero_grad() instead of model.zero_grad()"
-                        )
-
-    def _require_same_drops(self, restarted: Sequence[int], used_by: Sequence[int]) -> None:
-        """Refuse a gradient that one rank has dropped since its backward, and another has not: it is in the mean."""
-        kept_by = [used & ~mask for used, mask in zip(used_by, restarted, strict=True)]
-        kept = reduce(or_, kept_by)
-        for rank, mask in enumerate(restarted):
-            dropped = mask & ~used_by[rank] & kept
-            if dropped:
-                index = (dropped & -dropped).bit_length() - 1
-                other = next(other for other, held in enumerate(kept_by) if held >> index & 1)
-                label = self._parts.partition.flats[index].label
-                raise GradientConflict(
-                    f"{label}: p.grad was dropped on rank {rank} after its backward, and not on rank {other}, so it is "
-                    "in the mean of all ranks; drop it on every rank with opt.zero_grad(), or use "
-                    "reduction=zero_opt.AtStep(), which reduces what there is at step()"
-                )
-
-    def _dropped_since(self) -> set[int]:
-        """The parameters whose gradients the last backward has delivered, and that have none."""
-        flats = self._parts.partition.flats
-        return {index for index in self._latest if flats[index].param.grad is None}
+        return self._parts.shards(agreed.used)
 
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
-        buckets = self._parts.partition.buckets
+        buckets = self._partition.buckets
         late = [
             i for i in self._ranked if i not in self._order and any(used >> p & 1 for p in buckets[i].layout.params)
         ]
@@ -355,13 +301,13 @@ class OverlappedReduction:
         self._open_round()
         for bucket in late:
             for index in buckets[bucket].layout.params:
-                grad = self._parts.partition.flats[index].param.grad
+                grad = self._partition.flats[index].param.grad
                 if grad is not None and grad is not self._consumed[index]:
                     self._take(index)
         self._launch_all()
 
     def _require_synced(self) -> None:
-        """Refuse gradients that no backward was meant to reduce; they stay in ``p.grad``."""
+        """Raise GradientsLocal if no backward was meant to reduce its gradients; they stay in ``p.grad``."""
         if self._synced == {False}:
             raise GradientsLocal(
                 "every backward since the last step was inside no_sync(), so each rank has its own gradients alone; "
@@ -371,9 +317,9 @@ class OverlappedReduction:
 
     def _take_plain(self) -> None:
         """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one."""
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             grad = flat.param.grad
-            bucket = self._parts.partition.places[index][0]
+            bucket = self._partition.places[index][0]
             if (
                 grad is None
                 or bucket not in self._order
@@ -399,43 +345,39 @@ class OverlappedReduction:
 
     def _settle(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             if used >> index & 1:
                 flat.param.grad = self._consumed[index]
                 self._shown.add(index)
             else:
                 self._live.discard(index)
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             for piece in bucket.slices:
                 if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
                     bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
                     self._live.add(piece.param)
 
-    def stepped(self) -> None:
-        self._delivered.clear()
-        self._latest.clear()
-        self._synced.clear()
-        self._squares.stepped()
-        self._matching.stepped()
-        self._sequence, self._unscaled = 0, None
+    def end_step(self) -> None:
+        self._forget_backwards()
+        self._matching.end_step()
+        for squares in self._squares:
+            squares.end_step()
 
     def reset(self) -> None:
-        """See :class:`GradReduction`. Exchanges under way end by themselves; their results are never looked at."""
+        """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
         self._spoiled = False
-        self._launch_zeros(self._matching.owed(self._order))
+        self._launch_zeros(self._matching.complete_round(self._order))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
-        self._forget_dropped(self._parts.partition.flats)
-        self._begin_window()
-        self._delivered.clear()
-        self._latest.clear()
-        self._synced.clear()
-        self._sequence, self._unscaled, self.grad_scale = 0, None, 1.0
+        self._forget_dropped(self._partition.flats)
+        self._forget_rounds()
+        self._forget_backwards()
+        self.grad_scale = 1.0
 
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
     def scale(self, factor: Tensor) -> None:
-        for bucket in self._parts.partition.buckets:
+        for bucket in self._partition.buckets:
             if bucket.shard_nbytes:
                 bucket.scale(factor)
 
@@ -443,9 +385,9 @@ class OverlappedReduction:
         self.grad_scale *= float(factor)
 
     def zero_consumed(self, param: int) -> None:
-        bucket, position = self._parts.partition.places[param]
+        bucket, position = self._partition.places[param]
         fill = self._fills.get(bucket)
-        if fill is not None and fill.state is BucketState.FILLING:
+        if fill is not None and not fill.launched:
             fill.grads[position] = None
         self._restart([param])
 
@@ -455,18 +397,18 @@ class OverlappedReduction:
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """See :class:`GradOwner`. Collective: GradScaler calls it on every rank.
 
-        It calls once per dtype of the gradients that a rank has; the first call serves all of them, on all ranks.
+        GradScaler calls once per dtype of the gradients that a rank has. The first call serves all dtypes and ranks.
         """
         if self._unscaled is None or self._rounds:
             self._unscaled = self._parts.unscale(inv_scale)
         return self._unscaled
 
     @property
-    def shards_count(self) -> bool:
+    def holds_gradients(self) -> bool:
         return bool(self._live) and not self._matching.holding
 
     def close(self) -> None:
         self._hooks.close()
-        for index, flat in self._parts.partition.flats.items():
+        for index, flat in self._partition.flats.items():
             if index in self._consumed and flat.param.grad is self._consumed[index]:
                 flat.param.grad = None

@@ -19,21 +19,19 @@ from concurrent.futures import Future
 from ..comm.agreement import StepAgreement
 from ..errors import StepDesync
 from ..sharding.buckets import GradBucket
-from .interface import Parts
+from .interface import ReductionParts
 
 Launch = Callable[[], Future[bool]]
 
 
 class RoundMatching:
-    """The bookkeeping of rounds: when a collective may be launched, and which ones this rank still owes.
-
-    See [Note: abandoned rounds].
+    """A count of rounds, which tells when a collective may be launched; see [Note: abandoned rounds].
 
     Attributes:
         abandoned: rounds launched since the ranks last agreed, which ``zero_grad()`` has voided.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         self._parts = parts
         self.abandoned = 0
         self._launched = 0
@@ -48,11 +46,11 @@ class RoundMatching:
 
     @property
     def holding(self) -> bool:
-        """Whether calls wait for :meth:`settle`."""
+        """Whether launches wait for :meth:`settle`."""
         return bool(self._held)
 
     def launch(self, call: Launch) -> list[Future[bool]]:
-        """Make a call that launches a bucket's collective, now or in :meth:`settle`; its future if now."""
+        """Make a call that launches a bucket's collective: now, and its future is returned, or in :meth:`settle`."""
         if self._holds():
             self._held.append(call)
             return []
@@ -60,8 +58,12 @@ class RoundMatching:
         self._launched += 1
         return [future]
 
-    def owed(self, order: Sequence[int]) -> Iterator[GradBucket]:
-        """Yield the buckets that complete the round under way, given the launch order; their gradients are zeros."""
+    def complete_round(self, order: Sequence[int]) -> Iterator[GradBucket]:
+        """Yield the buckets that complete the round under way, to be launched with zeros. A window begins.
+
+        Args:
+            order: the launch order.
+        """
         if self._parts.must_match and order:
             for index in order[len(order) - (-self._launched % len(order)) :]:
                 yield from self._unnamed([index])
@@ -85,13 +87,13 @@ class RoundMatching:
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
 
     def _unnamed(self, indices: Sequence[int]) -> Iterator[GradBucket]:
-        """Yield those of the buckets whose collectives have no names."""
+        """Yield the buckets among these whose collectives have no names."""
         for bucket in (self._parts.partition.buckets[index] for index in indices):
             if not self._parts.exchange_of(bucket).blocks:
                 yield bucket
 
     def settle(self) -> list[Future[bool]]:
-        """Launch what was held: the ranks have launched equally many rounds."""
+        """Launch what was held, as the ranks have launched equally many rounds; returns the futures."""
         self._settled = True
         held, self._held = self._held, []
         return [future for call in held for future in self.launch(call)]
@@ -103,6 +105,6 @@ class RoundMatching:
             self._usual_resets = self._parts.count.epoch - self._agreed_epoch
             self._agreed_epoch = self._parts.count.epoch
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Note that a step has been taken, which begins to count ``zero_grad()`` calls anew."""
         self._agreed_epoch, self._settled = 0, False

@@ -1,4 +1,4 @@
-"""Sums of squares of shards for the norm, and the look for non-finite gradients, taken while a shard is reduced.
+"""Sums of squares of a shard, for the norm and the look for non-finite gradients, taken while the shard is reduced.
 
 The exchange has a shard in the cache when it writes it; ``step()`` would have to bring it from memory again.
 """
@@ -17,51 +17,37 @@ from ..system.extension import native
 
 
 class ShardSquares:
-    """A :class:`ShardReader` that has squares added up where the last step asked for them.
+    """The :class:`ShardReader` of one bucket that has squares added up where the last step asked for them.
 
     While backward runs, its methods are called on the exchange thread; otherwise, with nothing under way, on the main
     thread. Sums in which subnormal numbers may count as zero (``torch.set_flush_denormal``) are not taken, nor given.
     """
 
-    def __init__(self) -> None:
-        self._places: dict[int, list[SliceSums]] = {}
-        self._taken: set[int] = set()
-        self._known: set[int] = set()
+    def __init__(self, bucket: GradBucket) -> None:
+        numels = ((piece.in_shard.start, piece.in_shard.numel) for piece in bucket.slices)
+        self._sums = [SliceSums(at, n, torch.empty(sums_of(n), dtype=torch.float64, device="cpu")) for at, n in numels]
+        self._adds_up = self._known = False
         self._asked = self._scaled = False  # since the last step
-        self._takes = False
 
-    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
-        if not self._takes or native.flushes_denormals():
-            return ()
-        index = bucket.layout.index
-        if index not in self._places:
-            self._places[index] = [
-                SliceSums(start, stop - start, torch.empty(sums_of(stop - start), dtype=torch.float64, device="cpu"))
-                for start, stop in (piece.in_shard for piece in bucket.slices)
-            ]
-        self._taken.add(index)
-        return self._places[index]
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (of ShardReader)
+        self._known = self._adds_up and not native.flushes_denormals()
+        return self._sums if self._known else ()
 
     def reduced(self, bucket: GradBucket) -> None:
-        if bucket.layout.index in self._taken:
-            self._known.add(bucket.layout.index)
+        """The sums are complete. If the round is not, its step raises before it asks for them."""
 
-    def rewrites(self, bucket: GradBucket) -> None:
-        self._taken.discard(bucket.layout.index)
-        self._known.discard(bucket.layout.index)
+    def rewrites(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of ShardReader)
+        self._known = False
 
-    def scales(self, bucket: GradBucket, factor: float) -> None:  # noqa: ARG002  (see ShardReader)
-        self._scaled = True
-        self.rewrites(bucket)
+    def scales(self, bucket: GradBucket, factor: float) -> None:  # noqa: ARG002  (of ShardReader)
+        self._known, self._scaled = False, True
 
-    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        # Of gradients that are unscaled first no sums could be used.
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:  # noqa: ARG002  (of ShardReader)
+        # A step that unscales gradients before it measures them could not use any sums.
         self._asked = self._asked or not self._scaled
-        if bucket.layout.index not in self._known or native.flushes_denormals():
-            return [None] * len(bucket.slices)
-        return [place.squares for place in self._places[bucket.layout.index]]
+        known = self._known and not native.flushes_denormals()
+        return [part.squares if known else None for part in self._sums]
 
-    def stepped(self) -> None:
-        """The next step begins."""
-        self._takes, self._asked, self._scaled = self._asked, False, False
-        self._known.clear()  # an optimizer may write to the gradients that it steps with
+    def end_step(self) -> None:
+        """Forget the sums, since an optimizer may write to the gradients that it steps with."""
+        self._adds_up, self._known, self._asked, self._scaled = self._asked, False, False, False

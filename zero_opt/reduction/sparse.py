@@ -7,21 +7,20 @@ import json
 import torch
 from torch import Tensor
 
-from ..comm.groups import Group
 from ..errors import UnsupportedParam
 from ..layout import mask_of
 from ..sharding.partition import Partition
-from .interface import GradShard, Parts
+from .interface import GradShard, ReductionParts
 
 
 def _sparse_grads(partition: Partition) -> dict[int, Tensor]:
-    """The sparse gradients on this rank, by parameter."""
+    """Return the sparse gradients of this rank, by parameter."""
     flats = partition.flats.items()
     return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
 
 
 def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
-    """The error if a parameter that is cut anywhere has a sparse gradient here."""
+    """Return the error if parameters may be cut anywhere, and one has a sparse gradient here."""
     for index in () if partition.whole else _sparse_grads(partition):
         return UnsupportedParam(
             f"{partition.flats[index].label} has a sparse gradient, and an elementwise class, whose parameters are cut "
@@ -31,22 +30,18 @@ def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
 
 
 class SparseGrads:
-    """Reduces the sparse gradients of whole-parameter partitions."""
+    """The reduction of sparse gradients, of parameters that are not cut."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ReductionParts) -> None:
         self._parts = parts
         self._reduced: dict[int, Tensor] = {}
-
-    @property
-    def _group(self) -> Group:
-        return self._parts.agreement.group
 
     def any_here(self) -> bool:
         """Whether this rank has a sparse gradient."""
         return bool(_sparse_grads(self._parts.partition))
 
     def reduce(self) -> int:
-        """Reduce all sparse gradients; bit per parameter that has one on any rank. Collective.
+        """Reduce all sparse gradients; returns a bit per parameter that has one on any rank. Collective.
 
         Raises:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
@@ -54,7 +49,8 @@ class SparseGrads:
         self._reduced.clear()
         mine = {index: grad.coalesce().cpu() for index, grad in _sparse_grads(self._parts.partition).items()}
         described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
-        described_by = [json.loads(p) for p in self._group.all_gather_bytes(json.dumps(described).encode())]
+        group = self._parts.agreement.group
+        described_by = [json.loads(p) for p in group.all_gather_bytes(json.dumps(described).encode())]
         indices = sorted({int(key) for described in described_by for key in described})
         flats, error = self._parts.partition.flats, None
         for index in indices:
@@ -80,15 +76,13 @@ class SparseGrads:
             self._reduced[index] = total.to(param.device) / partition.world_size
 
     def _fetch(self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int]) -> Tensor | None:
-        """Bring one rank's sparse gradient to the owner, in host memory; ``None`` elsewhere."""
-        group, (sparse_dim, count) = self._group, described
-        indices = (
-            torch.empty(sparse_dim, count, dtype=torch.int64, device="cpu")
-            if mine is None
-            else mine.indices().contiguous()
-        )
-        shape = (count, *param.shape[sparse_dim:])
-        values = torch.empty(shape, dtype=param.dtype, device="cpu") if mine is None else mine.values().contiguous()
+        """Bring one rank's sparse gradient to the owner, in host memory; returns ``None`` on other ranks."""
+        group, (sparse_dim, count) = self._parts.agreement.group, described
+        if mine is None:
+            indices = torch.empty(sparse_dim, count, dtype=torch.int64, device="cpu")
+            values = torch.empty(count, *param.shape[sparse_dim:], dtype=param.dtype, device="cpu")
+        else:
+            indices, values = mine.indices().contiguous(), mine.values().contiguous()
         involved = group.rank in (rank, owner)
         for tensor in (indices, values):
             work = group.move(tensor if involved else None, rank, owner, tensor.numel(), tensor.dtype)
@@ -96,18 +90,11 @@ class SparseGrads:
                 work.wait()
         if group.rank != owner:
             return None
-        return torch.sparse_coo_tensor(
-            indices,
-            values,
-            param.shape,
-            is_coalesced=True,
-            check_invariants=False,
-            dtype=values.dtype,
-            device=values.device,
-        )
+        unchecked = {"is_coalesced": True, "check_invariants": False}
+        return torch.sparse_coo_tensor(indices, values, param.shape, dtype=values.dtype, device="cpu", **unchecked)
 
     def merge(self, shards: list[GradShard]) -> list[GradShard]:
-        """The shards with sparse gradients in the places of parameters that have one."""
+        """Return the shards with sparse gradients in the places of parameters that have one."""
         merged = []
         for shard, bucket in zip(shards, self._parts.partition.buckets, strict=True):
             grads = [self._reduced.get(p.param, g) for p, g in zip(bucket.slices, shard.grads, strict=True)]

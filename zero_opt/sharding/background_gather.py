@@ -1,4 +1,4 @@
-"""Bring updated parameters in the background, and let each module's forward wait for its own."""
+"""A gather in the background, and module hooks that let each forward wait for its parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from .buckets import GradBucket
 from .gather import ParamGather
-from .late_params import announce
 from .partition import Partition
+
+_gathers: weakref.WeakSet[BackgroundGather] = weakref.WeakSet()
+
+
+def finish_gathers(params: Collection[torch.Tensor]) -> None:
+    """Return when no gather of any optimizer will write to these. Collective, among the ranks that update them."""
+    for gather in list(_gathers):
+        if gather.holds(params):
+            gather.flush()
 
 
 class PendingResults(Protocol):
-    """What a step has made and has yet to be copied into the parameters; of a placement."""
+    """The results of a step that have yet to be copied into the parameters; of a placement."""
 
     def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
@@ -32,14 +40,14 @@ class PendingResults(Protocol):
 class BackgroundGather(ParamGather):
     """A gather that goes on after :meth:`end` has returned: on ``thread``, in order with all other exchanges.
 
-    The copy of a bucket's results, where they lie elsewhere, runs there too, before the bucket's gather. As reductions
-    do as well, nothing that a backward makes can overtake one. On an accelerator, gathers run on the side stream.
-    :meth:`start` records an event before each; the stream that runs a forward waits for the event after it.
+    Where a bucket's results lie elsewhere, they are copied on ``thread`` too, before the bucket's gather. Reductions
+    run there as well, so no reduction of the next backward overtakes a gather. On an accelerator, gathers run on the
+    side stream. :meth:`start` records an event before each; the stream that runs a forward waits for the event after.
 
     A module waits for the parameters it holds itself, and for those of the modules below it that are not called on
     their own: a parent that reads a child's weight without calling the child is common (``nn.MultiheadAttention``).
-    Which modules are called is what the first forward showed; until then the outermost module waits for everything.
-    While the whole model is in evaluation, which may call others, every module does.
+    The first forward shows which modules are called; until then the outermost module waits for everything. While the
+    whole model is in evaluation, which may call other modules, every module waits for everything.
     """
 
     def __init__(
@@ -62,20 +70,23 @@ class BackgroundGather(ParamGather):
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hook_modules()
-        announce(self)
+        _gathers.add(self)
 
     def _hook_modules(self) -> None:
-        """Let all modules wait that there are by now."""
+        """Hook the modules that the model has by now."""
         me, present = weakref.ref(self), {id(module): module for module in self._model.modules()}
         self._called.intersection_update(present)
-        self._present = present  # those of before have lived until here, so that an id has meant one module
+        self._present = present  # modules of before have lived until here, so that an id has meant one module
         fresh = [m for m in present.values() if m not in self._hooked and not _is_compiled_form(m)]
+        wait = _Hook(me, lambda gather, module: gather.called(module))
+        read = _Hook(me, lambda gather, _: gather.require_whole())
+        write = _Hook(me, lambda gather, _: gather.flush())
         for module in fresh:
             self._hooked.add(module)
             # Before all others: some make what forward reads of the parameters (torch.nn.utils.prune).
-            self._handles.append(module.register_forward_pre_hook(_Waiter(me), prepend=True))
-            self._handles.append(module.register_state_dict_pre_hook(_Reader(me)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(_Flusher(me)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(write))  # type: ignore[no-untyped-call]
         if fresh:
             _forget_compiled()
 
@@ -86,22 +97,23 @@ class BackgroundGather(ParamGather):
         self._failures = None
 
     def start(self, bucket: GradBucket, *, failed: bool) -> None:
-        """See :class:`ParamGather`. Waits for nothing."""
+        """Hand the bucket to the thread. Waits for nothing."""
         self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
         thread, ident = self._thread_of(self._last), self._next_ident()
         self._arriving[bucket.layout.index] = thread.submit(self._gather_one, bucket, ident, stepped, failed)
 
     def end(self) -> Sequence[int]:
-        """See :class:`ParamGather`. Returns no ranks, since none knows yet; :meth:`failed` waits until they do."""
+        """Return no rank, since no rank knows of failures yet; :meth:`failed` waits until they do."""
         if self._last is not None:
-            self._failures = self._thread_of(self._last).submit(_failures, self._last, self._step)
+            last, step = self._last, self._step
+            self._failures = self._thread_of(last).submit(lambda: last.failures(step)())
         return ()
 
     def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
         return self._thread if exchange.blocks else CallingThread()
 
     def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Any:
-        """Bring a bucket's results and the other ranks' shards, and return an event after that."""
+        """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
             self._gather(bucket, ident, failed=failed)()
@@ -120,14 +132,14 @@ class BackgroundGather(ParamGather):
                 "a part of that step on all ranks: load a checkpoint, or step again"
             )
 
-    def made_up_for(self) -> None:
+    def forget_failure(self) -> None:
         self._failures = None
 
     def watch(self) -> None:
         self._plan_waits()
 
     def _plan_waits(self) -> None:
-        """Per module, the buckets its forward needs; see the class. Modules may have come or gone since."""
+        """Find the buckets that each module's forward needs; see the class. Modules may have come or gone."""
         self._hook_modules()
         self._needs.clear()
         places = self._partition.places
@@ -145,7 +157,7 @@ class BackgroundGather(ParamGather):
         own(self._model)
 
     def called(self, module: nn.Module) -> None:
-        """A module's forward begins: wait for what it needs."""
+        """Wait for what a module needs, whose forward begins."""
         self._called.add(id(module))
         if not self._model.training:
             self.flush()
@@ -154,10 +166,9 @@ class BackgroundGather(ParamGather):
         for index in self._needs.get(id(module), ()):
             self._arrive(index)
 
-    def bring(self, params: Collection[torch.Tensor]) -> None:
-        held = {flat.param for flat in self._partition.flats.values()}
-        if any(param in held for param in params):
-            self.flush()
+    def holds(self, params: Collection[torch.Tensor]) -> bool:
+        """Return whether any of these parameters is gathered here."""
+        return not {flat.param for flat in self._partition.flats.values()}.isdisjoint(params)
 
     def _arrive(self, index: int) -> None:
         arriving = self._arriving.get(index)
@@ -175,7 +186,7 @@ class BackgroundGather(ParamGather):
         self._results.await_result(index)
 
     def flush(self) -> None:
-        """See :class:`ParamGather`. What is on this rank arrives, whatever becomes of the other ranks' parts."""
+        """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts."""
         try:
             for index in [*self._arriving, *self._arrived]:
                 self._arrive(index)
@@ -196,52 +207,26 @@ class BackgroundGather(ParamGather):
 
 
 class _Hook:
-    """Called with a module, before something; that of a copy of a module, or of one that was saved, does nothing."""
+    """A hook of a module that calls ``act(gather, module)``. That of a copied or saved module does nothing."""
 
-    def __init__(self, gather: weakref.ReferenceType[BackgroundGather] | None = None) -> None:
-        self._gather = gather
+    def __init__(
+        self,
+        gather: weakref.ReferenceType[BackgroundGather] | None = None,
+        act: Callable[[BackgroundGather, nn.Module], None] | None = None,
+    ) -> None:
+        self._gather, self._act = gather, act
 
-    def _target(self) -> BackgroundGather | None:
-        return None if self._gather is None else self._gather()
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        gather = None if self._gather is None else self._gather()
+        if gather is not None and self._act is not None:
+            self._act(gather, module)
 
     def __reduce__(self) -> Any:
-        return type(self), ()
-
-
-class _Waiter(_Hook):
-    """Before forward."""
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.called(module)
-
-
-class _Flusher(_Hook):
-    """Waits for all parameters, before the model's state is written."""
-
-    def __call__(self, *_: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.flush()
-
-
-class _Reader(_Hook):
-    """Waits for all parameters, and refuses those of a failed step, before the model's state is read."""
-
-    def __call__(self, *_: Any) -> None:
-        target = self._target()
-        if target is not None:
-            target.require_whole()
-
-
-def _failures(exchange: Exchange, step: int) -> Sequence[int]:
-    """Return the ranks on which a step failed, once its gathers have ended."""
-    return exchange.failures(step)()
+        return _Hook, ()
 
 
 def _forget_compiled() -> None:
-    """Have ``torch.compile`` look for hooks: what it made of a model before would not wait for parameters."""
+    """Have ``torch.compile`` look for hooks: what it has made of a model would not wait for parameters."""
     torch.compiler.reset()
     config: Any = torch._dynamo.config
     if hasattr(config, "skip_nnmodule_hook_guards"):
@@ -278,5 +263,5 @@ def build_gather(
 
 
 def _is_compiled_form(module: nn.Module) -> bool:
-    """Return whether it is what ``torch.compile`` makes of a module; that module's own forward is called, and waits."""
+    """Return whether ``torch.compile`` has made this of a module, whose own forward is called, and waits."""
     return "_orig_mod" in module._modules

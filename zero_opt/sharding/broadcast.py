@@ -9,7 +9,7 @@ import torch
 from ..comm.groups import broadcast, check_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigTypeError
-from .late_params import bring
+from .background_gather import finish_gathers
 
 
 def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
@@ -25,7 +25,7 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     pg = resolve_group(process_group)
     world_size = 1 if pg is None else pg.size()
     check_rank(src, world_size, "src")
-    bring(list(model.parameters()))
+    finish_gathers(list(model.parameters()))
     if pg is None or world_size == 1:
         return
     with torch.no_grad():

@@ -8,35 +8,27 @@ that completes the bucket enqueues the staging copy, see [Note: producer streams
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.exchange import DirectExchange, Exchange, Ident, Run, SliceSums, StagingPool
+from ..comm.exchange import MEAN, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
 from ..system.streams import Producers, Streams
 from .flat_param import FlatParam
 
-# Slots of the pool: gradients of another dtype or order of dimensions; a mean that is added to the shard. The exchanges
-# have 0 and 1 for gathers, and 3 to 5.
-_ODD_GRADS, _MEAN = 2, 6
-
-
-class BucketState(Enum):
-    """Life of one round of a bucket."""
-
-    FILLING = auto()  # gradients are arriving
-    REDUCING = auto()  # handed to the exchange, in the agreed order; no gradient is taken any more
+# The use of a pool's buffer for gradients of another dtype or order of dimensions; see MEAN.
+_ODD_GRADS = 2
 
 
 class Fill:
     """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
 
     Attributes:
+        launched: handed to the exchange, in the order that all ranks share; takes no gradient any more.
         staged: the gradients as one tensor, once launched on an accelerator. ready: the events of that copy.
     """
 
@@ -44,7 +36,7 @@ class Fill:
         self.producers = Producers(streams)
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum(flat.param.requires_grad for flat in params)
-        self.state = BucketState.FILLING
+        self.launched = False
         self.staged: Tensor | None = None
         self.ready: list[Any] = []
 
@@ -61,22 +53,26 @@ class Fill:
 
 
 class ShardReader(Protocol):
-    """Who reads shards as soon as they are reduced. Called on the thread that writes the shard; must not wait there."""
+    """A reader of shards as soon as they are reduced.
 
-    def reduced(self, bucket: GradBucket) -> None:
-        """The shard holds the mean of a round."""
+    Per round the bucket calls :meth:`rewrites`, :meth:`sums` and :meth:`reduced`, on the thread that writes the shard,
+    where none of them may wait. The others are called on the main thread, with no round under way.
+    """
 
     def rewrites(self, bucket: GradBucket) -> None:
-        """The shard is about to be written to: what was read of it is void."""
-
-    def scales(self, bucket: GradBucket, factor: float) -> None:
-        """The shard is about to be multiplied, on the main thread; this may wait until it has been read."""
+        """Forget what was read of the shard, which is about to be written to."""
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:
         """Where the round that is about to be written adds up squares as it goes: per slice, or nowhere."""
 
+    def reduced(self, bucket: GradBucket) -> None:
+        """Read the shard, which holds the mean of a round."""
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        """Note that the shard is about to be multiplied; may wait until it has been read."""
+
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        """Per slice, sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
+        """Return per slice the sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
 
 
 class GradBucket:
@@ -86,7 +82,7 @@ class GradBucket:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
-        reader: who is told of what becomes of the shard.
+        reader: hears what becomes of the shard.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
@@ -102,7 +98,7 @@ class GradBucket:
         accumulate_dtype: torch.dtype | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.layout, self.params, self._rank = layout, params, rank
+        self.layout, self.params = layout, params
         self.slices = layout.slices(rank)
         position_of = {index: position for position, index in enumerate(layout.params)}
         self._own = [(position_of[piece.param], piece) for piece in self.slices]
@@ -112,7 +108,7 @@ class GradBucket:
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
-        self._at, self._lent, self._lodged = 0, False, 0
+        self._at, self._lent, self._lendables = 0, False, 0
         self._away: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
@@ -137,19 +133,16 @@ class GradBucket:
         return sum(shard.numel() * shard.element_size() for shard in self._shards)
 
     def leave(self) -> None:
-        """Let go of the shard's memory on an accelerator, and of its values, until :meth:`come_back`.
-
-        Views of it stay what they are.
-        """
-        for shard in self._shards[self._lodged :]:
+        """Free the shard's memory on an accelerator, with its values, until :meth:`come_back`. Views stay views."""
+        for shard in self._shards[self._lendables :]:
             if not shard.is_cpu:
                 self._away.append(shard)
                 shard.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
-        """Take memory again, zeros.
+        """Take memory for the shard again, filled with zeros.
 
-        The memory is the side stream's, as it was: collectives may write to it when it leaves once more.
+        The side stream allocates the memory, as before: collectives may write to it when the shard leaves once more.
         """
         with torch.no_grad(), self.streams.side([], []):
             while self._away:
@@ -161,37 +154,37 @@ class GradBucket:
     @property
     def own_shards(self) -> Sequence[Tensor]:
         """The memory of the shard, where it is the bucket's own."""
-        return self._shards[self._lodged :]
+        return self._shards[self._lendables :]
 
-    def lodge(self, shards: Sequence[Tensor]) -> None:
-        """Keep the shard in one of these tensors, the first for now; the others serve while it is lent.
+    def keep_shard_in(self, shards: Sequence[Tensor]) -> None:
+        """Keep the shard in one of these tensors, the first for now; another one serves while that is lent.
 
-        Called again, with tensors over the same memory, it stays where it is.
+        A later call, with tensors over the same memory, leaves the shard where it is.
         """
-        self._shards[: self._lodged] = shards
-        self._lodged = len(shards)
+        self._shards[: self._lendables] = shards
+        self._lendables = len(shards)
 
     @property
-    def lodging(self) -> Tensor:
-        """The lodged tensor that holds the shard, or that :meth:`lend` expects it in."""
-        return self._shards[self._at if self._at < self._lodged else 0]
+    def lendable(self) -> Tensor:
+        """The tensor given to :meth:`keep_shard_in` that holds the shard, or that :meth:`lend` expects the shard in."""
+        return self._shards[self._at if self._at < self._lendables else 0]
 
     def lend(self) -> None:
-        """:attr:`lodging` is the shard, and is read until :meth:`reclaim`; whoever writes takes other memory."""
-        self._at, self._lent = (self._at if self._at < self._lodged else 0), True
+        """Let a worker read :attr:`lendable`, which has the shard, until :meth:`reclaim`; writers take other memory."""
+        self._at, self._lent = (self._at if self._at < self._lendables else 0), True
 
     def reclaim(self) -> None:
-        """Nobody reads what was lent any more."""
+        """End :meth:`lend`: the worker does not read the shard any more."""
         self._lent = False
 
     def writable(self, *, keep: bool) -> Tensor:
-        """The shard to write to; ``keep`` its values, else they are undefined."""
+        """Return the shard, to be written to; its values are undefined unless ``keep``."""
         if self.reader is not None:
             self.reader.rewrites(self)
         return self._claim(keep=keep)
 
     def _claim(self, *, keep: bool) -> Tensor:
-        """The shard in memory that nobody was lent."""
+        """Move the shard out of memory that is lent, and return it."""
         before = self.shard
         if self._lent:
             if len(self._shards) == 1:
@@ -214,16 +207,14 @@ class GradBucket:
         return [None] * len(self.slices) if self.reader is None else self.reader.squares(self)
 
     def slice_grads(self) -> list[Tensor]:
-        """The shard, to be read and written, as this rank's slices: in the parameter's shape where whole, else 1-D."""
+        """Return the shard as this rank's slices, to be read and written: see :meth:`FlatParam.shaped_if_whole`."""
         views, shard = [], self._claim(keep=True)
         for position, piece in self._own:
-            run = shard[slice(*piece.in_shard)]
-            flat = self.params[position]
-            views.append(flat.shaped(run) if run.numel() == flat.param.numel() else run)
+            views.append(self.params[position].shaped_if_whole(shard[slice(*piece.in_shard)]))
         return views
 
     def reserve_staging(self, pool: StagingPool) -> None:
-        """Announce the buffers that gradients and parameters of this bucket will pass through."""
+        """Reserve room in the buffers that gradients and parameters of this bucket will pass through."""
         for dtype in (self.dtype, self.params[0].param.dtype):
             pool.reserve(self.layout.numel, dtype, self.device)
 
@@ -261,8 +252,7 @@ class GradBucket:
         """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
         if staged is not None:
-            places = enumerate(zip(self.layout.offsets, self.layout.numels, strict=True))
-            return [Run(at, n, staged[at : at + n], add.get(position, False)) for position, (at, n) in places]
+            return [Run(0, self.layout.numel, staged, any(accumulate))]
         runs = []
         for position, (grad, start, numel) in enumerate(
             zip(grads, self.layout.offsets, self.layout.numels, strict=True)
@@ -290,7 +280,7 @@ class GradBucket:
 
         Called on the thread that completes the bucket. Waits for nothing.
         """
-        fill.state = BucketState.REDUCING
+        fill.launched = True
         if not has_streams(self.device):
             return
         producers = fill.producers.events()
@@ -326,39 +316,31 @@ class GradBucket:
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         staged, fill.staged = fill.staged, None
         with torch.no_grad(), self.streams.side(fill.ready, [] if staged is None else [staged]):
-            adding, converting = any(accumulate), self.shard_dtype is not self.dtype
-            shard = self.writable(keep=adding)
-            direct = exchange.direct(self.dtype)
-            if direct is not None and not converting:
-                runs, sums = self._runs(grads, staged, accumulate, pool), self._sums(direct)
-                return direct.reduce_runs(ident, runs, self.layout.bounds, shard, sums)
-            apart = adding or converting
-            mean = pool.take(_MEAN, self.shard_numel, self.dtype, self.device) if apart else shard
-            if direct is not None:
-                runs = self._runs(grads, staged, [False] * len(accumulate), pool)
-                complete = direct.reduce_runs(ident, runs, self.layout.bounds, mean)
-            else:
-                if staged is None:
-                    staged = exchange.staging(self.layout.numel, self.dtype, self.device)
-                    self._stage(grads, self._staging_views(staged))
-                    grads.clear()
-                complete = exchange.reduce_scatter(ident, staged, self.layout.bounds, mean)
-            if complete and apart:
+            shard = self.writable(keep=any(accumulate))
+            # What is staged is one run, whose mean is added as a whole or not at all.
+            partly = staged is not None and any(accumulate) and not all(accumulate)
+            if self.shard_dtype is self.dtype and not partly:
+                runs = self._runs(grads, staged, accumulate, pool)
+                return exchange.reduce_runs(ident, runs, self.layout.bounds, shard, self._sums(exchange))
+            mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
+            runs = self._runs(grads, staged, [False] * len(accumulate), pool)
+            complete = exchange.reduce_runs(ident, runs, self.layout.bounds, mean)
+            if complete:
                 self._add(mean, accumulate)
             return complete
 
-    def _sums(self, direct: DirectExchange) -> Sequence[SliceSums]:
-        """What :attr:`reader` wants added up, as far as the exchange does that."""
-        return () if self.reader is None or self.dtype not in direct.adds_up else self.reader.sums(self)
+    def _sums(self, exchange: Exchange) -> Sequence[SliceSums]:
+        """Return what :attr:`reader` wants added up, as far as the exchange does that."""
+        return () if self.reader is None or self.dtype not in exchange.adds_up else self.reader.sums(self)
 
     def memory_to_record(self) -> Sequence[Tensor]:
         """Return the parameters, for a stream that did not allocate their memory."""
         return [flat.param for flat in self.params] if has_streams(self.device) else ()
 
-    def param_runs(self) -> list[Run]:
-        """The parameters as they lie in memory."""
+    def param_runs(self) -> ParamRuns:
+        """Return the parameters as they lie in memory."""
         places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-        return [Run(start, numel, flat.flat) for flat, start, numel in places]
+        return ParamRuns(Run(start, numel, flat.flat) for flat, start, numel in places)
 
     def _add(self, mean: Tensor, accumulate: Sequence[bool]) -> None:
         for piece, add in zip(self.slices, accumulate, strict=True):

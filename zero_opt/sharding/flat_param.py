@@ -39,7 +39,7 @@ def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...
 
 
 class _VersionCounter:
-    """How much of what a version counter counts are writes of ours."""
+    """How many of the writes that a version counter counts are ours."""
 
     def __init__(self) -> None:
         self.own_writes = 0
@@ -62,10 +62,10 @@ class FlatParam:
         check_memory(param, label)
         self._planned = self._identity()
         self._counter = _VersionCounter()
-        self.follow()
+        self.remake_views()
 
     def _identity(self) -> tuple[Any, ...]:
-        """What the plan, and gradients and state on their way, depend on."""
+        """Return what the plan, and gradients and state on their way, depend on."""
         param = self.param
         return param.dtype, param.device, tuple(param.shape), element_order(param.shape, param.stride())
 
@@ -73,8 +73,8 @@ class FlatParam:
         param = self.param
         return param.data_ptr(), param.shape, param.stride(), param.dtype, param.device
 
-    def follow(self) -> None:
-        """Make the views of the parameter's data as it is now."""
+    def remake_views(self) -> None:
+        """Make the views anew, of the parameter's data as it is now."""
         param = self.param
         self._where = self._place()
         self.mirrored = not is_dense(param.shape, param.stride())
@@ -87,16 +87,16 @@ class FlatParam:
 
     @property
     def edits(self) -> int:
-        """Changes whenever somebody else has written to the parameter, as far as its version counter tells."""
+        """A number that changes whenever the user has written to the parameter, as far as its version counter tells."""
         return 0 if self.param.is_inference() else self.param._version - self._counter.own_writes
 
     def spec(self, group: int) -> ParamSpec:
-        """What the planner needs to know."""
+        """Return what the planner needs to know."""
         param = self.param
         return ParamSpec(param.numel(), param.element_size(), group, str(param.dtype), str(param.device))
 
     def moved(self) -> bool:
-        """Whether ``param.data`` was re-pointed, so that :meth:`follow` is called for.
+        """Whether ``param.data`` was re-pointed, so that :meth:`remake_views` is called for.
 
         Raises:
             UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or
@@ -127,20 +127,22 @@ class FlatParam:
             self.param.detach().copy_(self.shaped(self.flat))
 
     def shaped(self, run: Tensor) -> Tensor:
-        """A 1-D run of numel elements in storage order, seen in the parameter's shape."""
+        """View a 1-D run of numel elements, in storage order, in the parameter's shape."""
         return run.as_strided(self.param.shape, self.strides, run.storage_offset())
 
+    def shaped_if_whole(self, run: Tensor) -> Tensor:
+        """View a slice, 1-D in storage order, in the parameter's shape if it is the whole parameter; else return it."""
+        return self.shaped(run) if run.numel() == self.param.numel() else run
+
     def part(self, span: Span) -> Tensor:
-        """The tensor an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.
+        """Return the tensor that an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.
 
         The result aliases the parameter (or its mirror); it is a leaf that needs no gradient.
         """
-        if span.numel == self.param.numel():
-            return self.shaped(self.flat)
-        return self.flat[span.start : span.stop]
+        return self.shaped_if_whole(self.flat[span.start : span.stop])
 
     def flatten(self, value: Tensor) -> Tensor:
-        """``value``, of the parameter's shape and any strides, as a 1-D run in storage order; a view where possible."""
+        """Return ``value``, of the parameter's shape, as a 1-D run in storage order; a view if the strides allow it."""
         if value.layout is torch.strided and value.stride() == self.strides:
             return value.as_strided((value.numel(),), (1,), value.storage_offset())
         run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
@@ -149,7 +151,7 @@ class FlatParam:
 
 
 def edits_of(flats: Collection[FlatParam]) -> list[int]:
-    """Return :attr:`FlatParam.edits` of each, without a call per parameter."""
+    """Return :attr:`FlatParam.edits` of each parameter, without a call per parameter."""
     try:
         return [flat.param._version - flat._counter.own_writes for flat in flats]
     except RuntimeError:  # one is an inference tensor, which has no version counter
@@ -158,7 +160,7 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
 
 @contextmanager
 def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
-    """What is written to these parameters within it is no edit of the user's."""
+    """Within the context, writes to these parameters are ours, not edits of the user's."""
     before = {id(flat._counter): (flat, flat.edits) for flat in flats}
     yield
     for flat, edits in before.values():
@@ -173,18 +175,18 @@ def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> No
     """
     old, fresh = ([flat for flat in flats if not flat.param.is_inference()] for flats in (known, added))
     with _unsafe_preserve_version_counter(tuple(flat.param for flat in (*old, *fresh))):
-        counts = _raised((*old, *fresh), by=fresh)
+        counts = _raise_counters((*old, *fresh), by=fresh)
         with_known = any(counts[: len(old)])
         rest = [flat for flat, count in zip((*old, *fresh), counts, strict=True) if count > 1 or (count and with_known)]
         while rest:
-            sharing = [flat for flat, count in zip(rest, _raised(rest, by=rest[:1]), strict=True) if count]
+            sharing = [flat for flat, count in zip(rest, _raise_counters(rest, by=rest[:1]), strict=True) if count]
             counter = sharing[0]._counter  # that of a known parameter, if any shares it: known ones come first
             for flat in sharing:
                 flat._counter = counter
             rest = [flat for flat in rest if flat._counter is not counter]
 
 
-def _raised(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
+def _raise_counters(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
     """Raise the counters of ``by`` by one, and return how much that raises those of ``flats``."""
     before = [flat.param._version for flat in flats]
     if by:
@@ -194,6 +196,6 @@ def _raised(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list[int]:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; does not import them, which takes long."""
+    """Whether ``value`` is a DTensor. Does not import their module, which takes long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from ..comm.exchange import Exchange, Gathering, Ident
+from ..comm.exchange import Exchange, Ident, ParamRuns, copy_all, paired
 from ..comm.groups import Group
 from .buckets import GradBucket
 from .flat_param import own_writes
@@ -17,31 +16,6 @@ from .partition import Partition
 
 # The epoch of gathers, which follow a step's reductions: greater than any number of zero_grad calls, and an int64.
 _GATHER_EPOCH = (1 << 63) - 1
-
-
-class _Copies:
-    """Copies from a run of a bucket's parameters to a buffer, or back; the views are made once."""
-
-    def __init__(self) -> None:
-        self.params: list[Tensor] = []
-        self.buffers: list[Tensor] = []
-
-    def add(self, bucket: GradBucket, rank: int, chunk: Tensor) -> None:
-        """Pair the parameter slices in ``rank``'s shard with ``chunk``, which holds that shard."""
-        flats = dict(zip(bucket.layout.params, bucket.params, strict=True))
-        for piece in bucket.layout.slices(rank):
-            self.params.append(flats[piece.param].flat[slice(*piece.in_param)])
-            self.buffers.append(chunk[slice(*piece.in_shard)])
-
-    def to_buffers(self) -> None:
-        """Parameters into buffers."""
-        if self.params:
-            torch._foreach_copy_(self.buffers, self.params)
-
-    def to_params(self) -> None:
-        """Buffers into parameters."""
-        if self.params:
-            torch._foreach_copy_(self.params, self.buffers)
 
 
 class ParamGather:
@@ -53,14 +27,14 @@ class ParamGather:
 
     def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
         self._partition, self._exchanges = partition, exchanges
-        self._copies: dict[tuple[int, ...], _Copies] = {}
+        self._runs: dict[int, ParamRuns] = {}
         self._step = self._started = 0
         self._last: Exchange | None = None
         self._under_way: deque[Callable[[], None]] = deque()
 
     def forget(self) -> None:
         """Parameters were re-pointed: make the views anew."""
-        self._copies.clear()
+        self._runs.clear()
 
     def watch(self) -> None:
         """Parameters were added to the partition."""
@@ -72,7 +46,7 @@ class ParamGather:
         """Return the ranks on which the last step failed, if :meth:`end` could not return them. Waits for them."""
         return ()
 
-    def made_up_for(self) -> None:
+    def forget_failure(self) -> None:
         """Forget a failed step: its missing part has arrived since, or a state was loaded."""
 
     def close(self) -> None:
@@ -114,34 +88,10 @@ class ParamGather:
         exchange = self._exchanges[bucket.device.type]
         if failed:
             exchange.fail(ident.step)
-        direct = exchange.direct(bucket.params[0].param.dtype)
-        if direct is not None:
-            arrive = direct.gather_runs(ident, bucket.param_runs(), bucket.layout.bounds)
-            return partial(_arrived, bucket, arrive)
-        staging = self._stage(exchange, bucket, ident.sequence % (exchange.gathers_ahead + 1))
-        return partial(self._deliver, bucket, exchange.all_gather(ident, staging, bucket.layout.bounds))
-
-    def _stage(self, exchange: Exchange, bucket: GradBucket, turn: int) -> Tensor:
-        rank, layout = self._partition.rank, bucket.layout
-        staging = exchange.staging(layout.numel, bucket.params[0].param.dtype, bucket.device, turn)
-        key = (layout.index, staging.data_ptr())
-        copies = self._copies.get(key)
-        if copies is None:
-            copies = self._copies[key] = _Copies()
-            copies.add(bucket, rank, staging[slice(*layout.shard(rank))])
-        copies.to_buffers()
-        return staging
-
-    def _deliver(self, bucket: GradBucket, gathering: Gathering) -> None:
-        chunks: Sequence[Tensor] = gathering.wait()
-        key = (bucket.layout.index, *(chunk.data_ptr() for chunk in chunks))
-        copies = self._copies.get(key)
-        if copies is None:
-            copies = self._copies[key] = _Copies()
-            for rank, chunk in enumerate(chunks):
-                if rank != self._partition.rank:
-                    copies.add(bucket, rank, chunk)
-        _arrived(bucket, copies.to_params)
+        runs = self._runs.get(bucket.layout.index)
+        if runs is None:
+            runs = self._runs[bucket.layout.index] = bucket.param_runs()
+        return partial(_arrived, bucket, exchange.gather_runs(ident, runs, bucket.layout.bounds))
 
 
 def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
@@ -154,7 +104,7 @@ def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
         torch.autograd.graph.increment_version([flat.param for flat in bucket.params if not flat.param.is_inference()])
 
 
-def spread(buckets: Iterable[GradBucket], group: Group) -> None:
+def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
     """Bring every rank's shard of the parameters to all, one broadcast each, apart from all exchanges. Collective.
 
     For when the ranks may not be at the same point of their exchanges.
@@ -163,10 +113,11 @@ def spread(buckets: Iterable[GradBucket], group: Group) -> None:
         dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
         for rank in range(group.world_size):
-            copies, chunk = _Copies(), staging[: bucket.layout.shard(rank).numel]
-            copies.add(bucket, rank, chunk)
+            shard = bucket.layout.shard(rank)
+            chunk = staging[: shard.numel]
+            values, places = paired(bucket.param_runs(), shard, chunk)
             if rank == group.rank:
-                copies.to_buffers()
+                copy_all(places, values)
             group.broadcast(chunk.view(torch.uint8), rank)
             if rank != group.rank:
-                _arrived(bucket, copies.to_params)
+                _arrived(bucket, partial(copy_all, values, places))

@@ -40,11 +40,12 @@ class Partition:
         buckets: in plan order; grows, never changes.
         places: global parameter index -> (bucket index, position in that bucket).
         streams: by device.
+        whole: every parameter belongs to one rank.
     """
 
     def __init__(self, group: Group, geometry: Geometry, describe: Callable[[int], str]) -> None:
         self.rank, self.world_size = group.rank, group.world_size
-        self._geometry, self._describe = geometry, describe
+        self._geometry, self._describe, self.whole = geometry, describe, geometry.whole
         self.flats: dict[int, FlatParam] = {}
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -54,7 +55,7 @@ class Partition:
         self._moved: set[int] = set()
 
     def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
-        """Plan more parameters, given as (global index, group index, parameter); returns the new buckets."""
+        """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
         params = list(params)
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, param in params}
@@ -79,13 +80,13 @@ class Partition:
         for bucket in added:
             for position, index in enumerate(bucket.layout.params):
                 del self.flats[index], self.places[index]
-                if self._geometry.whole:
+                if self.whole:
                     self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
         del self._settled[len(self.flats) :]
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
-        if not self._geometry.whole:
+        if not self.whole:
             return plan_flat(specs, self.world_size, bucket_bytes, first)
         layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)
         for layout in layouts:
@@ -93,17 +94,12 @@ class Partition:
                 self._loads[layout.owner(position)] += numel
         return layouts
 
-    @property
-    def whole(self) -> bool:
-        """Whether every parameter belongs to one rank."""
-        return self._geometry.whole
-
     def owned(self) -> list[ParamSlice]:
-        """This rank's slices, bucket by bucket."""
+        """Return this rank's slices, bucket by bucket."""
         return [piece for bucket in self.buckets for piece in bucket.slices]
 
     def owner_of_start(self, index: int) -> int:
-        """The rank that owns a parameter's first element, whose scalars count as the parameter's."""
+        """Return the rank that owns a parameter's first element: the scalars of its state count as the parameter's."""
         bucket, position = self.places[index]
         return self.buckets[bucket].layout.owner(position)
 
@@ -113,14 +109,14 @@ class Partition:
             streams.join([shard for bucket in self.buckets if bucket.device == device for shard in bucket.own_shards])
 
     def refresh(self) -> list[int]:
-        """Follow parameters whose data was re-pointed; returns their indices.
+        """Follow parameters whose data was re-pointed. Returns their indices.
 
         Raises:
             UnsupportedParam: one does not fit any more; none was followed.
         """
         moved = [index for index, flat in self.flats.items() if flat.moved()]
         for index in moved:
-            self.flats[index].follow()
+            self.flats[index].remake_views()
         self._moved.update(moved)
         return moved
 

@@ -1,4 +1,4 @@
-"""What is known of the wrapped optimizer class."""
+"""Facts about the wrapped optimizer class."""
 
 from __future__ import annotations
 
@@ -12,23 +12,8 @@ from torch.distributed.algorithms.join import Joinable
 from ..errors import ConfigTypeError, quoted
 from ..kernels import CPUAdam, CPUAdamW
 
-_ELEMENTWISE_NAMES = [
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
-
-_elementwise: set[type[torch.optim.Optimizer]] = {getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES}
-
-_elementwise |= {CPUAdam, CPUAdamW}
+_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_elementwise: set[type[torch.optim.Optimizer]] = {CPUAdam, CPUAdamW, *(getattr(torch.optim, n) for n in _OF_TORCH)}
 
 
 def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -97,5 +82,5 @@ def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: 
 
 
 def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether the class is known to keep no state but that of single parameters."""
+    """Whether the class is known to keep state of single parameters alone."""
     return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)

@@ -1,4 +1,4 @@
-"""The whole state of a sharded optimizer: brought to one rank, cut by rows over all, or cut into this rank's slices."""
+"""The full state of a sharded optimizer: brought to one rank, cut by rows over all, or cut into this rank's slices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
 from ..placement import Placement, live_tensors
 from ..sharding.flat_param import is_dtensor
 from ..sharding.partition import Partition
-from .consolidate import Consolidation
+from .consolidate import consolidated
 from .guard import StateGuard
 from .service import StateService
-from .state_dict import copied, cut
+from .state_dict import StatesByIndex, copied, cut
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
 
-States = dict[int, dict[str, Any]]
 # The most files that an import has open at one time, with some to spare.
 _IMPORT_DESCRIPTORS = 8
 
@@ -28,42 +27,45 @@ _IMPORT_DESCRIPTORS = 8
 def require_importable() -> None:
     """Raise OutOfResources if ``row_sharded`` is yet to be imported, and files cannot be opened for that.
 
-    It imports much of torch, which may not be importable again once that has failed half-way.
+    The import loads much of torch, which may not be importable again once an import has failed half-way.
     """
     if f"{__package__}.row_sharded" not in sys.modules:
         require_descriptors(_IMPORT_DESCRIPTORS, "the first import of torch.distributed.tensor")
 
 
-class WholeState:
-    """See the module. Methods are collective but for :meth:`here` and :meth:`close`."""
+class FullState:
+    """The state of all ranks. Methods are collective, but for :meth:`here`, :meth:`close` and :meth:`require_landed`.
+
+    :meth:`here` may be called on any thread; :meth:`require_landed` and :meth:`here` also after :meth:`close`.
+    """
 
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement, guard: StateGuard) -> None:
         self._agreement, self._partition, self._placement, self._guard = agreement, partition, placement, guard
-        self._kept: tuple[tuple[int, ...], States | None] = ((), None)  # and its _version()
+        self._kept: tuple[tuple[int, ...], StatesByIndex | None] = ((), None)  # and its _version()
         self._closed = False
 
     def consolidate(self, to: int) -> None:
-        """Bring the whole state to rank ``to``, where :meth:`here` gives it until something changes it."""
-        state = Consolidation(self._agreement, self._partition, self._placement).run(to)
+        """Bring the full state to rank ``to``, where :meth:`here` returns it until something changes it."""
+        state = consolidated(self._agreement, self._partition, self._placement, to)
         self._kept = (self._version(), state)
 
     def _version(self) -> tuple[int, ...]:
-        """Another one when this rank's state has changed, by a step or by the user."""
+        """Return numbers that are others once a step or the user has changed this rank's state."""
         live = (value for _, state in self._placement.state() for value in live_tensors(state))
         return (self._guard.changes, *(value._version for value in live))
 
-    def _current(self) -> States | None:
-        """What :meth:`consolidate` brought here, if still current; :meth:`close` decides that for good."""
+    def _current(self) -> StatesByIndex | None:
+        """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""
         version, state = self._kept
         return state if state is None or self._closed or version == self._version() else None
 
     def close(self) -> None:
-        """There will be no live state any more."""
+        """Give up the live state: what :meth:`consolidate` brought here stays current if it is."""
         self._kept = ((), self._current())
         self._closed = True
 
     def require_landed(self) -> None:
-        """Raise StepPending, or OptimizerClosed, if state is not that after the last step."""
+        """Raise StepPending, or OptimizerClosed, if the state lacks a pending step."""
         if self._placement.pending and self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
         if self._placement.pending:
@@ -72,11 +74,8 @@ class WholeState:
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
             )
 
-    def here(self, service: StateService | None) -> States:
-        """The whole state: what :meth:`consolidate` brought, if still current, else pulled from the other ranks.
-
-        It shares no memory with anything.
-        """
+    def here(self, service: StateService | None) -> StatesByIndex:
+        """Return a copy of the full state: what :meth:`consolidate` brought, if current, else pulled from all ranks."""
         kept = self._current()
         if kept is not None:
             return copied(kept)
@@ -89,20 +88,20 @@ class WholeState:
             "every rank, after the last step, then opt.state_dict() on that rank"
         )
 
-    def _own(self) -> States:
-        """Return the whole state at world size 1, on any thread. Steps wait for it."""
+    def _own(self) -> StatesByIndex:
+        """Return the full state at world size 1, on any thread. Steps wait for it."""
         with self._guard.reading(), self._guard.after_change(self._guard.here()):
             failed = self._guard.lacking()
             if failed is not None:
                 raise failed
-            return Consolidation(self._agreement, self._partition, self._placement).run(0) or {}
+            return consolidated(self._agreement, self._partition, self._placement, 0) or {}
 
-    def rows(self) -> States:
-        """All state cut by rows over the ranks, in host memory."""
+    def rows(self) -> StatesByIndex:
+        """Return all state cut by rows over the ranks, in host memory."""
         return self._by_rows().snapshot()
 
     def _by_rows(self) -> ShardedState:
-        """Return what moves rows. Collective.
+        """Return the object that moves rows. Collective.
 
         Raises:
             OutOfResources: on every rank, if one lacks descriptors for the import.
@@ -114,7 +113,7 @@ class WholeState:
         return ShardedState(self._agreement, self._partition, self._placement)
 
     def own_part(self, states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
-        """This rank's slices of state that has its full shape here, or over all ranks (DTensors)."""
+        """Return this rank's slices of state that has its full shape here, or is cut over all ranks (DTensors)."""
         if any(is_dtensor(value) for state in states.values() for value in state.values()):
             return self._by_rows().shards(states)
         return {

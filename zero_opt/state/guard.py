@@ -1,4 +1,4 @@
-"""Which point of training this rank's state is at, and who may read it or change it at the moment."""
+"""The point of training of this rank's state, and the lock between its readers and its changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
     return [(device, *there.produced()) for device, there in streams.items() if not is_host(device)]
 
 
-def _nothing() -> None:
+def _no_edits() -> None:
     """Return no method: there are no edits."""
 
 
@@ -48,10 +48,12 @@ class Verdict(enum.Enum):
 
 
 class StateGuard:
-    """The lock on this rank's state: many may read it, or one may change it.
+    """The lock on this rank's state: many threads may read the state, or the user's thread may change it.
 
-    A change begins when every rank has entered the call that makes it, and ends with :meth:`commit`, on every rank the
-    same number of times. State whose change has failed half-way is at no point until the next commit.
+    A change begins when every rank has entered the call that makes it: with :meth:`begin`, on the user's thread. A
+    change ends with :meth:`commit`, on every rank the same number of times. State whose change has failed half-way is
+    at no point of training until the next commit. Readers are threads that serve other ranks (:meth:`wait_for`, then
+    :meth:`leave`), and those that call ``state_dict()`` (:meth:`reading`).
 
     Args:
         mark: returns :func:`marks`; called where a change ends.
@@ -65,7 +67,7 @@ class StateGuard:
 
     def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
         self._mark, self._marks = mark, tuple[Mark, ...]()
-        self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _nothing
+        self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _no_edits
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
@@ -78,7 +80,7 @@ class StateGuard:
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def begin(self, patience_s: float) -> None:
-        """Wait until nobody reads, and let nobody begin to.
+        """Wait until no thread reads the state, and let none begin to.
 
         Raises:
             PeerLost: another rank still reads after ``patience_s`` seconds.
@@ -100,7 +102,7 @@ class StateGuard:
 
     @contextmanager
     def changing(self, patience_s: float, step: int) -> Iterator[None]:
-        """A change from :meth:`begin` to :meth:`commit`, that is taken back where it fails."""
+        """Make a change from :meth:`begin` to :meth:`commit`; take it back if it fails."""
         self.begin(patience_s)
         try:
             yield
@@ -110,8 +112,8 @@ class StateGuard:
         self.commit(step)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What leaves a change half-way within it is what ranks are told that ask for the state then."""
+    def telling_why(self) -> Iterator[None]:
+        """Keep the exception that leaves a change half-way: ranks that ask for the state then are told of it."""
         try:
             yield
         except BaseException as error:
@@ -121,7 +123,7 @@ class StateGuard:
 
     @contextmanager
     def making_up(self, patience_s: float) -> Iterator[None]:
-        """Begin to bring in what the last step lacks; where that fails, the state lacks it still.
+        """Begin a change that brings in the missing part of the last step; if that fails, the part is missing still.
 
         The caller tells all ranks, and ends the change: with :meth:`commit`, or :meth:`take_back` if it fails on one.
         """
@@ -131,30 +133,30 @@ class StateGuard:
         except Exception as error:
             self.failure, self._told = error, True
             raise
-        self.failed(None)
+        self.note_failure(None)
 
     def take_back(self) -> None:
-        """End a change of which nothing counts."""
+        """End a change that has changed nothing."""
         with self._condition:
             self._changing = False
 
     def commit(self, step: int) -> None:
         """Complete the change, as far as this rank has enqueued it, after ``step`` optimizer steps."""
-        self.mark()
+        self._marks = tuple(self.here())
         with self._condition:
             self.changes, self.step, self._changing = self.changes + 1, step, False
             self._condition.notify_all()
 
-    def failed(self, failure: Exception | None) -> None:
+    def note_failure(self, failure: Exception | None) -> None:
         """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
         self.failure, self._told = failure, False
 
     def lacks(self) -> bool:
-        """Return whether this rank's state lacks a part of the last step."""
+        """Return whether a part of the last step is missing in this rank's state."""
         return self.failure is not None
 
     def lacking(self) -> StepFailed | None:
-        """Return the error for all ranks if this one's state lacks a part of the last step; they count as told."""
+        """Return the error for all ranks if a part of the last step is missing here; the ranks count as told."""
         failure = self.failure
         if failure is None:
             return None
@@ -170,30 +172,26 @@ class StateGuard:
         """Return the error as :meth:`lacking` does, or ``None`` if all ranks were told."""
         return None if self._told else self.lacking()
 
-    def mark(self) -> None:
-        """Let readers wait for what this thread has enqueued so far."""
-        self._marks = tuple(self.here())
-
     def here(self) -> Sequence[Mark]:
         """Return marks of what this thread has enqueued so far."""
         return self._mark()
 
     def finish(self) -> None:
-        """There will be no more changes."""
+        """End the wait of readers for further changes."""
         with self._condition:
             self._final = True
             self._condition.notify_all()
 
     def release(self) -> None:
         """Let readers have the copy that this thread has enqueued, and drop references to the original."""
-        self.mark()
-        self._mark, self._edits = tuple, _nothing
+        self._marks = tuple(self.here())
+        self._mark, self._edits = tuple, _no_edits
         self.failure = None  # its traceback leads to the model
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def admit(self, changes: int) -> Verdict:
-        """Let a reader in if the state is the one after so many changes; each that is let in calls :meth:`leave`."""
+        """Let a reader in if the state is at that number of changes; each reader that is let in calls :meth:`leave`."""
         with self._condition:
             if changes < self.changes or (self._changing and changes == self.changes):
                 return Verdict.AHEAD
@@ -203,7 +201,7 @@ class StateGuard:
             return Verdict.READY
 
     def wait_for(self, changes: int, patience_s: float) -> Verdict:
-        """As :meth:`admit`, once the state is no longer behind, or after ``patience_s`` seconds, or never will be."""
+        """Wait until the state is not behind, for ``patience_s`` seconds at most, and :meth:`admit` the reader."""
         end = time.monotonic() + patience_s
         with self._condition:
             while self.changes < changes and not self._final and (left := end - time.monotonic()) > 0:
@@ -211,7 +209,7 @@ class StateGuard:
             return self.admit(changes)
 
     def leave(self) -> None:
-        """A reader is done."""
+        """Let a reader out."""
         with self._condition:
             self._readers -= 1
             self._condition.notify_all()
@@ -219,8 +217,8 @@ class StateGuard:
     def edits(self) -> Sequence[Mark]:
         """Return marks after the user's writes since the last change, on the streams of that change.
 
-        The user's thread does not mark its writes. So these marks also come after all else that it has enqueued there;
-        there are none if the user has not written.
+        The user's thread does not mark its writes. So these marks also come after all else that the thread has enqueued
+        there. Without writes there are no marks.
         """
         edits = self._edits()
         if edits is None or not edits():
@@ -232,8 +230,8 @@ class StateGuard:
         """Enqueue what follows on streams for readers, after the last change and ``also``, and after nothing else.
 
         A reader must not wait for the whole device: that includes collectives of a later backward, which may wait for
-        the rank that reads. For the same reason readers share no stream with a collective, and a device has few: so
-        they are kept, and have another priority.
+        the rank that reads. For the same reason readers share no stream with a collective. A device has few streams, so
+        readers' streams are kept, and have another priority.
         """
         with ExitStack() as stack:
             for device, _, event in self._marks:
@@ -250,10 +248,10 @@ class StateGuard:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Read the state as it is; yields after how many changes.
+        """Read the state as it is, and yield the number of changes.
 
         Raises:
-            StepDesync: it is being changed, or a change has failed half-way. PeerLost: because a rank was lost.
+            StepDesync: the state is being changed, or a change has failed half-way. PeerLost: as a rank was lost.
         """
         with self._condition:
             if self._changing:
@@ -266,7 +264,7 @@ class StateGuard:
             self.leave()
 
     def _refusal(self) -> PeerLost | StepDesync:
-        """Return why the state cannot be read while it is being changed."""
+        """Return the error for a reader during a change, or after one that has failed half-way."""
         if self._broken is None:
             return StepDesync(f"state_dict() was called while step {self.step} is being taken; call it between steps")
         kind, text = self._broken

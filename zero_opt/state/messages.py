@@ -15,11 +15,11 @@ from ..comm.transfers import Transfer
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
 
-# Messages round the ring; the last goes to the next rank alone.
+# Kinds of messages round the ring; BROKEN goes to the next rank alone.
 OPEN, DEPARTED, BROKEN = 0, 1, 2
-# What an asking rank sends once it has all answers, followed by the number of its pull.
+# What the asking rank sends once it has all answers, followed by the number of its pull.
 GO, STOP = 0, 1
-# Codes of answers besides Verdict's: the answer follows later; an error follows in place of the listing.
+# Codes of answers besides those of Verdict: another answer follows; an error follows in place of the listing.
 LATER, ERROR = 3, 4
 RING_TAG = 1
 # Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
@@ -70,7 +70,7 @@ def answer_tag(pull: int) -> int:
 
 
 class Offer(NamedTuple):
-    """What a rank has been told that it can have.
+    """The state that an asking rank was offered.
 
     Attributes:
         state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.

@@ -1,6 +1,7 @@
-"""What a process does for others when it ends: go on serving those that may still ask, unless it has failed.
+"""The end of a process: unless it has failed, it serves its state to other ranks until they have closed.
 
-:mod:`multiprocessing` calls it, since its children run nothing that is registered with :mod:`atexit`.
+:mod:`multiprocessing` calls :func:`serve_to_the_end`, since its children run nothing that is registered with
+:mod:`atexit`.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from ..system.threads import BackgroundThreads
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
-# The same, since one was last served, where it cannot be told whether the program has failed.
+# The same, since a rank was last served, if it is unknown whether the program has failed.
 _QUIET_S = 60.0
 # Seconds that threads have to end after the last service has ended.
-_ENDING_S = 5.0
+_THREADS_END_S = 5.0
 
 
 class Service(Protocol):
-    """Something that other ranks may ask until all have closed."""
+    """An object that serves other ranks until all have closed. Its methods are called as the process ends."""
 
     def abandon(self, how: How) -> None:
-        """Close it, if the user has not; ``how`` is what the other ranks are told."""
+        """Close the service, unless the user has; tell the other ranks ``how`` this one leaves."""
 
     def join(self, failed: bool) -> None:
-        """Wait until all have closed or time is up; not at all if the program has ``failed``. Break off the rest."""
+        """Wait until all ranks have closed or time is up, unless the program has ``failed``; break off what is left."""
 
 
-# Those of this process, and who calls them when it ends.
+# The services of this process, and what ends them.
 running: set[Service] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
 # The threads of all services.
@@ -48,17 +49,17 @@ os.register_at_fork(after_in_child=_at_end.clear)
 
 
 def add(service: Service) -> None:
-    """Have it serve on when the process ends."""
+    """Let a service go on when the process ends."""
     running.add(service)
     if not _at_end:
         _at_end.append(multiprocessing.util.Finalize(None, serve_to_the_end, exitpriority=0))
 
 
 def failed() -> bool:
-    """Whether an exception has ended the program, as far as can be told.
+    """Return whether an exception has ended the program, as far as can be told.
 
-    It is on its way still where a child of multiprocessing ends. What sys.exit() ends the main script with is not to be
-    seen any more.
+    In a child of multiprocessing the exception is still being handled. The code that the main script has given to
+    sys.exit() cannot be seen.
     """
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
@@ -67,18 +68,18 @@ def failed() -> bool:
 
 
 def serve_to_the_end() -> None:
-    """Serve while other ranks may ask; but the ranks must not wait for one that an exception has ended."""
+    """Serve while other ranks may ask, unless an exception has ended the program: no rank must wait for that."""
     has_failed, services = failed(), list(running)
     for service in services:
         service.abandon(How.FAILED if has_failed else How.ENDED)
     for service in services:
         service.join(has_failed)
-    threads.join(_ENDING_S)
+    threads.join(_THREADS_END_S)
     threads.hold()
 
 
 def started(thread: threading.Thread) -> bool:
-    """Start a thread, unless the interpreter is ending and starts none."""
+    """Start a thread; return False if the interpreter is ending and starts none."""
     try:
         threads.start(thread)
     except RuntimeError:
@@ -87,15 +88,15 @@ def started(thread: threading.Thread) -> bool:
 
 
 class Serving:
-    """How many ranks are being served, and since when none is."""
+    """The number of ranks that are being served, and when the last one was."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._count, self._last, self._over = 0, 0.0, False
+        self._count, self._last, self._ended = 0, 0.0, False
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Within it one more is served."""
+        """Count one more rank that is served."""
         with self._condition:
             self._count += 1
         try:
@@ -105,25 +106,26 @@ class Serving:
                 self._count, self._last = self._count - 1, time.monotonic()
                 self._condition.notify_all()
 
-    def over(self) -> None:
-        """Nobody will ask any more."""
+    def end(self) -> None:
+        """End :meth:`wait`: no rank will ask any more."""
         with self._condition:
-            self._over = True
+            self._ended = True
             self._condition.notify_all()
 
     def wait(self, timeout_s: float, in_order: bool, waits_for: Callable[[], list[int]]) -> None:
-        """Wait for :meth:`over`, when the program has ended without an exception that can be seen.
+        """Wait for :meth:`end`, when the program has ended without an exception that can be seen.
 
         Args:
             timeout_s: that of the process group. waits_for: the ranks that have not closed, for the log.
-            in_order: whether all was well when the user closed. If so, or if this is a child of multiprocessing, whose
-                exceptions can be seen, it waits ``timeout_s``; else a few seconds after the last one was served.
+            in_order: whether no exception was being handled when the user closed. If so, or in a child of
+                multiprocessing, whose exceptions can be seen, the wait is ``timeout_s``; else it is at most a minute
+                after a rank was last served.
         """
         known = in_order or multiprocessing.parent_process() is not None
         patience_s, begun = min(timeout_s, _EXIT_S if known else _QUIET_S), time.monotonic()
         warn_at = begun + WARN_AFTER_S
         with self._condition:
-            while not self._over and (left := self._left(begun, patience_s)) > 0:
+            while not self._ended and (left := self._left(begun, patience_s)) > 0:
                 self._condition.wait(min(left, max(0.01, warn_at - time.monotonic())))
                 if time.monotonic() > warn_at:
                     warn_at += _EXIT_S
@@ -132,7 +134,7 @@ class Serving:
                         "optimizer's state; they should close() it, or end",
                         waits_for(),
                     )
-            if not self._over:
+            if not self._ended:
                 log.warning(
                     "this process ends while ranks %s may still ask for its part of the optimizer's state; call "
                     "close() on every rank, whose exit waits as long as the group's timeout then, or end later",
@@ -140,7 +142,7 @@ class Serving:
                 )
 
     def _left(self, begun: float, patience_s: float) -> float:
-        """Seconds until ``patience_s`` have passed since ``begun`` and since one was last served."""
+        """Return the seconds until ``patience_s`` have passed since ``begun`` and since a rank was last served."""
         now = time.monotonic()
         since = now if self._count else max(begun, self._last)
         return min(since + patience_s, begun + _EXIT_S) - now

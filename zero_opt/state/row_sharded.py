@@ -1,10 +1,11 @@
 """State as tensors cut by rows over the ranks, which ``torch.distributed.checkpoint`` loads at any world size.
 
-A shard is a run of memory that ends anywhere; a ``DTensor`` is cut between rows. So every rank is sent the rows it
-stands for, and on loading sends them to whoever owns their elements. Rows are those of the outermost dimension in
-memory, dimension 0 but for parameters such as a transposed view; so a rank's rows are one run of memory too.
+A shard is a run of memory that ends anywhere; a ``DTensor`` is cut between rows. So every rank is sent its rows when
+state is saved, and sends them to the owners of their elements when state is loaded. Rows are those of the outermost
+dimension in memory, dimension 0 but for parameters such as a transposed view. So a rank's rows are one run of memory.
 
-Imported when first needed: ``torch.distributed.tensor`` takes longer to import than everything else here together.
+:mod:`.full_state` imports this module when it is first needed, because ``torch.distributed.tensor`` takes longer to
+import than all else here together.
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.agreement import Agreement
 from ..comm.groups import Group
-from ..comm.transfers import Window
+from ..comm.transfers import TransferQueue
 from ..kernels.strides import contiguous_strides, is_dense
 from ..layout import ParamSlice, Span
 from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
-from .state_dict import cut, torch_dtype
-
-States = dict[int, dict[str, Any]]
+from .state_dict import StatesByIndex, cut, torch_dtype
 
 
 class Form(NamedTuple):
-    """A dense tensor of at least one element and one dimension, as memory: a run, and how ranks cut it."""
+    """A dense tensor's layout: a run of memory that ranks cut by rows. The tensor has an element and a dimension."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,7 +39,7 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -50,28 +49,28 @@ class Form(NamedTuple):
         return max(sizes, key=lambda dim: (self.shape[dim] != 1, self.strides[dim], -dim))
 
     def chunk(self, world_size: int) -> int:
-        """Elements of a rank's rows; the last ranks may have fewer, or none."""
+        """Return how many elements a rank's rows have; the last ranks may have fewer, or none."""
         rows = self.shape[self.dim]
         return -(-rows // world_size) * (self.numel // rows)
 
     def run(self, rank: int, world_size: int) -> Span:
-        """The elements of a rank's rows."""
+        """Return the elements of a rank's rows."""
         chunk = self.chunk(world_size)
         return Span(min(rank * chunk, self.numel), min((rank + 1) * chunk, self.numel))
 
     def ranks_of(self, span: Span, world_size: int) -> range:
-        """The ranks that have rows in a span of elements."""
+        """Return the ranks that have rows in a span of elements."""
         chunk = self.chunk(world_size)
         return range(span.start // chunk, -(-span.stop // chunk)) if span.numel else range(0)
 
     def rows(self, run: Tensor) -> Tensor:
-        """A run of whole rows in the tensor's shape, but for the number of rows."""
+        """Return a run of rows as a view that has the tensor's shape, but for the number of rows."""
         shape = list(self.shape)
         shape[self.dim] = run.numel() * shape[self.dim] // self.numel
         return run.as_strided(shape, self.strides, run.storage_offset())
 
     def wrap(self, run: Tensor, group: Group) -> Tensor:
-        """This rank's rows as part of the whole; at world size 1 they are the whole."""
+        """Return this rank's rows as a DTensor over ``group``; at world size 1 as a plain tensor."""
         if group.world_size == 1:
             return self.rows(run)
         shape = torch.Size(self.shape)
@@ -81,13 +80,13 @@ class Form(NamedTuple):
 
 
 def overlap(first: Span, second: Span) -> Span:
-    """What two spans have in common; empty where they have nothing."""
+    """Return the elements that two spans have in common, an empty span if there are none."""
     start = max(first.start, second.start)
     return Span(start, max(start, min(first.stop, second.stop)))
 
 
 def blank(value: Tensor, param: Tensor, shape: torch.Size, group: Group) -> Tensor:
-    """Stands in for state of ``param`` of the given shape, cut like live state; full of ``value``'s first element."""
+    """Return a place for state of ``param`` of the given shape, cut by rows, full of ``value``'s first element."""
     fill = value.detach().reshape(-1)[:1].cpu()
     if not shape or not shape.numel():
         return fill.expand(shape.numel()).reshape(shape).clone()
@@ -97,17 +96,16 @@ def blank(value: Tensor, param: Tensor, shape: torch.Size, group: Group) -> Tens
 
 
 class ShardedState:
-    """All ranks' state, between the slices they own and the rows they stand for. Methods are collective."""
+    """One way of all ranks' state between owned slices and rows: out or in. Methods are collective."""
 
     def __init__(self, agreement: Agreement, partition: Partition, placement: Placement) -> None:
         self._agreement, self._group, self._partition = agreement, agreement.group, partition
-        self._placement = placement
-        self._window = Window()
+        self._placement, self._window = placement, TransferQueue()
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> States:
-        """The state by global parameter index, in host memory: tensors cut by rows, small ones and numbers whole.
+    def snapshot(self) -> StatesByIndex:
+        """Return the state in host memory: tensors cut by rows, small ones and numbers in full.
 
         Extra memory: the result, and a few tensors on their way.
 
@@ -120,26 +118,24 @@ class ShardedState:
             local = LocalState.of(self._placement, self._partition)
             mine = listing(local)
         runs: dict[tuple[int, str], Tensor] = {}
-        result: States = {}
+        result: StatesByIndex = {}
         for owner, payload in enumerate(self._group.all_gather_bytes(mine)):
             for entry in listed(payload):
-                found = result.setdefault(entry.param, {})
+                state = result.setdefault(entry.param, {})
                 if not entry.travels:
-                    found[entry.key] = small_value(entry)
+                    state[entry.key] = small_value(entry)
                     continue
                 form = self._form(entry)
                 if not form.numel:
-                    found[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+                    state[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
                     continue
-                if entry.key not in found:
-                    run = torch.empty(
-                        form.run(self._group.rank, self._group.world_size).numel, dtype=form.dtype, device="cpu"
-                    )
-                    runs[entry.param, entry.key], found[entry.key] = run, form.wrap(run, self._group)
+                if entry.key not in state:
+                    numel = form.run(self._group.rank, self._group.world_size).numel
+                    run = runs[entry.param, entry.key] = torch.empty(numel, dtype=form.dtype, device="cpu")
+                    state[entry.key] = form.wrap(run, self._group)
                 source = None
                 if owner == self._group.rank:
-                    read = partial(_read, local, entry)
-                    source = read_to_send(read, entry.numel, torch_dtype(entry.dtype), failed)
+                    source = read_to_send(partial(_on_host, local, entry), entry.numel, form.dtype, failed)
                 self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
@@ -153,29 +149,24 @@ class ShardedState:
         return Form(tuple(flat.param.shape), flat.strides, dtype)
 
     def _to_rows(self, owner: int, entry: Entry, form: Form, source: Tensor | None, rows: Tensor) -> None:
-        """Move an owner's run of elements to the ranks whose rows they are in; ``rows`` are this rank's."""
+        """Move an owner's run of elements to the ranks in whose rows they are; ``rows`` are this rank's."""
         span = Span(entry.start, entry.start + entry.numel)
         for target in form.ranks_of(span, self._group.world_size):
             run = form.run(target, self._group.world_size)
-            part = overlap(span, run)
-            self._move(
-                None if source is None else source[part.start - span.start : part.stop - span.start],
-                rows[part.start - run.start : part.stop - run.start] if target == self._group.rank else None,
-                (owner, target),
-                part.numel,
-                form.dtype,
-            )
+            part, mine = overlap(span, run), rows if target == self._group.rank else None
+            ends = (owner, target)
+            self._move(_elements(source, span, part), _elements(mine, run, part), ends, part.numel, form.dtype)
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def shards(self, states: Mapping[int, Mapping[str, Any]]) -> States:
-        """This rank's part of the given state, which may be cut by rows or whole, per parameter it owns a slice of.
+    def shards(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
+        """Return this rank's slices of the given state, which is cut by rows, cut otherwise, or full.
 
         The ranks have compared keys, shapes, dtypes and how tensors are cut.
         """
         own = {piece.param: piece for piece in self._partition.owned()}
         owners = self._owners()
-        mine: States = {index: {} for index in states if index in own}
+        mine: StatesByIndex = {index: {} for index in states if index in own}
         for index, state in states.items():
             for key, value in state.items():
                 local = value
@@ -192,7 +183,7 @@ class ShardedState:
         return mine
 
     def _owners(self) -> dict[int, list[tuple[int, ParamSlice]]]:
-        """Per parameter, the ranks that own a part of it, with that part."""
+        """Return, per parameter, the ranks that own a slice of it, with that slice."""
         owners: dict[int, list[tuple[int, ParamSlice]]] = {}
         for bucket in self._partition.buckets:
             for rank in range(self._group.world_size):
@@ -201,7 +192,7 @@ class ShardedState:
         return owners
 
     def _is_ours(self, index: int, value: DTensor) -> bool:
-        """Whether it is cut over the ranks as :meth:`snapshot` cuts; the same on every rank."""
+        """Return whether ``value`` is cut over the ranks as :meth:`snapshot` cuts; the same on every rank."""
         flat, form = self._partition.flats[index], _form_of(value)
         if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
             return False
@@ -209,7 +200,7 @@ class ShardedState:
         return in_order and value.device_mesh == self._group.mesh()
 
     def _from_rows(self, index: int, value: DTensor, owners: list[tuple[int, ParamSlice]]) -> Tensor | None:
-        """Move all ranks' rows to the owners; what this rank gets, filled once everything has arrived."""
+        """Move all ranks' rows to the owners; return what this rank owns, filled once everything has arrived."""
         group, flat, form = self._group, self._partition.flats[index], _form_of(value)
         rows = form.run(group.rank, group.world_size)
         source = torch.empty(rows.numel, dtype=form.dtype, device="cpu")
@@ -222,14 +213,9 @@ class ShardedState:
             if run is not None:
                 result = form.rows(run) if span.numel == form.numel else run
             for rank in form.ranks_of(span, group.world_size):
-                part = overlap(span, form.run(rank, group.world_size))
-                self._move(
-                    source[part.start - rows.start : part.stop - rows.start] if rank == group.rank else None,
-                    None if run is None else run[part.start - span.start : part.stop - span.start],
-                    (rank, owner),
-                    part.numel,
-                    form.dtype,
-                )
+                part, mine = overlap(span, form.run(rank, group.world_size)), source if rank == group.rank else None
+                ends = (rank, owner)
+                self._move(_elements(mine, rows, part), _elements(run, span, part), ends, part.numel, form.dtype)
         return result
 
     # -- on the way ---------------------------------------------------------------------------------------------------
@@ -237,7 +223,7 @@ class ShardedState:
     def _move(
         self, source: Tensor | None, target: Tensor | None, ends: tuple[int, int], numel: int, dtype: torch.dtype
     ) -> None:
-        """Start moving ``numel`` elements between the ranks ``ends``, from and to; every rank calls, in one order."""
+        """Start to move ``numel`` elements between the ranks ``ends``, from and to. Every rank calls, in one order."""
         rank, (src, dst) = self._group.rank, ends
         if not numel:
             return
@@ -249,8 +235,13 @@ class ShardedState:
         self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
-def _read(state: LocalState, entry: Entry) -> Tensor:
-    """An entry's elements in host memory."""
+def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
+    """Return the elements ``part`` of a run that has the elements ``span``."""
+    return None if run is None else run[part.start - span.start : part.stop - span.start]
+
+
+def _on_host(state: LocalState, entry: Entry) -> Tensor:
+    """Return an entry's elements in host memory."""
     run = state.run(entry)
     require_readable(run)
     return run.cpu()

@@ -1,23 +1,24 @@
 """Serve this rank's part of the state to a rank that calls ``state_dict()`` alone, while training goes on.
 
 [Note: the ring]
-A thread per rank waits for messages of the rank before it and passes each on to the next, until it has been everywhere.
-So one blocked receive per rank suffices, nothing polls, and a rank that dies is noticed at once by the one after it,
-which tells the others, and breaks its connections in turn. A rank that leaves training announces it, and so does a rank
-that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is dead.
-(gloo's receive from any rank does not notice; its waits cannot be cut into slices, since one that times out ends the
-group; and a store is polled, or has one server on one rank.)
+A thread per rank waits for messages of the rank before it and passes each on to the next, until the message has been
+everywhere. So one blocked receive per rank suffices, and nothing polls. The rank after one that dies notices that at
+once, tells the others, and breaks its own connections in turn. A rank that leaves training announces that, and so does
+a rank that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is
+dead. (gloo's receive from any rank does not notice. A gloo wait that times out ends the group, so waits cannot be cut
+into short ones. A store is polled, or has one server on one rank.)
 
 [Note: a pull]
-The rank that asks sends its point of training round the ring. Each other rank answers it directly, from a thread of its
-own: READY or why not, then its list of entries. Once the asking rank has made room for all of them it says "go" to one
-rank after the other, which sends its elements, then what went wrong. Its state may not change until it has sent all.
+The rank that asks sends its point of training round the ring. Each other rank answers directly, from a thread of its
+own: READY or why not, then its list of entries. Once the asking rank has made room for all entries, it says "go" to one
+rank after the other. That rank sends its elements, then the error, if there was one. The state of a rank may not change
+until the rank has sent all.
 
 [Note: the end]
-A rank that closes says so round the ring, and serves on until all have; the process's exit waits for that. No thread
-can be started by then (Python 3.12), so what is asked after close() is answered by the thread that listens, which must
-not wait, and delivered by one that is there from the beginning. All asking ranks take from the others in one order, so
-threads that deliver to one rank at a time cannot wait for each other in a circle.
+A rank that closes says so round the ring, and serves on until all ranks have closed; the process's exit waits for
+that. No thread can be started by then (Python 3.12). So the thread that listens, which must not wait, answers what is
+asked after close(), and a thread that exists from the beginning delivers it. All asking ranks take from the others in
+one order, so threads that deliver to one rank at a time cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch import Tensor
 from ..comm.departures import Departure, Departures, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
-from ..comm.transfers import Message, Transfer, Window
+from ..comm.transfers import Message, Transfer, TransferQueue
 from ..errors import (
     OptimizerClosed,
     PeerLost,
@@ -53,7 +54,7 @@ from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from ..system.log import log
 from . import process_exit
-from .consolidate import FrozenState, FullState, LocalState, chunks_to_send, listed, listing, spans
+from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing, spans
 from .guard import StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -78,15 +79,18 @@ _MARGIN_S = 30.0
 # Seconds that messages to the next rank have to arrive before connections are broken.
 _FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
-_INTERRUPTED_S = 5.0
+_INTERRUPTION_S = 5.0
 _State = LocalState | FrozenState
 
 
 class StateService:
-    """This rank's end of the ring; see the notes of the module.
+    """The service of one rank's state to the others; see the notes of the module.
+
+    :meth:`pull` is called on any thread, :meth:`close` on the user's, :meth:`abandon` and then :meth:`join` as the
+    process ends. All else runs on threads of the service.
 
     Args:
-        capture: this rank's state as it is at the moment. flats: all sharded parameters, by global index.
+        capture: returns this rank's state as it is at the moment. flats: all sharded parameters, by global index.
         departures: the ranks that have left training.
     """
 
@@ -145,7 +149,7 @@ class StateService:
             with self._condition:
                 while not self._closed:
                     self._condition.wait(_FOR_EVER_S / 100)
-            self._wait_passed(_INTERRUPTED_S)
+            self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
             self._find_lost()
@@ -178,14 +182,14 @@ class StateService:
             self._jobs.put(partial(self._answer, message))
 
     def _end(self) -> None:
-        """No rank can ask any more, and none can be asked."""
+        """End the threads, and drop state and connections: no rank can ask any more, and none can be asked."""
         self._jobs.put(None)
         for thread in [*self._answering, self._delivering]:
-            thread.join(_INTERRUPTED_S)
+            thread.join(_INTERRUPTION_S)
         with self._condition:
             self._capture = self._final = None
-        self._serving.over()
-        if self._asking.acquire(timeout=_INTERRUPTED_S):  # what pull() waits for ends with the connections
+        self._serving.end()
+        if self._asking.acquire(timeout=_INTERRUPTION_S):  # what pull() waits for ends with the connections
             self._asking.release()
         self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
@@ -265,7 +269,7 @@ class StateService:
 
     @contextlib.contextmanager
     def _served(self, dst: int) -> Iterator[None]:
-        """Within it this rank serves another."""
+        """Serve rank ``dst`` within it; if that fails, break the connections."""
         try:
             with torch.no_grad(), self._serving.one():
                 yield
@@ -276,7 +280,7 @@ class StateService:
             self._answering.discard(threading.current_thread())
 
     def _offer(self, message: RingMessage) -> Offer | None:
-        """Say whether the state can be had, and list it. Waits for nobody after close()."""
+        """Answer whether the state can be had, and list it. After close() this waits for no rank."""
         dst, pull, guard = message.origin, message.pull, self._guard
         tag, verdict = answer_tag(pull), guard.admit(message.changes)
         if verdict is Verdict.BEHIND:
@@ -298,7 +302,7 @@ class StateService:
             raise
 
     def _deliver(self, offer: Offer) -> None:
-        """Send the elements once the asking rank says so."""
+        """Send the elements once the asking rank says "go"."""
         try:
             said, of = STOP, -1
             while of != offer.pull:
@@ -315,7 +319,7 @@ class StateService:
     def _listed(
         self, capture: Callable[[], LocalState] | None, failure: Exception | None, freeze: bool = False
     ) -> tuple[_State | None, bytes]:
-        """The state and its listing, or ``None`` and the error that there is instead."""
+        """Return the state and its listing, or ``None`` and, as JSON, the error that took their place."""
         try:
             state = self._own_state("it", capture, failure)
             return (FrozenState(state) if freeze else state), listing(state)
@@ -323,8 +327,8 @@ class StateService:
             return None, json.dumps(name_and_text(error)).encode()
 
     def _send_elements(self, offer: Offer, state: _State) -> None:
-        """Send the elements, and then, as JSON, what went wrong with them."""
-        window, failed, tag = Window(), list[Exception](), answer_tag(offer.pull)
+        """Send the elements, and then, as JSON, the error that was met in that, if any."""
+        window, failed, tag = TransferQueue(), list[Exception](), answer_tag(offer.pull)
         for entry in listed(offer.payload):
             for chunk in chunks_to_send(state, entry, failed):
                 window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
@@ -336,13 +340,13 @@ class StateService:
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def pull(self) -> dict[int, dict[str, Any]]:
-        """The full state by global parameter index, in host memory, made of all ranks' parts. Not collective.
+        """Return the full state by global parameter index, in host memory, from all ranks' parts. Not collective.
 
         Extra memory: the result.
 
         Raises:
             StepDesync: another rank is ahead of this one. PeerLost: one has ended, or has not come as far in time.
-            StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: one has none of this step.
+            StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: this step failed on one.
             StateNotConsolidated: closed, or in a fork.
         """
         flats = self._flats
@@ -358,7 +362,7 @@ class StateService:
             try:
                 with self._side.looking():
                     payloads = self._ask(changes)
-                    result = FullState(flats)
+                    result = IncomingState(flats)
                     targets = [self._place(result, own, payload) for payload in payloads]
                     for rank in self._others:
                         unasked.discard(rank)
@@ -384,7 +388,7 @@ class StateService:
         return capture()
 
     def _ask(self, changes: int) -> list[bytes | None]:
-        """Ask all ranks; their listings, ``None`` for this rank."""
+        """Ask all ranks; return their listings, ``None`` for this rank."""
         heard: dict[int, int | None] = dict.fromkeys(self._others)
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
         process_exit.started(warning)
@@ -401,7 +405,7 @@ class StateService:
         log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
 
     def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
-        """A rank's listing. ``heard`` has the step of each that has not given its own."""
+        """Return a rank's listing. ``heard`` has the step of each rank that has not sent one."""
         tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
         while answer.code == LATER or answer.pull != self._pulls:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
@@ -425,8 +429,8 @@ class StateService:
         del heard[rank]
         return payload
 
-    def _place(self, result: FullState, own: LocalState, payload: bytes | None) -> list[Tensor]:
-        """Make room for what a rank has; the runs that its messages go to."""
+    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
+        """Make room for a rank's entries; return the runs that its messages go to."""
         if payload is None:
             result.add_own(own)
             return []
@@ -438,7 +442,7 @@ class StateService:
         return runs
 
     def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete, size = answer_tag(self._pulls), Window(), False, words_of(0)
+        tag, window, complete, size = answer_tag(self._pulls), TransferQueue(), False, words_of(0)
         try:
             self._send(rank, tag + 1, GO, self._pulls)
             for run in runs:
@@ -456,11 +460,11 @@ class StateService:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The user closes: serve the state as it is, until all ranks have closed; does not wait for that."""
+        """Serve the state as it is from now on, until all ranks have closed. Does not wait for that."""
         self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
     def abandon(self, how: How) -> None:
-        """As :meth:`close`, where the user has not: the program may have failed."""
+        """Do what :meth:`close` does, if the user has not: the program may have failed."""
         self._close(how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
@@ -481,7 +485,7 @@ class StateService:
             self._departures.end()
 
     def _freeze(self) -> None:
-        """Keep what serving needs of the state, and nothing else of the optimizer, nor of the model."""
+        """Keep what serving needs of the state, and no reference to the optimizer or the model."""
         with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.release()
@@ -491,4 +495,4 @@ class StateService:
         if not (failed or self._departures.given_up):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
-        self._thread.join(_INTERRUPTED_S)
+        self._thread.join(_INTERRUPTION_S)

@@ -1,16 +1,15 @@
 """State of parameters that lie wholly on other ranks: no elements, and the scalars that their owners have.
 
 Step counts, and whatever else a class keeps as numbers, follow from hyperparameters and from how often a parameter was
-used, not from its values. So a few zeros, stepped whenever the parameters they stand for are used, have the owners'
-scalars to the bit, and nothing needs to be sent. One stand-in serves all parameters that were used alike.
+used, not from its values. So a step of a few zeros makes the owners' scalars, to the bit, and nothing needs to be sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +20,20 @@ from .state_dict import apart
 from .trial import Trial, is_known
 
 
+class StateOwner(Protocol):
+    """What has the user's param groups and state: the optimizer, or a view of it."""
+
+    @property
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
+        """The user's param groups, as in ``torch.optim.Optimizer``."""
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """The user's state by parameter, as in ``torch.optim.Optimizer``."""
+
+
 class Kind(NamedTuple):
-    """What a stand-in must share with its parameters.
+    """What parameters have in common whose scalars one step of zeros makes.
 
     Attributes:
         group: number of the param group. dims: of a parameter, whose state may depend on it.
@@ -35,7 +46,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
-    """Return the kinds of stand-ins for ``params``, which are (global index, number of the group, parameter).
+    """Return the kinds of ``params``, which are (global index, number of the group, parameter).
 
     By global index, without parameters that are stepped by columns.
     """
@@ -46,154 +57,106 @@ def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]])
     }
 
 
-@dataclass(eq=False)
-class _StandIn:
-    kind: Kind
-    trial: Trial
-    members: list[int] = field(default_factory=list)
-    mask: int = 0  # bit per member
-    shown: dict[str, Any] = field(default_factory=dict)
-
-    def admit(self, members: Sequence[int]) -> None:
-        """Stand in for more."""
-        self.members.extend(members)
-        self.mask |= sum(1 << index for index in members)
-
-    def drop(self, index: int) -> None:
-        """Stand in for one less."""
-        self.members.remove(index)
-        self.mask &= ~(1 << index)
-
-    def refresh(self) -> bool:
-        """Bring ``shown`` up to date; whether it holds other objects than before."""
-        before, self.shown = self.shown, {}
-        for key, value in self.trial.state.items():
-            if isinstance(value, Tensor) and value.dim():
-                empty = before.get(key)
-                fits = isinstance(empty, Tensor) and empty.dtype is value.dtype
-                self.shown[key] = empty if fits else value.new_empty(0)
-            else:
-                self.shown[key] = value
-        return before.keys() != self.shown.keys() or any(before[key] is not self.shown[key] for key in before)
-
-
 class StandIns:
-    """All stand-ins of one optimizer on one rank; none for a class of which nothing is known. Nothing is collective."""
+    """Entries in the owner's ``state`` for parameters without a slice on this rank. No method is collective.
 
-    def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
-        self._class, self._defaults = cls, dict(defaults)
-        self._known = is_known(cls)
-        self._all: list[_StandIn] = []
-        self._of: dict[int, _StandIn] = {}
-        self._due: list[int] = []  # what is to be shown anew
+    The entries are all the state there is: what the user puts into one counts from that parameter's next step on.
+    Parameters that were used alike hold the same objects, so one step of zeros serves all of them. Parameters of a
+    class of which nothing is known have no entries, nor have those that the class cannot step: an owner says why.
 
-    def add(self, members: Mapping[int, Kind], groups: Sequence[Mapping[str, Any]]) -> None:
+    Args:
+        params: all parameters, by global index.
+    """
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        defaults: Mapping[str, Any],
+        owner: StateOwner,
+        params: Sequence[Tensor],
+    ) -> None:
+        self._class, self._defaults, self._known = cls, dict(defaults), is_known(cls)
+        self._owner, self._params = owner, params
+        self._members: dict[Kind, list[int]] = {}
+        self._trials: dict[Kind, Trial] = {}
+        self._entered: set[int] = set()  # what had an entry when that was last looked at
+
+    def add(self, kinds: Mapping[int, Kind]) -> None:
         """Stand in for more parameters, given by global index."""
-        for kind in set(members.values()) if self._known else ():
-            self._put(self._new(kind, groups), [index for index, other in members.items() if other == kind])
+        for kind in set(kinds.values()) if self._known else ():
+            members = [index for index, other in kinds.items() if other == kind]
+            trial = self._trials[kind] = self._new_trial(kind)
+            self._members.setdefault(kind, []).extend(members)
+            self._enter(members, self._first_entry(kind, {}))
+            with suppress(Exception):  # whatever a class raises
+                trial.step()  # shows which of the state are no scalars
 
-    def _new(self, kind: Kind, groups: Sequence[Mapping[str, Any]]) -> _StandIn:
+    def _new_trial(self, kind: Kind) -> Trial:
         like = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
-        return _StandIn(kind, Trial(self._class, like, hypers_of(groups[kind.group]), **self._defaults))
+        return Trial(self._class, like, hypers_of(self._owner.param_groups[kind.group]), **self._defaults)
 
-    def _put(self, stand_in: _StandIn, members: Sequence[int]) -> None:
-        """Let ``members`` be stood in for by another."""
-        for index in members:
-            before = self._of.get(index)
-            if before is not None:
-                before.drop(index)
-            self._of[index] = stand_in
-        stand_in.admit(members)
-        stand_in.refresh()
-        self._due.extend(members)
-        self._all = [found for found in (*self._all, stand_in) if found.members]
+    def _entry(self, index: int) -> Mapping[str, Any]:
+        return self._owner.state.get(self._params[index]) or {}
 
-    def step(self, used: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Follow a step of the owners.
+    def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> None:
+        """Let the user see this state of ``members``."""
+        for index in members if entry else ():
+            self._owner.state[self._params[index]] = dict(entry)
+            self._entered.add(index)
+
+    def step(self, used: int) -> None:
+        """Do for the entries what a step of the owners does.
 
         Args:
             used: bit per global index, whether any rank had a gradient.
         """
-        for stand_in in list(self._all):
-            with_grad = used & stand_in.mask
-            if not with_grad:
-                continue
-            if with_grad != stand_in.mask:
-                part = [index for index in stand_in.members if with_grad >> index & 1]
-                stand_in = self._copied(stand_in, part, groups)
-            try:
-                stand_in.trial.optimizer.param_groups[0].update(hypers_of(groups[stand_in.kind.group]))
-                stand_in.trial.step()
-            except Exception:  # what the class cannot step like this, it shows nothing of; an owner says what is wrong
-                self._forget(stand_in)
-                continue
-            if stand_in.refresh():
-                self._due.extend(stand_in.members)
+        for kind, members in self._members.items():
+            sharing: dict[tuple[Any, ...], list[int]] = {}
+            for index in members:
+                entry = self._entry(index)
+                sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
+            for alike in sharing.values():
+                stepped = [index for index in alike if used >> index & 1]
+                if stepped:
+                    self._step(kind, stepped, copies=len(stepped) < len(alike))
 
-    def _forget(self, stand_in: _StandIn) -> None:
-        self._all.remove(stand_in)
-        for index in stand_in.members:
-            del self._of[index]
+    def _step(self, kind: Kind, members: Sequence[int], *, copies: bool) -> None:
+        """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""
+        trial, entry = self._trials[kind], self._entry(members[0])
+        state = _with_elements(entry, trial)
+        trial.optimizer.param_groups[0].update(hypers_of(self._owner.param_groups[kind.group]))
+        trial.optimizer.state[trial.param] = {k: apart(v) for k, v in state.items()} if copies else state
+        with suppress(Exception):
+            trial.step()
+            after = _without_elements(trial.state, entry)
+            if after.keys() != entry.keys() or any(entry[key] is not value for key, value in after.items()):
+                self._enter(members, after)
 
-    def _copied(self, stand_in: _StandIn, members: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> _StandIn:
-        """Another one in the same state, for some of its members."""
-        other = self._new(stand_in.kind, groups)
-        copied = {key: apart(value) for key, value in stand_in.trial.state.items()}
-        other.trial.optimizer.state[other.trial.param] = copied
-        self._put(other, members)
-        return other
+    def take_dropped(self) -> set[int]:
+        """Return the parameters whose entries the user has dropped since the last call."""
+        before = self._entered
+        self._entered = {index for index in chain(*self._members.values()) if self._entry(index).keys()}
+        return before - self._entered
 
-    def news(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """(global index, what to show, if anything) of every parameter that has other objects than when last asked."""
-        due, self._due = self._due, []
-        for index in dict.fromkeys(due):
-            yield index, self._of[index].shown if index in self._of else {}
+    def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Enter the scalars of full-shape state, by global index, where there are no entries yet."""
+        self._entered.clear()
+        for kind, members in self._members.items():
+            equal: dict[str, list[int]] = {}
+            for index in members:
+                scalars = {key: _number(value) for key, value in states.get(index, {}).items()}
+                equal.setdefault(repr(sorted(scalars.items(), key=repr)), []).append(index)
+            for alike in equal.values():
+                self._enter(alike, self._first_entry(kind, states.get(alike[0], {})))
 
-    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take the scalars of full-shape state; a parameter without any is new."""
-        alike: dict[tuple[Kind, str], list[int]] = {}
-        for index, stand_in in self._of.items():
-            scalars = {key: _number(value) for key, value in states.get(index, {}).items()}
-            alike.setdefault((stand_in.kind, repr(sorted(scalars.items(), key=repr))), []).append(index)
-        for (kind, _), members in alike.items():
-            self._put(self._filled(kind, states.get(members[0], {}), groups), members)
-
-    def _filled(self, kind: Kind, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> _StandIn:
-        """A new one with the scalars of ``state``, as the class takes them from a state dict."""
-        made = self._new(kind, groups)
-        if state:
-            model = self._new(kind, groups).trial
-            model.step()
-            like = model.state
-            mine = {key: _fitted(value, like.get(key), model.param) for key, value in state.items()}
-            made.trial.optimizer.load_state_dict(
-                {"state": {0: mine}, "param_groups": model.optimizer.state_dict()["param_groups"]}
-            )
-        return made
-
-    def adopt(
-        self, entry_of: Callable[[int], Mapping[str, Any] | None], groups: Sequence[Mapping[str, Any]]
-    ) -> dict[int, Mapping[str, Any] | None]:
-        """Follow what the user made of what was shown.
-
-        Args:
-            entry_of: what the user has of a parameter, by global index; ``None`` if that is gone.
-
-        Returns:
-            What the user has of the parameters of which that is not what was shown; there are :meth:`news` of these.
-        """
-        edited: dict[int, Mapping[str, Any] | None] = {}
-        for stand_in in self._all:
-            shown = stand_in.shown
-            for index in stand_in.members:
-                entry = entry_of(index)
-                if not (entry or shown):
-                    continue
-                if not (entry and shown and all(map(is_, map(entry.get, shown), shown.values()))):
-                    edited[index] = entry
-        for index, entry in edited.items():
-            self._put(self._filled(self._of[index].kind, entry or {}, groups), [index])
-        return edited
+    def _first_entry(self, kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the class makes of a parameter's saved state; of none, what it makes when it is constructed."""
+        made = self._new_trial(kind)
+        if saved:
+            saved = {key: apart(value) for key, value in _with_elements(saved, self._trials[kind]).items()}
+            packed = made.optimizer.state_dict()["param_groups"]
+            made.optimizer.load_state_dict({"state": {0: saved}, "param_groups": packed})
+        return _without_elements(made.state, {})
 
 
 def _number(value: Any) -> Any:
@@ -202,14 +165,24 @@ def _number(value: Any) -> Any:
     return value.item() if value.dim() == 0 else ()
 
 
-def _fitted(value: Any, like: Any, param: Tensor) -> Any:
-    """A loaded value in the shape that a stand-in has: of what is no scalar only its being there counts.
+def _without_elements(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what users see of a trial's state: of tensors that are no scalars those of ``before``, if they fit."""
+    shown = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            empty = before.get(key)
+            fits = isinstance(empty, Tensor) and empty.dtype is value.dtype and not empty.numel()
+            shown[key] = empty if fits else value.new_empty(0)
+    return shown
 
-    Args:
-        like: what the stand-in has there, if anything. param: its parameter.
-    """
-    if isinstance(like, Tensor) and like.dim():
-        return torch.zeros_like(like)
-    if like is None and isinstance(value, Tensor) and value.dim():
-        return torch.zeros_like(param, dtype=value.dtype)
-    return apart(value)
+
+def _with_elements(entry: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
+    """Return an entry as state for ``trial``: of tensors that are no scalars, those that the trial has already."""
+    state = dict(entry)
+    for key, value in entry.items():
+        before = trial.state.get(key)
+        if isinstance(before, Tensor) and before.dim():
+            state[key] = before
+        elif before is None and isinstance(value, Tensor) and value.dim():
+            state[key] = torch.zeros_like(trial.param, dtype=value.dtype)
+    return state

@@ -1,4 +1,4 @@
-"""Between this rank's live state and a plain ``torch.optim`` state dict with full-shape tensors."""
+"""Plain ``torch.optim`` state dicts with full-shape tensors: checked, and cut into a rank's slices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from ..system.log import log
 from .trial import Trial, is_known, state_after_a_step
 
 StateDict = dict[str, Any]
+# State by global parameter index.
+StatesByIndex = dict[int, dict[str, Any]]
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them.
+    """Return param groups with their parameters replaced by global indices, as ``torch.optim`` numbers them.
 
     Tensors among the hyperparameters (an ``lr``, say) are copied.
     """
@@ -41,17 +43,17 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def apart(value: Any) -> Any:
-    """``value`` without tensors, or lists of them, that are the given one's."""
+    """Return ``value`` with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
 
 
 class Refused:
-    """What does not fit of a load: an error at once, or, ``strict=False``, left out.
+    """The parts of a state dict that do not fit. Each is an error at once, or, ``strict=False``, left out.
 
     Attributes:
-        left_out: what was.
+        left_out: why each part was left out.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -59,7 +61,7 @@ class Refused:
 
     @contextmanager
     def each(self) -> Iterator[None]:
-        """Around the checks of one parameter's state."""
+        """Refuse one parameter's state if its checks, made within it, fail."""
         try:
             yield
         except StateDictError as error:
@@ -68,16 +70,16 @@ class Refused:
             self.left_out.append(str(error))
 
     def complete(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A saved group; what it lacks is, ``strict=False``, as the optimizer has it."""
+        """Return a saved group; under ``strict=False`` the optimizer's own values stand for those it lacks."""
         return saved if self._strict else {**hypers_of(group), **saved}
 
     def for_class(
         self, state_dict: StateDict, states: Mapping[int, Any], param_groups: Sequence[Mapping[str, Any]]
     ) -> StateDict:
-        """What the wrapped class itself loads, sharing no memory with ``state_dict``.
+        """Return the state dict for the wrapped class itself, a copy.
 
         Args:
-            states: those that fit, by global index.
+            states: the states that fit, by global index.
         """
         if self._strict:
             return {**state_dict, "state": copied(state_dict["state"])}
@@ -91,7 +93,7 @@ class Refused:
         return {**state_dict, "state": copied({**besides, **states}), "param_groups": packed}
 
     def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-        """Log what starts afresh, though other state was loaded."""
+        """Log what was left out, and which parameters start afresh although state of others was loaded."""
         if self.left_out:
             log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
         fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
@@ -112,11 +114,11 @@ def match(
     *,
     whole: bool,
 ) -> dict[int, Mapping[str, Any]]:
-    """The loaded state per global parameter index, after checking that all of it fits.
+    """Return the loaded state by global parameter index, after checks that all of it fits.
 
     Args:
         elementwise: every state tensor must have its parameter's shape or be a scalar.
-        refused: gets what does not fit of single parameters.
+        refused: takes errors in the state of single parameters.
         whole: the wrapped class itself loads the state dict.
 
     Raises:
@@ -151,7 +153,7 @@ def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:
-    """Global index by saved id: ids stand for parameters by their position."""
+    """Return global indices by saved id; ids stand for parameters by position."""
     if not isinstance(saved_groups, (list, tuple)):
         raise StateDictError(f"'param_groups' of the state dict is a {type(saved_groups).__name__}, not a list")
     if len(saved_groups) != len(param_groups):
@@ -207,7 +209,7 @@ def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mappin
 
 
 def _is_count(step: Any) -> bool:
-    """Whether a value can be a step count; what it means where it is no single number is the class's affair."""
+    """Return whether a value can be a step count. What is no single number is left to the class."""
     if isinstance(step, Tensor) and (step.is_meta or step.numel() != 1 or step.is_complex()):
         return True
     return not isinstance(step, (Tensor, int, float)) or 0 <= float(step) < math.inf
@@ -220,13 +222,13 @@ def fitted(
     optimizer_class: type[torch.optim.Optimizer],
     refused: Refused,
 ) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]]]:
-    """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, as far as torch's classes say.
+    """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, for torch's classes.
 
-    Classes of others are not tried out: a step of theirs might do anything.
+    Other classes are not tried out: a step of theirs might do anything.
 
     Args:
-        states: per global parameter index; a parameter without any state is new.
-        refused: gets what does not fit of single parameters.
+        states: by global parameter index; a parameter without any state is new.
+        refused: takes errors in the state of single parameters.
 
     Returns:
         The states that fit; and per group the hyperparameters, as the class completes those of older versions.
@@ -260,18 +262,18 @@ def fitted(
 def _completed(
     cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, params: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """The hyperparameters of a saved group, after the class has checked and completed them, and stepped with them."""
+    """Return a saved group's hyperparameters, once the class has checked, completed, and made a step with them."""
     hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
     device = params[0].device if params else None
-    known = inspect.signature(cls).parameters  # what is passed as an argument is checked, what stands in a group is not
+    known = inspect.signature(cls).parameters  # the class checks arguments, but not what stands in a group
     arguments = {key: value for key, value in hypers.items() if key in known}
     missing: list[str] = []
     try:
         trial = Trial(cls, torch.zeros(2, 2, device=device, dtype=torch.float32), {}, **arguments)
         needed = trial.hypers
         trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
-        found = trial.hypers
-        missing = [key for key in needed if key not in found]
+        completed = trial.hypers
+        missing = [key for key in needed if key not in completed]
         if missing and needs_closure(cls):
             raise KeyError(missing[0])
         if not needs_closure(cls):
@@ -282,19 +284,19 @@ def _completed(
                 f"param group {number} of the state dict has no {missing[0]!r}, which {name} needs"
             ) from error
         raise StateDictError(f"{name} refuses param group {number} of the state dict, {hypers}: {error}") from error
-    return found
+    return completed
 
 
 def first_state(
     optimizer_class: type[torch.optim.Optimizer], hypers: Mapping[str, Any], param: Tensor, stepped: torch.dtype
 ) -> dict[str, tuple[Any, torch.Size]]:
-    """What a parameter's state will be like after its first step, found out on a small stand-in.
+    """Find out, by a step of a small parameter, what state a parameter will have after its first step.
 
     Args:
-        stepped: dtype of what is stepped for it, a master if that is not the parameter's.
+        stepped: dtype of what is stepped for the parameter, a master if that is not the parameter's.
 
     Returns:
-        Per key a value, and the shape that it grows to for the parameter. Empty where the class cannot be tried out.
+        Per key a value, and the shape that the value has for the parameter. Empty if the class cannot be tried out.
     """
     if not is_known(optimizer_class):
         return {}
@@ -312,7 +314,7 @@ def first_state(
 def _require_like(
     made: Mapping[str, Any], state: Mapping[str, Any], index: int, shape: torch.Size, small: torch.Size
 ) -> None:
-    """Compare loaded state of a parameter of ``shape`` with what the class makes for one of shape ``small``."""
+    """Raise StateDictError unless a parameter's loaded state is like that which the class makes for shape ``small``."""
     for key, model in made.items():
         if key not in state:
             raise StateDictError(
@@ -340,12 +342,12 @@ def _require_like(
 
 
 def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Dtypes of one kind are cast into each other when loaded."""
+    """Return a dtype's kind. Loads cast between dtypes of one kind."""
     return dtype.is_floating_point, dtype.is_complex
 
 
 def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.Size:
-    """The shape of a state tensor of a parameter of ``shape``, given that of the same for shape ``small``."""
+    """Return a state tensor's shape for a parameter of ``shape``, given its shape for one of shape ``small``."""
     if of_small == small:
         return shape
     if len(of_small) != len(small):
@@ -354,7 +356,7 @@ def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.
 
 
 def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:
-    """The part of one parameter's full-shape state that belongs to a slice; copies, never views."""
+    """Return a copy of the part of one parameter's full-shape state that belongs to a slice."""
     whole = piece.in_param.numel == flat.param.numel()
     part: dict[str, Any] = {}
     for key, value in state.items():
@@ -368,18 +370,17 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
     return part
 
 
-def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> dict[int, dict[str, Any]]:
-    """State whose tensors share no memory with the given ones, and are on ``device`` if one is given."""
-    return {
-        index: {
-            key: apart(value).to(device) if isinstance(value, Tensor) else apart(value) for key, value in entry.items()
-        }
-        for index, entry in state.items()
-    }
+def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> StatesByIndex:
+    """Return a copy of state, its tensors on ``device`` if one is given."""
+
+    def copy_of(value: Any) -> Any:
+        return apart(value).to(device) if isinstance(value, Tensor) else apart(value)
+
+    return {index: {key: copy_of(value) for key, value in entry.items()} for index, entry in state.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that ``str()`` gave as ``"torch.float32"`` and the like."""
+    """Return the dtype whose ``str()`` is ``name``, such as ``"torch.float32"``."""
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -1,4 +1,4 @@
-"""An optimizer class tried out on a few zeros: what it makes of hyperparameters, and of a step."""
+"""Trials of an optimizer class on a few zeros: which hyperparameters it takes, which state a step makes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..errors import UnsupportedOptimizer
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import bare_step, is_elementwise, steps_params_apart
 
-# Up to so many elements a trial takes memory like the parameter it is about.
+# A trial of a parameter with at most so many elements has as many.
 _REAL_NUMEL = 1 << 14
-# Elements of two trials from which the state of any number follows; whole blocks, whatever a class may group by.
+# Elements of two trials from which the state of any number follows: whole blocks, by whatever a class may group.
 _FEW, _MORE = 1 << 12, 1 << 13
 
 
 def is_known(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step of the class on zeros of its own tells of any parameter: torch's classes and registered ones."""
+    """Return whether a step on zeros tells the state of any parameter, as it does of torch's and registered classes."""
     return steps_params_apart(cls) or is_elementwise(cls)
 
 
 class Trial:
-    """One parameter under an optimizer of its own.
+    """One parameter under an optimizer of its own. The class may raise anything about the arguments it is given.
 
     Args:
-        like: the parameter's values; its memory is used. hypers: of its param group.
-        **arguments: the class's own. What it says of them, and of ``hypers``, it raises.
+        like: the parameter's values, whose memory it takes. hypers: of its param group.
+        **arguments: the class's own.
     """
 
     def __init__(
@@ -47,12 +47,11 @@ class Trial:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The parameter's live state; empty if it has none."""
-        found: Mapping[str, Any] = self.optimizer.state.get(self.param, {})
-        return found
+        """The parameter's live state; empty if there is none."""
+        return self.optimizer.state.get(self.param) or {}
 
     def step(self) -> None:
-        """One step with a gradient of zeros, of a kind that the class takes."""
+        """Make one step with a gradient of zeros, of a layout that the class takes."""
         layout = torch.sparse_coo if isinstance(self.optimizer, torch.optim.SparseAdam) else torch.strided
         self.param.grad = torch.zeros_like(self.param, layout=layout)
         try:
@@ -62,7 +61,7 @@ class Trial:
 
 
 def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
-    """The state that a parameter gets; empty where the class cannot step it like this (without a closure, say)."""
+    """Return the state that a parameter gets; empty if the class cannot step it so (without a closure, say)."""
     try:
         trial = Trial(cls, like, copy.deepcopy(hypers))
         trial.step()
@@ -72,10 +71,10 @@ def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, An
 
 
 class StateSizes:
-    """Bytes of state that a class makes of a parameter in its first step, by key; learned by trying it.
+    """Bytes of state that a class makes for a parameter in its first step, by key, learned by trials.
 
-    Small parameters are tried as they are. Of large ones, an elementwise class is tried on two small ones, since its
-    state grows evenly, and any other on one without memory, where it makes state before it misses the values.
+    Small parameters are tried as they are. For large ones, an elementwise class is tried on two small parameters, since
+    its state grows evenly; any other class on one without memory, which makes state before it misses the values.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> None:
@@ -85,7 +84,7 @@ class StateSizes:
         self._slopes: dict[tuple[int, torch.dtype], Mapping[str, tuple[int, Fraction]]] = {}
 
     def of(self, group: int, hypers: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
-        """Bytes by key of the state of a parameter, or a part of one.
+        """Return the bytes by key of the state of a parameter, or of a part of one.
 
         Args:
             group: number of the param group that has these ``hypers``.
@@ -109,13 +108,13 @@ class StateSizes:
             few, more = (self._tried(hypers, torch.zeros(count, dtype=dtype, device="cpu")) for count in (_FEW, _MORE))
             slopes = {role: Fraction(more[role] - few[role], _MORE - _FEW) for role in few}
             self._slopes[group, dtype] = {role: (few[role], slope) for role, slope in slopes.items()}
-        found = self._slopes[group, dtype]
-        return {role: math.ceil(start + (numel - _FEW) * slope) for role, (start, slope) in found.items()}
+        lines = self._slopes[group, dtype].items()
+        return {role: math.ceil(start + (numel - _FEW) * slope) for role, (start, slope) in lines}
 
     def _tried(self, hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, int]:
         given = dict(copy.deepcopy(hypers))
         if like.is_meta and given.get("fused"):
-            given["fused"] = False  # which needs memory, and makes the same state
+            given["fused"] = False  # the fused kernel needs memory, and the state is the same
         trial = Trial(self._class, like, given, **self._defaults)
         try:
             trial.step()

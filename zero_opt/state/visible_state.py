@@ -1,10 +1,9 @@
-"""What the user sees as ``state`` over several ranks, and what happens to what the user does to it."""
+"""What users see as ``state`` over several ranks, and what becomes of their edits of it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -12,39 +11,35 @@ from ..errors import StateDictError, ZeroOptError
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough
 from ..sharding.partition import Partition
-from .stand_ins import Kind, StandIns
+from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
 
 
-class Owner(Protocol):
-    """What has the user's param groups and state: the optimizer, or a view of it."""
+class VisibleState:
+    """Keeps the owner's ``state`` and the placement's live state in step. No method is collective.
 
-    @property
-    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
-        """See ``torch.optim.Optimizer``."""
-
-    @property
-    def state(self) -> MutableMapping[Tensor, Any]:
-        """See ``torch.optim.Optimizer``."""
-
-
-class ShownState:
-    """Keeps ``owner.state`` and the live state in step. Nothing here is collective.
-
-    Every rank shows an entry for every parameter that has state on any: the live one of its slice, or, where it has no
-    slice, tensors without elements and the owner's scalars.
+    Every rank has an entry for every parameter that has state on any: the live one of its slice, or, where it has no
+    slice, one of :class:`StandIns`. Every method is called under :attr:`lock`, on the user's thread or on one that
+    calls ``state_dict()``.
 
     Attributes:
         dropped: parameters whose entries the user has dropped since the last step.
-        lock: what is done under it looks to other threads, which may read state at any time, as if done at once.
+        lock: other threads see all changes that are made under it at once.
     """
 
-    def __init__(self, owner: Owner, stand_ins: StandIns, partition: Partition, placement: Placement) -> None:
-        self._owner, self._stand_ins = owner, stand_ins
+    def __init__(
+        self,
+        owner: StateOwner,
+        stand_ins: StandIns,
+        params: Sequence[Tensor],
+        partition: Partition,
+        placement: Placement,
+    ) -> None:
+        self._owner, self._stand_ins, self._params = owner, stand_ins, params
         self._partition, self._placement = partition, placement
-        self._due: list[int] = []
+        self._due: list[int] = []  # steps that the entries of stand-ins lack, each as a mask
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
-        self._live: dict[int, ParamState] = {}  # as shown, by global index
+        self._live: dict[int, ParamState] = {}  # as users see it, by global index
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
 
@@ -52,70 +47,55 @@ class ShownState:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
         self._pieces = self._partition.owned()
         mine = {piece.param for piece in self._pieces}
-        elsewhere = {index: kind for index, kind in added.items() if index not in mine}
-        self._stand_ins.add(elsewhere, self._owner.param_groups)
+        self._stand_ins.add({index: kind for index, kind in added.items() if index not in mine})
+        self._show_live()
 
-    def show(self, params: Sequence[Tensor]) -> None:
-        """Let ``owner.state`` have an entry for everything that has state."""
-        state = self._owner.state
+    def _show_live(self) -> None:
+        """Let the owner's ``state`` have the live state of this rank's slices."""
         for index, live in self._placement.state():
             if self._live.get(index) is not live:
-                state[params[index]] = self._live[index] = live
-        for index, shown in self._stand_ins.news():
-            if shown:
-                state[params[index]] = dict(shown)
-            else:
-                state.pop(params[index], None)
+                self._owner.state[self._params[index]] = self._live[index] = live
 
-    def stepped(self, used: int) -> None:
-        """A step was taken in which the masked parameters had gradients; a pending one counts when the next lands."""
+    def count_step(self, used: int) -> None:
+        """Note a step, with a bit per global index, whether any rank had a gradient; :meth:`follow` comes next."""
         self.dropped.clear()
         self._due.append(used)
-        self._follow(len(self._due) - int(self._placement.pending))
 
-    def landed(self) -> None:
-        """No step is pending any more."""
-        self._follow(len(self._due))
-
-    def _follow(self, count: int) -> None:
-        due, self._due = self._due[:count], self._due[count:]
-        for used in due:
-            self._stand_ins.step(used, self._owner.param_groups)
+    def follow(self) -> None:
+        """Show what steps have made of the state; not the last step's while it is pending."""
+        while len(self._due) > self._placement.pending:
+            self._stand_ins.step(self._due.pop(0))
+        self._show_live()
 
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
-        """All state was replaced, by this, per global index and in full shape."""
+        """Replace all state by loaded state, given by global index in full shape; :meth:`follow` comes next."""
         self._due.clear()
         self.dropped.clear()
         self._owner.state.clear()
         self._live.clear()
-        self._stand_ins.load(states, self._owner.param_groups)
+        self._stand_ins.load(states)
 
-    def adopt(self, params: Sequence[Tensor]) -> None:
-        """Take over entries of ``owner.state`` that were added, replaced or dropped.
+    def adopt_edits(self) -> None:
+        """Take over entries that the user has added, replaced or dropped.
 
         Tensors may have the parameter's shape, of which this rank's slice is taken.
 
         Raises:
             StepPending: state was replaced while a step was pending. StateDictError: what it was replaced by.
         """
-        state = self._owner.state
-
-        def entry_of(index: int) -> ParamState | None:
-            return state.get(params[index]) or None
-
         try:
-            changed = [piece for piece in self._pieces if self._adopt_slice(piece, entry_of(piece.param))]
-            edited = self._stand_ins.adopt(entry_of, self._owner.param_groups)
-            self.dropped.update(index for index, entry in edited.items() if entry is None)
-            if edited or changed:
-                self.show(params)
+            changed = [self._adopt_slice(piece) for piece in self._pieces]
+            self.dropped |= self._stand_ins.take_dropped()
+            if any(changed):
+                self._show_live()
         except ZeroOptError:
             raise
         except Exception as error:
             raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
 
-    def _adopt_slice(self, piece: ParamSlice, entry: ParamState | None) -> bool:
-        """Whether other objects than ``entry`` are to be shown of this rank's slice."""
+    def _adopt_slice(self, piece: ParamSlice) -> bool:
+        """Return whether the placement's live state of a slice is another object than the user's entry."""
+        entry: ParamState | None = self._owner.state.get(self._params[piece.param]) or None
         if not (entry or self._live.get(piece.param)):
             return False
         if entry is None:
@@ -125,9 +105,9 @@ class ShownState:
             shape = flat.param.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
-        others = self._placement.adopt_state(piece.param, entry)
-        if others or entry is None:
+        replaced = self._placement.adopt_state(piece.param, entry)
+        if replaced or entry is None:
             self._live.pop(piece.param, None)
         else:
             self._live[piece.param] = entry
-        return others
+        return replaced

@@ -18,7 +18,7 @@ _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 # How long the interpreter's exit waits for calls that still run, and then for those that it has interrupted.
 _PATIENCE_S = 5.0
-_INTERRUPTED_S = 5.0
+_INTERRUPTED_PATIENCE_S = 5.0
 # Set once threads are ended, after which none may be started.
 _over = threading.Event()
 _threads = BackgroundThreads()
@@ -32,7 +32,7 @@ def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> Non
         try:
             begin()
             result = call(*arguments)
-        except BaseException as error:  # handed to whoever waits for the future
+        except BaseException as error:  # raised where the future is waited for
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -53,12 +53,8 @@ def _end_all() -> None:
     for interrupt in interrupts:
         interrupt()
     if interrupts:
-        _threads.join(_INTERRUPTED_S)
+        _threads.join(_INTERRUPTED_PATIENCE_S)
     _threads.hold()
-
-
-def _nothing() -> None:
-    """Run after whatever was submitted before."""
 
 
 class CallingThread:
@@ -75,14 +71,15 @@ class CallingThread:
 
 
 class SerialThread:
-    """Runs calls one after the other on a daemon thread, so an exchange that a dead peer blocks cannot block exit.
+    """A daemon thread that runs calls one after the other.
 
-    ``concurrent.futures.ThreadPoolExecutor`` joins its threads at interpreter exit, which would. The thread has the
-    device that is current where the first call is submitted.
+    An exchange that a dead peer blocks cannot block the interpreter's exit, which joins the threads of
+    ``concurrent.futures.ThreadPoolExecutor``. The thread has the device that is current where the first call is
+    submitted.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
-        """``interrupt`` makes calls that wait for something end soon, with an error; used at interpreter exit."""
+        """Start nothing yet; ``interrupt`` makes a call that waits end soon, with an error, at interpreter exit."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name, self._interrupt = name, interrupt
@@ -98,7 +95,7 @@ class SerialThread:
         """
         if self._thread is None:
             if _over.is_set():
-                raise RuntimeError("can't start a thread that nobody will end: the interpreter's exit has begun")
+                raise RuntimeError("can't start a thread once the interpreter's exit has begun")
             thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name)
             _threads.start(thread)
             self._thread = thread
@@ -108,8 +105,8 @@ class SerialThread:
         return future
 
     def idle_within(self, seconds: float) -> bool:
-        """Whether all that was submitted is over, after so many seconds at the most."""
-        return not self.runs or bool(wait([self.submit(_nothing)], seconds).done)
+        """Return whether all that was submitted is over, after so many seconds at the most."""
+        return not self.runs or bool(wait([self.submit(lambda: None)], seconds).done)
 
     @property
     def runs(self) -> bool:
@@ -117,7 +114,7 @@ class SerialThread:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def takes(self) -> bool:
+    def accepts_calls(self) -> bool:
         """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
         return self.runs and self._stop.alive and not _over.is_set()
 

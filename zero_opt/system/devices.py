@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .streams import AcceleratorStreams, NoStreams, Streams
+from .streams import AcceleratorStreams, Streams
 
 HOST = torch.device("cpu")
 # Backends that carry tensors in host memory, or that block the calling thread with those of an accelerator.
@@ -36,7 +36,7 @@ def has_streams(device: torch.device) -> bool:
 
 def build_streams(device: torch.device, priority: int = 0) -> Streams:
     """Return streams of a device: none where work is done when a call returns. ``priority`` is the side stream's."""
-    return AcceleratorStreams(device, priority) if has_streams(device) else NoStreams()
+    return AcceleratorStreams(device, priority) if has_streams(device) else Streams()
 
 
 def read_here(tensor: Tensor) -> None:
@@ -94,7 +94,7 @@ def thread_device() -> Callable[[], None]:
     A thread starts on device 0, and to leave a stream there would make a context on device 0, hundreds of MB.
     """
     if not in_use():
-        return _stay
+        return lambda: None
     index = torch.accelerator.current_device_index()
     return lambda: torch.accelerator.set_device_index(index)
 
@@ -106,7 +106,3 @@ def in_use() -> bool:
         return False
     initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return bool(initialized()) if initialized is not None else True
-
-
-def _stay() -> None:
-    """Keep the device that the thread has."""

@@ -11,7 +11,7 @@ __all__ = ["native", "native_available", "require_native"]
 
 
 class _Missing:
-    """Stands in for an extension that cannot be loaded: every use raises NativeUnavailable."""
+    """The stand-in for an extension that cannot be loaded: every use raises NativeUnavailable."""
 
     def __init__(self, why: Exception) -> None:
         self._why = why

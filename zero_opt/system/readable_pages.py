@@ -1,4 +1,4 @@
-"""Pages of memory that are a file's: whether they can be read or written, before somebody does."""
+"""Checks whether pages of memory that are a file's can be read or written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _madvise() -> Callable[..., int]:
 
 
 def require_readable(run: Tensor) -> None:
-    """Raise StorageFailed if memory of a tensor cannot be read; whoever touched it would be killed (SIGBUS).
+    """Raise StorageFailed if memory of a tensor cannot be read; a process that touched it would be killed (SIGBUS).
 
-    It is read by that, so a large tensor is better asked about in parts. Kernels before 5.14 cannot tell.
+    The check reads the memory, so check a large tensor in parts. Kernels before 5.14 cannot tell.
 
     Args:
         run: contiguous, on any device.
@@ -37,9 +37,9 @@ def require_readable(run: Tensor) -> None:
 
 
 def require_writable(run: Tensor) -> bool:
-    """Raise StorageFailed if memory of a tensor cannot be written; whoever wrote to it would be killed (SIGBUS).
+    """Raise StorageFailed if memory of a tensor cannot be written; a process that wrote to it would be killed (SIGBUS).
 
-    Its pages are dirty after that, with the bytes that they had: the file system has room for them.
+    The pages are dirty after the check, with the bytes that they had: the file system has room for them.
 
     Args:
         run: contiguous, on any device.

@@ -21,14 +21,14 @@ PAGE = mmap.PAGESIZE
 
 
 def page_aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
+    """Return ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def above_stdio(fd: int) -> int:
-    """The same open file above descriptor 2, closing ``fd`` if that is not.
+    """Return a descriptor above 2 of the same open file, and close ``fd`` if that is not.
 
-    Where standard streams are closed new files get their numbers, and are replaced in processes started from here.
+    Where standard streams are closed, new files get their numbers, and are replaced in processes started from here.
     """
     if fd > 2:
         return fd
@@ -65,7 +65,7 @@ class Arena:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Self:
-        """A new arena of at least ``nbytes``, all zero, sealed against changing its size (growing ones: shrinking).
+        """Return a new arena of at least ``nbytes``, all zero, sealed against resizing (growing ones: shrinking).
 
         Raises:
             OSError: there is no such memory to be had.
@@ -133,7 +133,7 @@ class Arena:
         return self.bytes.data_ptr()
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements from byte ``start`` on."""
+        """Return a tensor of ``numel`` elements from byte ``start`` on."""
         return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
@@ -167,14 +167,14 @@ class GrowingArena(Arena):
 # how much memory there is
 
 
-# That there are no descriptors left for what the memory is mapped by, too.
+# Also of the last two, that there are no descriptors left: memory is mapped by one.
 _REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
 def require_memory(nbytes: int, what: str) -> None:
     """Raise OutOfMemory unless so much may still be had.
 
-    Pages of a memfd are taken when touched; where there are none left, whoever touches one is killed.
+    Pages of a memfd are taken when touched; where there are none left, the process that touches one is killed.
     """
     left = memory_left()
     if nbytes > left:
@@ -199,13 +199,13 @@ def memory_errors(nbytes: int, what: str) -> Iterator[None]:
 
 
 def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Bytes that this process may still take: what the system has, or a cgroup allows, whichever is less."""
+    """Return the bytes that this process may still take: what the system has, or a cgroup allows, if that is less."""
     available = [value * 1024 for key, value in _table(Path(proc, "meminfo")) if key == "MemAvailable:"]
     return max(min([*available, *_cgroup_left(Path(proc, "self/cgroup"), Path(cgroups)), sys.maxsize]), 0)
 
 
 def _cgroup_left(listing: Path, root: Path) -> Iterator[int]:
-    """What every memory cgroup that this process is in leaves."""
+    """Yield what every memory cgroup that this process is in leaves."""
     for line in _text(listing).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -224,7 +224,7 @@ def _cgroup_left(listing: Path, root: Path) -> Iterator[int]:
 
 
 def _group_left(folder: Path, limit: str, used: str, cached: str) -> Iterator[int]:
-    """What one cgroup leaves; nothing where it sets no limit. Page cache that is not in use can be had back."""
+    """Yield what one cgroup leaves; nothing where it sets no limit. Page cache that is not in use can be had back."""
     most, taken = _text(folder / limit).strip(), _text(folder / used).strip()
     if most.isdigit() and taken.isdigit():
         reclaimable = sum(value for key, value in _table(folder / "memory.stat") if key == cached)
@@ -232,7 +232,7 @@ def _group_left(folder: Path, limit: str, used: str, cached: str) -> Iterator[in
 
 
 def _table(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines of a file that begin with a word and a number."""
+    """Yield the lines of a file that begin with a word and a number."""
     for line in _text(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[1].isdigit():

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,28 +28,32 @@ from torch import Tensor
 from ..errors import ConfigConflict
 
 # How long a rank that closes waits for what it has enqueued itself, and how often it looks.
-_PATIENCE_S, _LOOK_S = 5.0, 0.005
+_PATIENCE_S, _POLL_S = 5.0, 0.005
 
 
-class Streams(Protocol):
-    """The streams of one device."""
+class Streams:
+    """The streams of one device. These are the CPU's, which has none: work is done when the call returns."""
 
     def produced(self) -> tuple[Any, Any]:
         """Return the current stream, and an event after everything enqueued on it so far."""
+        return None, None
 
     @contextmanager
-    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:
+    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
         """Enqueue what follows on the stream of the last (stream, event) pair, after all the events.
 
-        It reads the given tensors, which those streams produced.
+        What follows reads the given tensors, which those streams produced.
         """
+        yield
 
     @contextmanager
-    def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue what follows on the side stream, after the given events; it reads the given tensors.
+    def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
+        """Enqueue what follows on the side stream, after the given events; what follows reads the given tensors.
 
         The allocator does not reuse the tensors' memory before the side stream is done with them.
         """
+        del reads  # so that the caller alone decides when they are freed
+        yield
 
     def wait(self, event: Any) -> None:
         """Make the current stream wait for an event."""
@@ -61,29 +65,7 @@ class Streams(Protocol):
         """
 
 
-class NoStreams:
-    """The streams of the CPU, of which there are none: work is done when the call returns."""
-
-    def produced(self) -> tuple[Any, Any]:
-        return None, None
-
-    @contextmanager
-    def on_producer(self, events: Sequence[tuple[Any, Any]], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
-        yield
-
-    @contextmanager
-    def side(self, after: Sequence[Any], reads: Sequence[Tensor]) -> Iterator[None]:  # noqa: ARG002
-        del reads  # so that the caller alone decides when they are freed
-        yield
-
-    def wait(self, event: Any) -> None:
-        """See :class:`Streams`."""
-
-    def join(self, reads: Sequence[Tensor]) -> None:
-        """See :class:`Streams`."""
-
-
-class AcceleratorStreams:
+class AcceleratorStreams(Streams):
     """The streams of an accelerator: the user's, and one side stream beside them.
 
     :meth:`side` and :meth:`join` are for one thread at a time.
@@ -99,7 +81,7 @@ class AcceleratorStreams:
         self._captures = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
 
     def produced(self) -> tuple[Any, Any]:
-        """See :class:`Streams`.
+        """Return the current stream, and an event after everything enqueued on it so far.
 
         Raises:
             ConfigConflict: the current stream is being captured into a graph.
@@ -157,7 +139,7 @@ def wait_done(events: Sequence[Any]) -> None:
     """Return when the events have passed, or after a few seconds."""
     end = time.monotonic() + _PATIENCE_S
     while not all(event.query() for event in events) and time.monotonic() < end:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 class Producers:

@@ -11,21 +11,21 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.exchange import (
     NATIVE_DTYPES,
-    DirectExchange,
     Exchange,
-    Gathering,
     Ident,
-    PooledExchange,
+    ParamRuns,
     Run,
     SliceSums,
+    StagedExchange,
     StagingPool,
+    nothing_left,
 )
 from ..comm.pairwise_exchange import PairwiseExchange
 from ..comm.shared_memory_exchange import own_nbytes
 from ..comm.single_rank_exchange import AloneExchange
 from ..errors import UnsupportedParam
 from ..policies import AlreadyReduced
-from ..reduction import Policy as Reduction
+from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
 from ..system.devices import is_host
@@ -87,7 +87,7 @@ class _Silent:
         """Nothing is under way."""
 
 
-class _Backend(PooledExchange):
+class _Backend(StagedExchange):
     """An accelerator's own collectives, which take whole buckets of staging."""
 
     gathers_ahead = 1
@@ -95,36 +95,39 @@ class _Backend(PooledExchange):
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
         return True
 
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:  # noqa: ARG002
-        return Gathering((), ())
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
+        return nothing_left
+
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
+        return nothing_left
 
 
-class _SharedMemory(_Backend):
+class _SharedMemory(Exchange):
     """The host exchange: slots of its own, and ``fallback`` for what its kernels cannot add up."""
 
     def __init__(self, pool: StagingPool, fallback: Exchange, nbytes: int) -> None:
         super().__init__(pool)
         self._fallback, self.nbytes = fallback, nbytes
 
-    def direct(self, dtype: torch.dtype) -> DirectExchange | None:
-        return self if dtype in NATIVE_DTYPES else self._fallback.direct(dtype)
-
     def reduce_runs(
         self,
-        ident: Ident,  # noqa: ARG002
-        runs: Sequence[Run],  # noqa: ARG002
-        bounds: Sequence[int],  # noqa: ARG002
-        out: Tensor,  # noqa: ARG002
+        ident: Ident,
+        runs: Sequence[Run],
+        bounds: Sequence[int],
+        out: Tensor,
         sums: Sequence[SliceSums] = (),  # noqa: ARG002
     ) -> bool:
-        return True
+        return out.dtype in NATIVE_DTYPES or self._fallback.reduce_runs(ident, runs, bounds, out)
 
-    def gather_runs(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
-        return self.close
+    def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        if runs.first.dtype in NATIVE_DTYPES:
+            return nothing_left
+        return self._fallback.gather_runs(ident, runs, bounds)
 
 
 def staging_nbytes(
-    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: Reduction, *, one_host: bool
+    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: ReductionPolicy, *, one_host: bool
 ) -> int:
     """Bytes of staging that a step takes of ``rank``'s buckets, which have all the shards they need after it.
 
@@ -151,7 +154,7 @@ def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPoo
     if world_size == 1:
         return AloneExchange(pool, blocks=is_host(device))
     if not is_host(device):
-        return _Backend(pool)
+        return _Backend(rank, pool)
     post = _Silent(rank, world_size)
     pairwise = PairwiseExchange(post, post, pool)
     return _SharedMemory(pool, pairwise, shared_nbytes) if shared_nbytes else pairwise
@@ -172,14 +175,4 @@ def _play_step(
             fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
         bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)
     for turn, bucket in enumerate(buckets):
-        _gather(bucket, turn, exchange)
-
-
-def _gather(bucket: GradBucket, turn: int, exchange: Exchange) -> None:
-    """What ParamGather has exchanges do."""
-    dtype, bounds = bucket.params[0].param.dtype, bucket.layout.bounds
-    direct = exchange.direct(dtype)
-    if direct is not None:
-        direct.gather_runs(_IDENT._replace(sequence=turn), bucket.param_runs(), bounds)()
-    else:
-        exchange.staging(bucket.layout.numel, dtype, bucket.device, turn % (exchange.gathers_ahead + 1))
+        exchange.gather_runs(_IDENT._replace(sequence=turn), bucket.param_runs(), bucket.layout.bounds)()

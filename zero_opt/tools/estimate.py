@@ -18,8 +18,8 @@ from ..optimizer.config import Config
 from ..optimizer.contents import adopt_errors, template_of
 from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
-from ..reduction import Policy
-from ..sharding.param_groups import hypers_of, normalized, tensors_of
+from ..reduction import ReductionPolicy
+from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise
 from ..system.devices import HOST, is_meta
 from .dry_run import sketch_of
@@ -118,7 +118,7 @@ def estimate(
     world_size: int,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
-    reduction: Policy = Overlapped(),  # noqa: B008  (frozen)
+    reduction: ReductionPolicy = Overlapped(),  # noqa: B008  (frozen)
     offload: Offload = None,
     precision: MixedPrecision = MixedPrecision(),  # noqa: B008  (frozen)
     param_dtype: torch.dtype | None = None,
@@ -234,7 +234,7 @@ class _Target(NamedTuple):
             raise ConfigTypeError(f"the model must be a module, its parameters or their number, got {params!r}")
         entries = normalized(params.parameters() if isinstance(params, nn.Module) else params)
         listed = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
-        return [{**group, "params": list(map(self._as, tensors_of([group])))} for group in listed]
+        return [{**group, "params": list(map(self._as, params_of([group])))} for group in listed]
 
     def _as(self, param: Tensor) -> Tensor:
         if self.dtype in (None, param.dtype) or not param.is_floating_point() or param.layout is not torch.strided:

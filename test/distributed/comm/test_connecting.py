@@ -223,7 +223,7 @@ def test_close_gives_back_descriptors_and_threads(exchange: str) -> None:
     ],
 )
 def test_nobody_is_told_to_go_beyond_the_hard_limit(needed: int, most: int, way: str) -> None:
-    assert connecting._raised(needed, most).startswith(way)
+    assert connecting._how_to_raise(needed, most).startswith(way)
 
 
 def _late(rank: int, world_size: int) -> list[float]:

@@ -21,7 +21,7 @@ from torch import nn
 import zero_opt
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import peer_watch
+from zero_opt.comm import peer_watch, process_identity
 from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
@@ -39,7 +39,7 @@ world_sizes = pytest.mark.parametrize("world_size", [2, 3])
 def _stepped(rank: int, place: str, steps: int = 2, **options: Any) -> tuple[Any, Any]:
     exchange, near = PLACES[place]
     if not near:
-        peer_watch.host_if_known = lambda: f"host {rank}"
+        process_identity.host_if_known = lambda: f"host {rank}"
     return make_stepped(steps, reduction=zero_opt.Overlapped(0.002, exchange=exchange), **options)
 
 
@@ -153,7 +153,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
     """Rank 1 takes part in the agreement on the step, and not in the exchange of its gradients."""
     exchange, near = PLACES[place]
     if not near:
-        peer_watch.host_if_known = lambda: f"host {rank}"
+        process_identity.host_if_known = lambda: f"host {rank}"
     params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002, exchange=exchange))
     if rank == 1:
 
@@ -216,7 +216,7 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
         _lost_in(lambda: take_step(params, optimizer))
         os._exit(0)
     if world_size > 2:
-        while peer_watch._stat(int(pids[2]))[0] not in peer_watch._ENDED:
+        while process_identity._stat(int(pids[2]))[0] not in peer_watch._ENDED:
             time.sleep(0.05)
     return _lost_in(lambda: take_step(params, optimizer)), int(pids[1])
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB
-from zero_opt.comm import peer_watch, shared_memory_exchange
+from zero_opt.comm import peer_watch, process_identity, shared_memory_exchange
 from zero_opt.state import service
 
 MOST_SECONDS = 5
@@ -399,12 +399,12 @@ def _no_descriptors() -> Iterator[None]:
 
 
 def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
-    here = peer_watch.Home.of_this_process()
+    here = process_identity.ProcessIdentity.of_this_process()
     assert here.is_near(here) and here.state() == "R"
     assert here._replace(started=here.started + 1).state() == "X", "another process has the pid"
-    assert peer_watch.Home(here.host, 2**22 + 1, 5).state() == "X"
+    assert process_identity.ProcessIdentity(here.host, 2**22 + 1, 5).state() == "X"
     with _no_descriptors():
         assert here.state() == "?"
-        shared_memory_exchange._boot_id.cache_clear()
-        nameless = peer_watch.Home.of_this_process()
+        process_identity._boot_id.cache_clear()
+        nameless = process_identity.ProcessIdentity.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)

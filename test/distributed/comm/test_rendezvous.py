@@ -23,7 +23,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import rendezvous, store
 from zero_opt.comm.connecting import Connecting
-from zero_opt.comm.peer_watch import Home
+from zero_opt.comm.process_identity import ProcessIdentity
 
 MOST_SECONDS = 5
 
@@ -220,13 +220,13 @@ def _earlier_group(rank: int, world_size: int) -> Tensor:
     """What a process has left there that has ended, and one that runs, is there before the ranks come."""
     group, members = dist.group.WORLD, tuple(range(world_size))
     assert group is not None
-    place = rendezvous._place((group.group_name, members), 0)
+    place = rendezvous._meeting_place((group.group_name, members), 0)
     if rank == 0:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait(SECONDS)
-        left = Home.of_this_process()
+        left = ProcessIdentity.of_this_process()
         for other, pid in ((1, ended.pid), (2, left.pid)):
-            place.set(f"came/{other}", json.dumps(["earlier", json.dumps(left._replace(pid=pid))]))
+            place.set(f"came/{other}", json.dumps(["earlier", left._replace(pid=pid)]))
         _store_of_ranks().set("left", "")
     elif rank == 1:
         _store_of_ranks().wait(["looked"], timedelta(seconds=SECONDS))

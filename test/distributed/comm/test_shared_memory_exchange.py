@@ -23,7 +23,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import backend_exchanges, pairwise_exchange, shared_memory_exchange
+from zero_opt.comm import backend_exchanges, pairwise_exchange, process_identity, shared_memory_exchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange
 from zero_opt.system import shared_memory
@@ -147,11 +147,11 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     elif how == "no extension" and rank == 1:
         patch.setattr(shared_memory_exchange, "native_available", lambda: False)
     elif how == "two hosts":
-        patch.setattr(shared_memory_exchange, "host_id", lambda: f"host {rank}")
+        patch.setattr(process_identity, "host_id", lambda: f"host {rank}")
     elif how == "not Linux":
         patch.setattr(sys, "platform", "darwin")
         patch.delattr(os, "memfd_create")
-        patch.setattr(shared_memory_exchange, "_BOOT_ID", "/proc/no such file")
+        patch.setattr(process_identity, "_BOOT_ID", "/proc/no such file")
     elif how == "no descriptors" and rank == 1:
         patch.setattr(
             backend_exchanges, "build_host_exchange", without_descriptors(shared_memory_exchange.build_host_exchange)

@@ -49,7 +49,7 @@ def _on_eight_cores(monkeypatch: pytest.MonkeyPatch, mine: set[int] | None = Non
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(threads, "allowed_threads", lambda count: min(count, len(cores)))
     threads._sharers_of.cache_clear()
-    monkeypatch.setattr(threads, "_met", 1)  # whoever other tests have met in this process
+    monkeypatch.setattr(threads, "_most_sharers", 1)  # whoever other tests have met in this process
 
 
 def _note_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_what_the_class_is_given_holds_unless_the_policy_says(kind: str, tmp_pat
 
 
 def test_ranks_that_are_threads_divide_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_met", 1)
+    monkeypatch.setattr(threads, "_most_sharers", 1)
     options = {"fused": True, "reduction": zero_opt.AtStep(), "offload": zero_opt.CPUOffload()}
     assert run_threads(2, _meets, options, timeout=SECONDS) == [2, 2]
 
@@ -162,4 +162,4 @@ def test_ranks_that_are_threads_divide_the_cores_too(monkeypatch: pytest.MonkeyP
 def _meets(rank: int, world_size: int, options: dict[str, Any]) -> int:
     optimizer = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(300))], torch.optim.AdamW, **options)
     optimizer.close()
-    return threads._met
+    return threads._most_sharers

@@ -93,7 +93,8 @@ def _unasked(rank: int, world_size: int) -> None:
         if step == 1:
             optimizer.clip_grad_norm_(1e9)
         optimizer._engine.reduce()  # type: ignore[union-attr]
-        assert bool(optimizer._engine.reduction._squares._known) == (step == 2)  # type: ignore[union-attr]
+        readers: list[Any] = [bucket.reader for bucket in optimizer._engine.partition.buckets]  # type: ignore[union-attr]
+        assert [reader._known for reader in readers] == [step == 2] * len(readers)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()

@@ -73,15 +73,15 @@ def worker(rank: int, world_size: int, policy_of: Any, background: bool) -> list
 
 
 def slow_worker(rank: int, world_size: int, policy_of: Any, background: bool) -> list[Tensor]:
-    """Every delivery is late, so that a module that does not wait reads an old parameter."""
-    deliver = ParamGather._deliver
+    """Every gather is late, so that a module that does not wait reads an old parameter."""
+    gather = ParamGather._gather
 
-    def late(self: ParamGather, *arguments: Any) -> None:
+    def late(self: ParamGather, *arguments: Any, **options: Any) -> Any:
         time.sleep(0.005)
-        deliver(self, *arguments)
+        return gather(self, *arguments, **options)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(ParamGather, "_deliver", late)
+    patch.setattr(ParamGather, "_gather", late)
     return train(rank, policy_of, background)
 
 

@@ -133,7 +133,7 @@ LEAVES = """
     class Lasts:
         def __del__(self, sleep=time.sleep):
             sleep(3)
-    store, process_exit._ENDING_S = dist.FileStore(folder + f"/absent_{rank}", 1), 90
+    store, process_exit._THREADS_END_S = dist.FileStore(folder + f"/absent_{rank}", 1), 90
     process_exit.running, builtins.lasts = Leaves(process_exit.running), Lasts()
     opt.close()
     while process_exit.running: time.sleep(0.01)

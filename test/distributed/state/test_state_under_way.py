@@ -11,6 +11,7 @@ import torch
 
 import zero_opt
 from test.support.harness import run_processes
+from zero_opt.state import full_state
 
 SECONDS = 60  # nothing hangs
 
@@ -70,16 +71,16 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
     _backward(params)
     optimizer.step()
     reading, may_go_on, order = threading.Event(), threading.Event(), list[str]()
-    run = zero_opt.state.consolidate.Consolidation.run
+    consolidated = full_state.consolidated
 
-    def held(self: Any, to: int) -> Any:
+    def held(*args: Any) -> Any:
         reading.set()
         assert may_go_on.wait(SECONDS)
-        found = run(self, to)
+        found = consolidated(*args)
         order.append("read")
         return found
 
-    monkeypatch.setattr(zero_opt.state.consolidate.Consolidation, "run", held)
+    monkeypatch.setattr(full_state, "consolidated", held)
     found: list[Any] = []
     saving = threading.Thread(target=lambda: found.append(optimizer.state_dict()["state"]))
     saving.start()

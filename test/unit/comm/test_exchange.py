@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.comm.exchange import Gathering, Ident, StagingPool, chunks_of, mean_in_rank_order
+from zero_opt.comm.exchange import (
+    Ident,
+    ParamRuns,
+    Run,
+    StagedExchange,
+    StagingPool,
+    chunks_of,
+    mean_in_rank_order,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,7 +44,7 @@ def oracle(parts: list[Tensor]) -> Tensor:
 def test_the_mean_is_summed_in_rank_order(world_size: int, dtype: torch.dtype) -> None:
     parts = rank_values(world_size, dtype, seed=world_size)
     out = torch.full_like(parts[0], 99)
-    mean_in_rank_order(iter(parts), world_size, out)
+    mean_in_rank_order(parts, out)
     assert torch.equal(out, oracle(parts))
 
 
@@ -50,38 +58,20 @@ def test_half_precision_is_accumulated_in_fp32_and_rounded_once() -> None:
     """In bf16 each 1 would be lost beside 256; in fp32 they add up."""
     parts = [torch.tensor([256.0]), *[torch.tensor([1.0])] * 7]
     out = torch.empty(1, dtype=torch.bfloat16)
-    mean_in_rank_order(iter(part.bfloat16() for part in parts), 8, out)
+    mean_in_rank_order([part.bfloat16() for part in parts], out)
     assert out.item() == torch.tensor(263 / 8).bfloat16().item() != 256 / 8
 
 
 def test_fp16_sums_beyond_its_range_still_have_a_mean() -> None:
     out = torch.empty(3, dtype=torch.float16)
-    mean_in_rank_order(iter([torch.full((3,), 60000.0, dtype=torch.float16)] * 4), 4, out)
+    mean_in_rank_order([torch.full((3,), 60000.0, dtype=torch.float16)] * 4, out)
     assert out.tolist() == [60000.0] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(world_size=st.integers(2, 6), seed=st.integers(0, 2**31))
-def test_a_part_may_be_overwritten_when_the_second_next_is_asked_for(
-    dtype: torch.dtype, world_size: int, seed: int
-) -> None:
-    """Three receive buffers are enough for any number of ranks."""
-    parts = rank_values(world_size, dtype, seed, 5)
-    buffers = [torch.empty(5, dtype=dtype) for _ in range(2)]
-
-    def received() -> Iterator[Tensor]:
-        for rank, part in enumerate(parts):
-            yield buffers[rank % 2].copy_(part)
-
-    out = torch.empty(5, dtype=dtype)
-    mean_in_rank_order(received(), world_size, out)
-    assert torch.equal(out, oracle(parts))
 
 
 def test_parts_are_left_as_they_are() -> None:
     parts = rank_values(3, torch.float32, 0)
     before = [part.clone() for part in parts]
-    mean_in_rank_order(iter(parts), 3, torch.empty_like(parts[0]))
+    mean_in_rank_order(parts, torch.empty_like(parts[0]))
     assert all(torch.equal(a, b) for a, b in zip(parts, before))
 
 
@@ -99,17 +89,90 @@ def test_chunks_are_views_in_rank_order(bounds: range | tuple[int, ...]) -> None
     assert chunks[-1].data_ptr() == bucket[bounds[-2] :].data_ptr()
 
 
-def test_a_gathering_waits_once_for_every_work() -> None:
-    waited: list[int] = []
+# -- the adapter for exchanges that need a bucket in one tensor -------------------------------------------------------
 
-    class Work:
-        def wait(self) -> None:
-            waited.append(1)
 
-    gathering = Gathering([Work(), Work()], [torch.zeros(1)])
-    assert len(gathering.wait()) == 1
-    gathering.wait()
-    assert len(waited) == 2
+class Mirror(StagedExchange):
+    """Rank 1 of three whose peers hold what it holds: a mean is its own values, and so is what arrives."""
+
+    gathers_ahead = 1
+
+    def __init__(self, *, skipped: bool = False) -> None:
+        super().__init__(1, StagingPool())
+        self.skipped, self.buckets, self.ended = skipped, list[Tensor](), 0
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
+        self.buckets.append(bucket)
+        out.copy_(bucket[bounds[1] : bounds[2]])
+        return not self.skipped
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
+        self.buckets.append(bucket)
+        own = bucket[bounds[1] : bounds[2]]
+
+        def end() -> None:
+            self.ended += 1
+            for chunk in (bucket[: bounds[1]], bucket[bounds[2] :]):
+                chunk.copy_(own[: chunk.numel()])
+
+        return end
+
+
+BOUNDS = (0, 8, 16, 24)
+
+
+def values(start: int, numel: int) -> Tensor:
+    return torch.arange(start, start + numel, dtype=torch.float32) + 1
+
+
+def test_a_bucket_in_one_run_is_exchanged_where_it_is() -> None:
+    exchange, bucket, out = Mirror(), values(0, 24), torch.zeros(8)
+    assert exchange.reduce_runs(Ident(0, 0, 0), [Run(0, 24, bucket)], BOUNDS, out)
+    assert exchange.buckets[0] is bucket
+    assert torch.equal(out, values(8, 8))
+    assert exchange._pool.nbytes == 0
+
+
+def test_runs_are_put_together_with_zeros_where_there_are_no_values() -> None:
+    exchange, out = Mirror(), torch.zeros(8)
+    exchange._pool.buffer(0, 24, torch.float32, CPU).fill_(torch.nan)
+    runs = [Run(0, 6, values(0, 6)), Run(6, 4, None), Run(10, 14, values(10, 14))]
+    assert exchange.reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert out.tolist() == [0, 0, *values(10, 6).tolist()]
+    assert torch.equal(exchange.buckets[0][:6], values(0, 6))
+
+
+def test_means_are_added_only_where_the_runs_say_so() -> None:
+    out = torch.full((8,), 100.0)
+    runs = [Run(0, 12, values(0, 12), add=True), Run(12, 12, values(12, 12))]
+    assert Mirror().reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert torch.equal(out, torch.cat([values(8, 4) + 100, values(12, 4)]))
+
+
+def test_a_skipped_exchange_leaves_what_means_are_added_to() -> None:
+    out = torch.full((8,), 100.0)
+    assert not Mirror(skipped=True).reduce_runs(Ident(0, 0, 0), [Run(0, 24, values(0, 24), add=True)], BOUNDS, out)
+    assert torch.equal(out, torch.full((8,), 100.0))
+
+
+def test_a_gather_writes_the_other_ranks_shards_once_it_ends() -> None:
+    exchange, first, second = Mirror(), values(0, 10), values(10, 14)
+    runs = ParamRuns([Run(0, 10, first), Run(10, 14, second)])
+    end = exchange.gather_runs(Ident(0, 0, 0), runs, BOUNDS)
+    assert torch.equal(torch.cat([first, second]), values(0, 24))
+    end()
+    assert torch.equal(torch.cat([first, second]), values(8, 8).repeat(3))
+    assert exchange.ended == 1
+
+
+def test_gathers_that_overlap_have_a_buffer_each_and_views_are_made_once() -> None:
+    exchange, runs = Mirror(), ParamRuns([Run(0, 24, values(0, 24))])
+    for turn in range(4):
+        exchange.gather_runs(Ident(0, 0, turn), runs, BOUNDS)()
+    places = [bucket.data_ptr() for bucket in exchange.buckets]
+    assert places[:2] == places[2:]
+    assert places[0] != places[1]
+    assert len(runs.views) == 2
 
 
 # -- the pool of buffers ----------------------------------------------------------------------------------------------
@@ -117,19 +180,19 @@ def test_a_gathering_waits_once_for_every_work() -> None:
 
 def test_a_buffer_is_used_again() -> None:
     pool = StagingPool()
-    first = pool.take(0, 100, torch.float32, CPU)
+    first = pool.buffer(0, 100, torch.float32, CPU)
     assert first.shape == (100,)
     assert not first.count_nonzero()
-    assert pool.take(0, 40, torch.float32, CPU).data_ptr() == first.data_ptr()
-    assert pool.take(0, 40, torch.float32, CPU).shape == (40,)
+    assert pool.buffer(0, 40, torch.float32, CPU).data_ptr() == first.data_ptr()
+    assert pool.buffer(0, 40, torch.float32, CPU).shape == (40,)
     assert pool.nbytes == 400
 
 
 @pytest.mark.parametrize("other", [(1, torch.float32), (0, torch.bfloat16)])
 def test_uses_and_dtypes_do_not_share(other: tuple[int, torch.dtype]) -> None:
     pool = StagingPool()
-    one = pool.take(0, 8, torch.float32, CPU)
-    two = pool.take(other[0], 8, other[1], CPU)
+    one = pool.buffer(0, 8, torch.float32, CPU)
+    two = pool.buffer(other[0], 8, other[1], CPU)
     two.fill_(1)
     assert not one.count_nonzero()
     assert pool.nbytes == 32 + 8 * other[1].itemsize
@@ -139,7 +202,7 @@ def test_uses_and_dtypes_do_not_share(other: tuple[int, torch.dtype]) -> None:
 def test_the_pool_holds_the_largest_asked_for_and_no_more(sizes: list[int]) -> None:
     pool = StagingPool()
     for size in sizes:
-        assert pool.take(0, size, torch.float64, CPU).shape == (size,)
+        assert pool.buffer(0, size, torch.float64, CPU).shape == (size,)
     assert pool.nbytes == 8 * max(sizes)
 
 
@@ -150,17 +213,17 @@ def test_staging_has_room_for_what_was_reserved_from_the_start() -> None:
     assert small.shape == (10,)
     assert pool.nbytes == 400
     assert pool.staging(0, 100, torch.float32, CPU).data_ptr() == small.data_ptr()
-    assert pool.take(1, 10, torch.float32, CPU).shape == (10,)
+    assert pool.buffer(1, 10, torch.float32, CPU).shape == (10,)
     assert pool.nbytes == 440
 
 
 def test_reserving_more_gives_up_what_is_too_small() -> None:
     pool = StagingPool()
-    kept = pool.take(0, 8, torch.float64, CPU)
-    pool.take(0, 8, torch.float32, CPU)
+    kept = pool.buffer(0, 8, torch.float64, CPU)
+    pool.buffer(0, 8, torch.float32, CPU)
     pool.reserve(50, torch.float32, CPU)
     assert pool.nbytes == 64
     pool.reserve(20, torch.float32, CPU)
     assert pool.staging(0, 30, torch.float32, CPU).shape == (30,)
     assert pool.nbytes == 64 + 200
-    assert pool.take(0, 8, torch.float64, CPU).data_ptr() == kept.data_ptr()
+    assert pool.buffer(0, 8, torch.float64, CPU).data_ptr() == kept.data_ptr()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from zero_opt.comm.departures import Departures
-from zero_opt.comm.peer_watch import Home, Watch
+from zero_opt.comm.peer_watch import Watch
+from zero_opt.comm.process_identity import ProcessIdentity
 
 
 class _EmptyStore:
@@ -17,8 +18,8 @@ class _EmptyStore:
 
 @pytest.fixture(params=["one host"])
 def watch(request: pytest.FixtureRequest) -> Iterator[Watch]:
-    homes = [Home(f"host {0 if request.param == 'one host' else pid}", pid, pid) for pid in (10, 11, 12)]
-    watch = Watch(_EmptyStore(), 0, homes, (60.0, 30.0), Departures())
+    processes = [ProcessIdentity(f"host {0 if request.param == 'one host' else pid}", pid, pid) for pid in (10, 11, 12)]
+    watch = Watch(_EmptyStore(), 0, processes, (60.0, 30.0), Departures())
     yield watch
     watch.close()
 

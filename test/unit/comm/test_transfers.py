@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zero_opt.comm.transfers import Transfer, Window, start
+from zero_opt.comm.transfers import Transfer, TransferQueue, start
 from zero_opt.errors import PeerLost
 
 
@@ -22,7 +22,7 @@ class _Message(Transfer):
 
 
 def test_a_window_waits_for_the_oldest_and_in_the_end_for_all() -> None:
-    window, waited, before = Window(), list[int](), list[int]()
+    window, waited, before = TransferQueue(), list[int](), list[int]()
     for number in range(20):
         window.add(_Message(waited, number), torch.ones(1))
         window.add(None, torch.ones(1))

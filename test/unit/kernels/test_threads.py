@@ -32,7 +32,7 @@ def _eight_cores_of_an_own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """As a rank that torchrun has started on eight cores finds them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: EIGHT)
     monkeypatch.setattr(threads, "allowed_threads", lambda count: min(count, 8))
-    monkeypatch.setattr(threads, "_met", 1)
+    monkeypatch.setattr(threads, "_most_sharers", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads._sharers_of.cache_clear()
     yield

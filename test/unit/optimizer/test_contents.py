@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import zero_opt
 from zero_opt import AdamState, CPUAdamW, register_elementwise
 from zero_opt.errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
-from zero_opt.optimizer.contents import adopt_errors, checked_groups, contents, template_of
+from zero_opt.optimizer.contents import EditDigest, adopt_errors, checked_groups, contents, template_of
 from zero_opt.sharding.param_groups import normalized
 from zero_opt.sharding.wrapped_class import check_wrapped_class, is_elementwise, needs_closure
 
@@ -376,3 +376,13 @@ def test_parameters_that_lie_between_each_other_are_taken() -> None:
 def test_a_number_that_python_does_not_write_is_quoted(call: Callable[[Any], object]) -> None:
     with pytest.raises((zero_opt.ConfigError, zero_opt.ConfigTypeError), match=r"got .*an object of type "):
         call(10**5000)
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_of_edits_tells_whose_hyperparameters_are_whose() -> None:
+    mine, swapped = [{"lr": 0.1}, {"lr": 0.2}], [{"lr": 0.2}, {"lr": 0.1}]
+    assert EditDigest().of(mine, []) == EditDigest().of([dict(group) for group in mine], [])
+    assert EditDigest().of(mine, []) != EditDigest().of(swapped, [])
+    assert EditDigest().of(mine, [1]) != EditDigest().of(mine, [])

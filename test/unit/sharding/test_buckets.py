@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -11,31 +11,24 @@ from torch.nn import Parameter
 
 from test.support.harness import run_threads
 from zero_opt import Overlapped, ShardedOptimizer
-from zero_opt.comm.exchange import Gathering, Ident, StagingPool, mean_in_rank_order
+from zero_opt.comm.exchange import Ident, StagedExchange, StagingPool, mean_in_rank_order
 from zero_opt.layout import BucketLayout, plan_flat, plan_whole_params
-from zero_opt.sharding.buckets import BucketState, Fill, GradBucket
+from zero_opt.sharding.buckets import Fill, GradBucket
 from zero_opt.sharding.flat_param import FlatParam
 
 IDENT = Ident(3, 1, 4)
 WORLD_SIZE = 2
 
 
-class TwinExchange:
+class TwinExchange(StagedExchange):
     """A world of two: ``peer`` is what the other rank has staged; None has it skip the exchange."""
 
-    gathers_ahead = 0
-
     def __init__(self, pool: StagingPool, rank: int = 0) -> None:
+        super().__init__(rank, pool)
         self.pool, self.rank = pool, rank
         self.peer: Tensor | None = None
         self.seen: list[tuple[Ident, Tensor]] = []
         self.out: Tensor | None = None
-
-    def direct(self, dtype: torch.dtype) -> None:
-        return None
-
-    def staging(self, numel: int, dtype: torch.dtype, device: torch.device, turn: int = 0) -> Tensor:
-        return self.pool.staging(turn, numel, dtype, device)
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         self.seen.append((ident, bucket.clone()))
@@ -46,14 +39,11 @@ class TwinExchange:
             return False
         run = slice(bounds[self.rank], bounds[self.rank + 1])
         parts = [bucket[run], self.peer[run]]
-        mean_in_rank_order(iter(parts if self.rank == 0 else parts[::-1]), 2, out)
+        mean_in_rank_order(parts if self.rank == 0 else parts[::-1], out)
         return True
 
-    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Gathering:
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
         raise NotImplementedError
-
-    def close(self) -> None:
-        pass
 
 
 def params() -> list[Parameter]:
@@ -125,14 +115,14 @@ def test_a_fill_is_complete_when_every_trainable_param_has_delivered() -> None:
     members[3].requires_grad_(False)
     bucket = bucket_of(members)
     fill = bucket.fill()
-    assert fill.state is BucketState.FILLING
+    assert not fill.launched
     for position, flat in enumerate(bucket.params):
         if flat.param.requires_grad:
             assert not fill.complete
             fill.put(position, torch.zeros_like(flat.param))
     assert fill.complete
     bucket.launch(fill)
-    assert fill.state is BucketState.REDUCING
+    assert fill.launched
 
 
 def test_a_bucket_with_nothing_trainable_is_complete_at_once() -> None:
@@ -167,7 +157,7 @@ def test_a_first_reduction_goes_straight_into_the_shard() -> None:
 def test_missing_gradients_are_zeros_whatever_staging_held() -> None:
     bucket = bucket_of(params())
     exchange = TwinExchange(StagingPool())
-    exchange.pool.take(0, bucket.layout.numel, torch.float32, bucket.device).fill_(torch.nan)
+    exchange.pool.buffer(0, bucket.layout.numel, torch.float32, bucket.device).fill_(torch.nan)
     grads = grads_like(bucket, 1)
     exchange.peer = staged(bucket, [torch.zeros_like(g) for g in grads])
     some: list[Tensor | None] = [grads[0], *[None] * (len(grads) - 1)]
@@ -240,19 +230,24 @@ def test_slice_grads_are_live_views() -> None:
     )
 
 
-def staging_alive(buckets: Sequence[GradBucket]) -> set[int]:
-    """Addresses of the staging buffers that the buckets remember their places in."""
-    views = [view for bucket in buckets for kept in bucket._views.values() for view in kept]
+def storages(views: Iterable[Tensor]) -> set[int]:
+    """Addresses of the memory that tensors are views of."""
     return {view.untyped_storage().data_ptr() for view in views}
 
 
+def staging_alive(buckets: Sequence[GradBucket]) -> set[int]:
+    """Addresses of the staging buffers that the buckets remember their places in."""
+    return storages(view for bucket in buckets for kept in bucket._views.values() for view in kept)
+
+
 def test_buckets_of_growing_size_keep_one_staging_buffer_alive() -> None:
+    """Of gradients in another dtype, which no exchange can read where they are."""
     exchange = TwinExchange(StagingPool())
     buckets = [bucket_of([Parameter(torch.zeros(128 * (i + 1)))]) for i in range(6)]
     for bucket in buckets:
         bucket.reserve_staging(exchange.pool)
     for bucket in [*buckets, *buckets]:
-        grads = grads_like(bucket, 1)
+        grads = [grad.double() for grad in grads_like(bucket, 1)]
         exchange.peer = staged(bucket, grads)
         bucket.reduce(launched(bucket, grads), IDENT, [False], exchange, exchange.pool)
     assert len(staging_alive(buckets)) == 1
@@ -275,9 +270,11 @@ def test_an_optimizer_keeps_two_staging_buffers_however_its_buckets_grow() -> No
                 optimizer.step()
                 optimizer.zero_grad()
             sharded = optimizer._engine
-            found.append((len(staging_alive(sharded.partition.buckets)), sharded.parts.pool.nbytes))
+            kept = [views for runs in sharded.gather._runs.values() for views in runs.views.values()]
+            alive = storages(view for parts in kept for _, places in parts for view in places)
+            found.append((len(alive), sharded.parts.pool.nbytes))
         optimizer.close()
         return found
 
     for found in run_threads(2, train):
-        assert found == [(1, 2 * 4 * 128 * 6), (1, 2 * 4 * 4096), (1, 2 * 4 * 4096)]
+        assert found == [(2, 2 * 4 * 128 * 6), (2, 2 * 4 * 4096), (2, 2 * 4 * 4096)]

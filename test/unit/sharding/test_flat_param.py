@@ -150,7 +150,7 @@ def test_follow_remakes_the_views_of_data_that_was_repointed() -> None:
     param.data = torch.full((2, 3), 5.0)
     assert flat.moved()
     assert flat.moved()  # until it is followed
-    flat.follow()
+    flat.remake_views()
     assert not flat.moved()
     assert flat.flat.data_ptr() == param.data_ptr()
     flat.flat.zero_()
@@ -208,7 +208,7 @@ def test_strides_that_order_nothing_may_change() -> None:
     empty.data = torch.zeros(3, 0).t()
     for flat in flats:
         assert flat.moved()
-        flat.follow()
+        flat.remake_views()
         assert torch.equal(flat.shaped(flat.flat), flat.param)
 
 
@@ -219,11 +219,11 @@ def test_a_mirror_can_become_an_alias_and_back() -> None:
     assert flat.flat.tolist() == [0, 2, 4, 6, 8, 10]
     param.data = torch.ones(3, 2)
     assert flat.moved()
-    flat.follow()
+    flat.remake_views()
     assert not flat.mirrored
     param.data = torch.arange(12.0).view(3, 4)[:, 1::2]
     assert flat.moved()
-    flat.follow()
+    flat.remake_views()
     assert flat.mirrored
     assert flat.flat.tolist() == [1, 3, 5, 7, 9, 11]
 

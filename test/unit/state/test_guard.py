@@ -91,7 +91,7 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
     guard.commit(step=4)
 
     def leave(error: BaseException) -> None:
-        with guard.whole():
+        with guard.telling_why():
             guard.begin(1)
             raise error
 
@@ -114,7 +114,7 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
 
 def test_what_cannot_be_made_up_for_is_still_lacking() -> None:
     guard = StateGuard()
-    guard.failed(MemoryError("no more of it"))
+    guard.note_failure(MemoryError("no more of it"))
     with pytest.raises(OSError, match="the disk"), guard.making_up(1):
         raise OSError("the disk")
     guard.take_back()
@@ -132,13 +132,13 @@ def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     assert guard.untold() is guard.lacking() is None and not guard.lacks()
     failure = MemoryError("no more of it")
     guard.begin(1)
-    guard.failed(failure)
+    guard.note_failure(failure)
     guard.commit(step=4)
     told = guard.untold()
     assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed there with Mem" in str(told)
     assert guard.untold() is None
     assert str(guard.lacking()) == str(told) and guard.lacks()
-    guard.failed(None)
+    guard.note_failure(None)
     assert guard.untold() is guard.lacking() is None and not guard.lacks()
 
 

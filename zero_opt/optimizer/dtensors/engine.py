@@ -7,31 +7,31 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
-from ...policies import AlreadyReduced, Checks
+from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
-from ...state.state_dict import StateDict
-from ..between_steps import SteppedTogether
+from ...state.state_dict import StateDict, StatesByIndex
+from ..between_steps import JoinableOptimizer
 from ..config import Config
-from ..loading import Loaded, States
+from ..loading import Loaded
 from ..offload_state import Parked
 from ..process_groups import OwnGroups
 from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
-from .local_parts import hidden, local_grad, shown
+from .local_parts import local_grad, state_of_param, state_of_part
 from .local_view import LocalView
 from .mesh_params import MeshParams, admit
 
 
 class DTensorSingleRank(SingleRank):
-    """The wrapped class, which is given the DTensors themselves.
+    """The engine that has the wrapped class step the DTensors themselves.
 
-    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`load` and what needs a norm.
+    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`load`, :meth:`clip`, and a step that needs
+    a norm.
     """
 
     def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams) -> None:
@@ -66,24 +66,23 @@ class DTensorSingleRank(SingleRank):
         return norm
 
     def consolidate(self, to: int) -> None:
-        """See :class:`SingleRank`, and :meth:`MeshParams.consolidate`."""
         wrapped = self._current()
         self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
 
     def state_dict(self) -> StateDict:
-        """See :class:`SingleRank`; state as DTensors, unless :meth:`consolidate` has brought it here."""
+        """Return state as DTensors, or what :meth:`consolidate` has brought here."""
         wrapped = self._current()
         state_dict = wrapped.state_dict()
         return {**state_dict, "state": self._mesh.full_state(state_dict["state"], wrapped.state)}
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
-        return self._mesh.spread(state_dict, self._current().param_groups)
+        return self._mesh.cut_state_dict(state_dict, self._current().param_groups)
 
 
 class DTensorEngine(ShardedEngine):
     """The sharded engine over this rank's parts as plain parameters of a rank alone.
 
-    What is asked of it, and what its user sees, are DTensors. Nothing it does is collective but for :meth:`measure`,
+    Its user gives and sees DTensors. Collective, over the parameters' meshes, are :meth:`measure`,
     :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
     """
 
@@ -92,7 +91,7 @@ class DTensorEngine(ShardedEngine):
         config: Config,
         groups: OwnGroups,
         describe: Callable[[int], str],
-        user: SteppedTogether,
+        user: JoinableOptimizer,
         parked: Parked,
         mesh: MeshParams,
     ) -> None:
@@ -105,7 +104,6 @@ class DTensorEngine(ShardedEngine):
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
     ) -> tuple[StepAgreement, Sequence[GradShard]]:
-        """See :class:`ShardedEngine`; takes this rank's parts of the gradients."""
         self._planner.planned.require()
         self._mesh.forget()
         self._follow()
@@ -119,7 +117,7 @@ class DTensorEngine(ShardedEngine):
         try:
             super()._update(agreed, shards, grad_scale)
         finally:
-            self._view.written()
+            self._view.note_writes()
 
     def flush(self) -> None:
         if self.placement.pending:
@@ -128,10 +126,9 @@ class DTensorEngine(ShardedEngine):
         try:
             super().flush()
         finally:
-            self._view.written()
+            self._view.note_writes()
 
     def measure(self, shards: Sequence[GradShard]) -> Measured:
-        """See :class:`ShardedEngine`. Collective over the parameters' meshes."""
         params = self.parts.params
         grads: list[Tensor | None] = [None] * len(params)
         for shard in shards:
@@ -148,58 +145,29 @@ class DTensorEngine(ShardedEngine):
         super()._show_state()
         self._view.state.refresh()
 
-    def _as_shown(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
         plain = self.parts.params
-        return {i: shown(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
+        return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:
-        """See :class:`ShardedEngine`, and :meth:`MeshParams.consolidate`."""
         self._settle("consolidate_state_dict()")
-        self._mesh.consolidate(to, self._as_shown(super()._full_state()), self._user.state)
+        self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
-    def rows(self) -> dict[int, dict[str, Any]]:
-        """See :class:`ShardedEngine`; tensors are DTensors."""
+    def rows(self) -> StatesByIndex:
         self._settle("sharded_state_dict()")
-        return self._as_shown(super()._full_state())
+        return self._as_seen(super()._full_state())
 
-    def _full_state(self) -> dict[int, dict[str, Any]]:
-        """The full state on the rank that :meth:`consolidate` brought it to, while current; else :meth:`rows`' form."""
-        states: dict[int, dict[str, Any]] = self._mesh.full_state(
-            self._as_shown(super()._full_state()), self._user.state
-        )
+    def _full_state(self) -> StatesByIndex:
+        """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""
+        states: StatesByIndex = self._mesh.full_state(self._as_seen(super()._full_state()), self._user.state)
         return states
 
     def _write(self, loaded: Loaded) -> None:
-        """See :class:`ShardedEngine`; tensors are whole, or cut in any way."""
         self._mesh.forget()
         self._follow()
         plain = self.parts.params
-        parts: States = {i: hidden(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()}
+        parts: dict[int, Mapping[str, Any]] = {
+            i: state_of_part(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()
+        }
         super()._write(loaded._replace(states=parts))
-        self._view.written()
-
-
-def own_groups(parent: dist.ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
-    """The groups of an optimizer: over DTensors a rank is alone but for its neighbors. Collective."""
-    return OwnGroups(parent, checks, None if mesh is None else mesh.largest)
-
-
-def build_single_rank(config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None) -> SingleRank:
-    """The engine that has the wrapped class step ``params``, which are DTensors if they have a mesh."""
-    if mesh is None:
-        return SingleRank(config, params, parked)
-    return DTensorSingleRank(config, params, parked, mesh)
-
-
-def build_sharded(
-    config: Config,
-    groups: OwnGroups,
-    describe: Callable[[int], str],
-    user: SteppedTogether,
-    parked: Parked,
-    mesh: MeshParams | None,
-) -> ShardedEngine:
-    """The engine over ``groups``, of parameters that are DTensors if they have a mesh. Collective."""
-    if mesh is None:
-        return ShardedEngine(config, groups, describe, user, parked)
-    return DTensorEngine(config, groups, describe, user, parked, mesh)
+        self._view.note_writes()

@@ -1,6 +1,7 @@
 """Parameters that are DTensors: this rank's part of them, of their gradients and of their state.
 
-``torch.distributed.tensor`` is imported where it is needed: it takes long, and who has a DTensor has it already.
+The functions import ``torch.distributed.tensor`` where they need it: the import takes long, and a program with
+DTensors has made it already.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def check_dtensor(param: Tensor, label: str) -> None:
 
 
 def local_of(value: Tensor) -> Tensor:
-    """This rank's part of a DTensor, over the same memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, over the same memory; any other tensor itself."""
     if not is_dtensor(value):
         return value
     with torch.no_grad():
@@ -40,10 +41,10 @@ def local_of(value: Tensor) -> Tensor:
 
 
 def local_grad(param: Tensor) -> Tensor | None:
-    """This rank's part of ``p.grad``, over the same memory.
+    """Return this rank's part of ``p.grad``, over the same memory.
 
-    A gradient that is cut otherwise than its parameter, which ``fully_shard`` makes none of, is replaced in ``p.grad``
-    by one that is not: only then is this collective, over the parameter's mesh.
+    Where ``p.grad`` is cut otherwise than its parameter, this replaces it by a gradient that is cut alike, and is
+    collective over the parameter's mesh. ``fully_shard`` makes no such gradient.
     """
     grad: Any = param.grad
     if grad is None or not is_dtensor(param):
@@ -55,7 +56,7 @@ def local_grad(param: Tensor) -> Tensor | None:
 
 
 def counts_here(param: Tensor) -> bool:
-    """Whether this rank is the one that counts its part: of ranks with the same elements, the first does."""
+    """Return whether this rank counts its part in sums over ranks: of ranks with the same elements, the first does."""
     if not is_dtensor(param):
         return True
     of: Any = param
@@ -65,10 +66,10 @@ def counts_here(param: Tensor) -> bool:
     )
 
 
-def wrapped(local: Tensor, like: Tensor) -> Tensor:
-    """A DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
+def dtensor_over(local: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
 
-    Unlike ``DTensor.from_local`` it leaves ``local`` where it is, on a device that may not be the mesh's.
+    Unlike ``DTensor.from_local`` this leaves ``local`` where it is, on a device that may not be the mesh's.
     """
     from torch.distributed.tensor import DTensor
 
@@ -80,55 +81,54 @@ def wrapped(local: Tensor, like: Tensor) -> Tensor:
 
 
 def cut_like(value: Tensor, param: Tensor) -> Tensor:
-    """State of any form as a step of ``param`` needs it: a DTensor cut like the parameter if it has its shape.
+    """Return state of any form as a step of ``param`` needs it: a DTensor cut like the parameter if it has its shape.
 
-    Tensors of another shape are replicated, scalars and state of plain parameters left alone. Collective, over the
-    value's mesh, if it is a DTensor that is cut otherwise.
+    Tensors of another shape are replicated. Scalars, and state of plain parameters, stay as they are. Collective over
+    the value's mesh, if the value is a DTensor that is cut otherwise.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    of, found = param, value
-    mesh, placements = getattr(of, "device_mesh", None), getattr(of, "placements", ())
+    full = value
+    mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
     if is_dtensor(value):
         if (value.device_mesh, value.placements) == (mesh, placements):  # type: ignore[attr-defined]
             return value
-        found = value.full_tensor()  # type: ignore[attr-defined]
-    if mesh is None or not found.dim():
-        return found
-    if found.shape != param.shape:
+        full = value.full_tensor()  # type: ignore[attr-defined]
+    if mesh is None or not full.dim():
+        return full
+    if full.shape != param.shape:
         placements = [Replicate()] * mesh.ndim
     with torch.no_grad():
-        return distribute_tensor(found.detach(), mesh, placements, src_data_rank=None)
+        return distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
 
 
-def whole(value: Any) -> Any:
-    """A state value in its full shape, in host memory, sharing none with anything. Collective over a DTensor's mesh."""
+def full_copy(value: Any) -> Any:
+    """Return a copy of a state value in its full shape, in host memory. Collective over a DTensor's mesh."""
     if not isinstance(value, Tensor):
         return value
     if not is_dtensor(value):
         return value.detach().cpu().clone()
-    found, local = value, local_of(value)
-    device_type = value.device_mesh.device_type  # type: ignore[attr-defined]
+    local, device_type = local_of(value), value.device_mesh.device_type  # type: ignore[attr-defined]
     if local.device.type != device_type:  # what is offloaded travels over the mesh's own backend
-        found = wrapped(local.to(device_type), value)
+        value = dtensor_over(local.to(device_type), value)
     with torch.no_grad():
-        full: Tensor = found.full_tensor()  # type: ignore[attr-defined]
+        full: Tensor = value.full_tensor()
     return full.cpu().clone() if full.is_cpu else full.cpu()
 
 
-def shown(state: Mapping[str, Any], param: Tensor, local: Tensor) -> dict[str, Any]:
-    """State of this rank's part of a parameter, ``local``, as state of the parameter, over the same memory."""
-    return {key: as_state(value, param, local) for key, value in state.items()}
+def state_of_param(state: Mapping[str, Any], param: Tensor, local: Tensor) -> dict[str, Any]:
+    """Return state of this rank's part of a parameter, ``local``, as state of the parameter, over the same memory."""
+    return {key: value_of_param(value, param, local) for key, value in state.items()}
 
 
-def as_state(value: Any, param: Tensor, local: Tensor) -> Any:
-    """One value of :func:`shown`: tensors in the part's shape become DTensors, but scalars."""
+def value_of_param(value: Any, param: Tensor, local: Tensor) -> Any:
+    """Return one value of :func:`state_of_param`: tensors in the part's shape become DTensors, but scalars."""
     fits = isinstance(value, Tensor) and value.dim() and value.shape == local.shape
-    return wrapped(value, param) if fits and is_dtensor(param) else value
+    return dtensor_over(value, param) if fits and is_dtensor(param) else value
 
 
-def hidden(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The other way: state of a parameter, whole or cut in any way, as state of this rank's part of it.
+def state_of_part(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return state of a parameter, in its full shape or cut in any way, as state of this rank's part of it.
 
     Collective as :func:`cut_like` is.
     """

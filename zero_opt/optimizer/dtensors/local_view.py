@@ -1,4 +1,4 @@
-"""The user's DTensors and their state, as plain parameters: this rank's parts, which are all there is to step here."""
+"""This rank's parts of the user's DTensors, and of their state, as plain parameters for the sharded engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ...placement import ParamState
 from ...sharding.flat_param import is_dtensor
-from .local_parts import as_state, hidden, local_grad, local_of, shown
+from .local_parts import local_grad, local_of, state_of_part, value_of_param
 
 
 class _Twin:
     """One parameter, and the plain one over the memory of this rank's part of it.
 
-    A write to a DTensor raises its own version counter and not that of the part, nor the other way round; who looks
-    at either must see both.
+    A write to a DTensor raises its own version counter and not that of the part, nor the other way round; a reader
+    of either must see both.
 
     Attributes:
         plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
@@ -42,8 +42,8 @@ class _Twin:
         self._edits, self._writes = (param._version, part._version), plain._version
         plain.grad = local_grad(param)
 
-    def written(self) -> None:
-        """Let autograd know of what has been written to the part."""
+    def note_writes(self) -> None:
+        """Let autograd know of writes to the part, and drop its gradient."""
         self.plain.grad = None
         if self._apart and self.plain._version != self._writes:
             torch.autograd.graph.increment_version([self.param])
@@ -54,7 +54,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-class LocalGroup(MutableMapping[str, Any]):
+class PlainGroup(MutableMapping[str, Any]):
     """A param group of the user's, but for its parameters, which are the plain ones."""
 
     def __init__(self, group: MutableMapping[str, Any], params: list[nn.Parameter]) -> None:
@@ -81,13 +81,13 @@ class LocalGroup(MutableMapping[str, Any]):
         return len(self._group)
 
 
-class LocalState(MutableMapping[Tensor, ParamState]):
+class PlainState(MutableMapping[Tensor, ParamState]):
     """The user's ``state``, by plain parameter: tensors in a part's shape are DTensors there, over the same memory."""
 
     def __init__(self, user: torch.optim.Optimizer, twins: dict[Tensor, _Twin]) -> None:
         self._user, self._twins = user, twins
         self._live: dict[Tensor, ParamState] = {}
-        # As shown: the live value and what stands for it.
+        # As users see it: the live value and what stands for it.
         self._pairs: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
 
     def __getitem__(self, plain: Tensor) -> ParamState:
@@ -101,46 +101,45 @@ class LocalState(MutableMapping[Tensor, ParamState]):
         if live is not None and len(kept) == len(found) == len(live):
             return live
         edited = {key: value for key, value in found.items() if key not in kept}
-        taken = {**kept, **hidden(edited, self._twins[plain].param)}
+        taken = {**kept, **state_of_part(edited, self._twins[plain].param)}
         live = self._live[plain] = {key: taken[key] for key in found}
         self._pairs[plain] = {key: (live[key], found[key]) for key in found}
         return live
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
-        """Show other live state."""
-        self._live[plain] = live
-        state = shown(live, self._twins[plain].param, plain)
-        self._user.state[self._twins[plain].param] = state
-        self._pairs[plain] = {key: (live[key], state[key]) for key in live}
+        """Put other live state in the place of what there is."""
+        self._live[plain], self._pairs[plain] = live, {}
+        self._user.state[self._twins[plain].param] = {}
+        self._refresh(plain)
 
     def __delitem__(self, plain: Tensor) -> None:
-        """Show none."""
+        """Let the user see no state of a parameter."""
         self._live.pop(plain, None)
         self._pairs.pop(plain, None)
         del self._user.state[self._twins[plain].param]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The parameters that have any."""
+        """Iterate over the parameters that have state."""
         return iter([plain for plain, twin in self._twins.items() if twin.param in self._user.state])
 
     def __len__(self) -> int:
-        """How many parameters have any."""
+        """Return how many parameters have state."""
         return sum(1 for _ in self)
 
     def refresh(self) -> None:
-        """Show what live state has become, a step having added to it, or put others in the place of its values."""
-        for plain, live in self._live.items():
-            pairs = self._pairs[plain]
-            if len(pairs) == len(live) and all(key in pairs and pairs[key][0] is live[key] for key in live):
-                continue
-            param = self._twins[plain].param
-            self._pairs[plain] = {
-                key: pairs[key] if key in pairs and pairs[key][0] is value else (value, as_state(value, param, plain))
-                for key, value in live.items()
-            }
-            found = self._user.state[param]
-            found.clear()
-            found.update((key, pair[1]) for key, pair in self._pairs[plain].items())
+        """Let the user see values that a step has added to live state, or put in the place of others."""
+        for plain in self._live:
+            self._refresh(plain)
+
+    def _refresh(self, plain: Tensor) -> None:
+        live, before, param = self._live[plain], self._pairs[plain], self._twins[plain].param
+        kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
+        if len(kept) == len(before) == len(live):
+            return
+        pairs = {key: kept.get(key) or (value, value_of_param(value, param, plain)) for key, value in live.items()}
+        self._pairs[plain], seen = pairs, self._user.state[param]
+        seen.clear()
+        seen.update((key, pair[1]) for key, pair in pairs.items())
 
 
 class LocalView:
@@ -156,15 +155,15 @@ class LocalView:
         self._by_plain: dict[Tensor, _Twin] = {}
         self._seen: list[MutableMapping[str, Any]] = []
         self._groups: list[MutableMapping[str, Any]] = []
-        self.state = LocalState(user, self._by_plain)
+        self.state = PlainState(user, self._by_plain)
 
     @property
     def param_groups(self) -> list[MutableMapping[str, Any]]:
-        """The user's groups with the plain parameters; a new list only when the user's list has other groups."""
+        """The user's groups with the plain parameters. The list is a new one only when the user's has other groups."""
         groups = self._user.param_groups
         if len(groups) != len(self._seen) or not all(map(is_, groups, self._seen)):
             self._seen = list(groups)
-            self._groups = [LocalGroup(group, [self._plain(param) for param in group["params"]]) for group in groups]
+            self._groups = [PlainGroup(group, [self._plain(param) for param in group["params"]]) for group in groups]
         return self._groups
 
     def _plain(self, param: Tensor) -> nn.Parameter:
@@ -174,7 +173,7 @@ class LocalView:
         return self._twins[param].plain
 
     def param_of(self, plain: Tensor) -> Tensor:
-        """The user's parameter."""
+        """Return the user's parameter."""
         return self._by_plain[plain].param
 
     def follow(self) -> None:
@@ -182,7 +181,7 @@ class LocalView:
         for twin in self._twins.values():
             twin.follow()
 
-    def written(self) -> None:
-        """Parameters may have been written to, and their gradients are done with."""
+    def note_writes(self) -> None:
+        """Let autograd know of writes to the plain parameters, and drop their gradients."""
         for twin in self._twins.values():
-            twin.written()
+            twin.note_writes()

@@ -12,10 +12,10 @@ from ...comm.transfers import peer_lost
 
 
 class MeshGroup(Group):
-    """Gathers small tensors over the mesh's own process groups, as operations on DTensors do; makes none.
+    """The ranks of a mesh, as a group that gathers small tensors over the mesh's own process groups.
 
-    So callers must be where they may call such operations: on all ranks of the mesh, in one order with the forward and
-    backward of a sharded model. Rank and order are those of the mesh's flattened ranks.
+    Calls are made where operations on DTensors may be: on all ranks of the mesh, in one order with the forward and
+    backward of a sharded model. Ranks are numbered as in the flattened mesh.
 
     Attributes:
         ranks: in the default process group.
@@ -32,7 +32,7 @@ class MeshGroup(Group):
         )
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See :class:`Group`; the wait ends with the mesh's own timeout.
+        """Gather a tensor from every rank; the wait ends with the mesh's own timeout.
 
         Raises:
             PeerLost: a rank has ended, or did not come in that time.

@@ -1,7 +1,7 @@
 """An optimizer over DTensors: its meshes, the global norm over them, and its state as a plain ``torch.optim`` dict.
 
-Every rank steps its own part of every parameter, so a step needs no other rank. What does are the norm, one number per
-rank, and a state dict in full shapes.
+Every rank steps its own part of every parameter, so a step needs no other rank. The norm needs one number per rank, and
+a state dict in full shapes needs all parts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from ...kernels import CPUAdam, CPUAdamW
 from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
-from ...sharding.param_groups import tensors_of
+from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
-from ...state.state_dict import copied
+from ...state.state_dict import StateDict, StatesByIndex, copied
 from ...state.trial import is_known, state_after_a_step
 from ..config import Config
 from .fsdp import Shards
-from .local_parts import check_dtensor, counts_here, cut_like, local_of, shown, whole
+from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param
 from .mesh_group import MeshGroup
-
-States = dict[int, dict[str, Any]]
 
 
 class MeshParams:
-    """See the module. Methods are collective over the parameters' meshes where they say so.
+    """The DTensors of one optimizer, and the groups of their meshes. Methods that say so are collective over those.
 
     Attributes:
         shards: what FSDP does with the parameters.
@@ -43,7 +41,7 @@ class MeshParams:
         self.shards = Shards()
         self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
-        self._kept: tuple[tuple[int, ...], States] | None = None
+        self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Take in more parameters, DTensors or not."""
@@ -68,11 +66,11 @@ class MeshParams:
         return max(self._groups.values(), key=lambda group: group.world_size)
 
     def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Measured:
-        """See :func:`zero_opt.reduction.grad_norm.measure`; the same bits on every rank. Collective.
+        """Return the global norm and whether gradients are finite, the same bits on every rank. Collective.
 
         Args:
-            params: all parameters, by global index. grads: this rank's parts of their gradients. Of parts that several
-                ranks have one counts; plain parameters' gradients are those of every rank.
+            params: all parameters, by global index. grads: this rank's parts of their gradients. A part that several
+                ranks have counts once; plain parameters' gradients are the same on every rank.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows = [(0, *row) for row in look(plain, range(len(params)), None)]
@@ -82,7 +80,7 @@ class MeshParams:
                 for param, grad in zip(params, grads, strict=True)
             ]
             rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
-        return Measured.of(rows)
+        return Measured.from_rows(rows)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -105,26 +103,26 @@ class MeshParams:
         mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
         for index, state in sorted(states.items()):
             entry = {}
-            for key, value in state.items():  # one after the other: nobody but ``to`` holds more than one
-                found = whole(value)
+            for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
+                full_value = full_copy(value)
                 if mine:
-                    entry[key] = found
+                    entry[key] = full_value
             full[index] = entry
         if mine:
             self._kept = (_version(live), full)
 
     def full_state(self, states: Any, live: Mapping[Tensor, Any]) -> Any:
-        """What :meth:`consolidate` brought here, shared with nothing, if that is still the state; else ``states``."""
+        """Return a copy of what :meth:`consolidate` brought here, if that is still the state; else ``states``."""
         if self._kept is None or self._kept[0] != _version(live):
             return states
         return copied(self._kept[1])
 
     def forget(self) -> None:
-        """The state is about to change."""
+        """Drop what :meth:`consolidate` brought here, since the state is about to change."""
         self._kept = None
 
-    def spread(self, state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A checked state dict with state as a step of DTensors needs it; see :func:`cut_like`."""
+    def cut_state_dict(self, state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]]) -> StateDict:
+        """Return a checked state dict, its state by :func:`cut_like` as a step of DTensors needs it. Collective."""
         self.forget()
         param_of = {
             saved_id: param
@@ -142,7 +140,7 @@ class MeshParams:
 
 
 def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
-    """What a DTensor's state will be like after its first step, full of its first values, in host memory. Collective.
+    """Return what a DTensor's state will be like after its first step, in host memory. Collective.
 
     Args:
         stepped_dtype: of what is stepped for the parameter; where it is not the parameter's, there is a master too.
@@ -156,12 +154,12 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
     else:
         part = local_of(like).to(stepped_dtype)
         master = {} if stepped_dtype is param.dtype else {"master": part}
-        made = shown({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
+        made = state_of_param({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
-    """Another one when state was edited in place, replaced, added or dropped."""
+    """Return numbers that are others once state was edited in place, replaced, added or dropped."""
     return tuple(
         number
         for state in live.values()
@@ -172,7 +170,7 @@ def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
 
 
 def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
-    """What an optimizer over DTensors has besides; ``None`` if none of its parameters is one.
+    """Return the :class:`MeshParams` of an optimizer; ``None`` if none of its parameters is a DTensor.
 
     Args:
         entries: as :func:`zero_opt.sharding.param_groups.run_once` returns them.
@@ -180,7 +178,7 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
-    params = tensors_of(entries)
+    params = params_of(entries)
     mesh = MeshParams() if any(map(is_dtensor, params)) else None
     if mesh is not None:
         _check_policies(config, process_group)
@@ -191,7 +189,7 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
 
 
 def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> None:
-    """Take in parameters of an optimizer that was, or was not, made over DTensors.
+    """Check parameters, and add them to ``mesh`` if the optimizer has DTensors.
 
     Raises:
         UnsupportedParam: one does not go with those that are there. ParamsUnsharded: one is a gathered copy.
@@ -208,7 +206,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> 
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
         if mesh is not None and not is_dtensor(param) and not isinstance(config.reduction, AlreadyReduced):
             raise UnsupportedParam(
-                f"{label} is a plain tensor among DTensors, so nobody reduces its gradient; give it an optimizer of "
+                f"{label} is a plain tensor among DTensors, so no rank reduces its gradient; give it an optimizer of "
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
             )
         check_dtensor(param, label)
@@ -217,7 +215,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> 
 
 
 def steps_apart(config: Config) -> bool:
-    """Whether something else than the DTensors themselves is stepped: this rank's parts of them, or their masters."""
+    """Return whether this rank's parts of DTensors are stepped, or masters of them, and not the DTensors themselves."""
     native = config.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
     return native or config.has_masters
 

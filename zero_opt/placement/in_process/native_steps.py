@@ -12,7 +12,8 @@ from torch import Tensor
 from ...kernels.adam_state import new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
 from ...kernels.functions import adam_hypers
-from ...kernels.slots import Slot, step_slots
+from ...kernels.runs import step_runs
+from ...kernels.slots import Slot
 from ...kernels.threads import checked_threads
 from ...system.log import log
 from ..adam_rules import require_complete
@@ -75,8 +76,8 @@ class NativeSteps:
             else:
                 slots.append(self._slot(unit, position, grad, group, states))
         with unit.native_writes():
-            step_slots(
-                [(hypers.over(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
+            step_runs(
+                [(hypers.for_mean_of(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),
                 flush_denormals=self._flush,
             )
@@ -98,7 +99,7 @@ class NativeSteps:
                 state.update(made)
             require_complete(label, state, amsgrad=amsgrad)
             slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
-        slot.grad = slot.bound.readable(grad)
+        slot.set_grad(grad)
         return slot
 
     def _stretches(
@@ -112,7 +113,7 @@ class NativeSteps:
             arrays["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
             amsgrad, label = group["amsgrad"], unit.flats[position].label
             slot = Slot(label, arrays, target[where], grad[where], amsgrad=amsgrad)
-            slot.grad = slot.bound.readable(grad[where])
+            slot.set_grad(grad[where])
             yield slot
 
     def _require_apart(self, unit: Unit) -> None:

@@ -125,7 +125,7 @@ class FileStep:
         grad = self._grads[part.slice_key][part.at].to(HOST)
         return AdamUpdate(
             name=shard.flats[part.position].label,
-            hypers=self._hypers.groups[number].over(shard.gradients[part.position]),
+            hypers=self._hypers.groups[number].for_mean_of(shard.gradients[part.position]),
             step=part.steps + 1,
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),

@@ -44,8 +44,8 @@ class ArenaShard(StateShard):
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
-        self.lodged = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
-        self.grad_dtype = bucket.shard_dtype if self.lodged else torch.float32
+        self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
+        self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, Section] = {}
 
@@ -58,7 +58,7 @@ class ArenaShard(StateShard):
             wanted[MAXIMUM] = torch.float32
         if self.param_dtype in HALVES:
             wanted["out"] = self.param_dtype
-        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.lodged else 1)})
+        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
     @property
@@ -86,13 +86,13 @@ class ArenaShard(StateShard):
             whole = kind == "grad_shards" or self.numel_of(role) != self.bucket.shard_numel
             tally[kind, HOST_MEMORY, name] += (self.numel_of(role) if whole else owned) * dtype.itemsize
         tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
-        if not self.lodged:
+        if not self.grads_in_arena:
             tally.update(reduced_gradients([self.bucket]))
 
     def kind_of(self, role: str) -> tuple[str, str]:
         """What an array is, as a kind and a name; see :class:`~zero_opt.tools.memory_rows.Row`."""
         if role.startswith("grad"):
-            return ("grad_shards", "reduced gradients") if self.lodged else ("buffers", "copies of gradients")
+            return ("grad_shards", "reduced gradients") if self.grads_in_arena else ("buffers", "copies of gradients")
         return {"master": ("masters", role), "out": ("buffers", "updated parameters")}.get(role, ("state", role))
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
@@ -112,9 +112,9 @@ class ArenaShard(StateShard):
                 self._arrays[role] = self._arrays[role].data  # its version counter is not that of the state
         self._renew_views()
         self._copies.clear()
-        if self.lodged:
+        if self.grads_in_arena:
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
-            self.bucket.lodge([self._arrays[role] for role in grads])
+            self.bucket.keep_shard_in([self._arrays[role] for role in grads])
 
     def result(self, position: int) -> Tensor:
         return self._slice("out" if "out" in self._arrays else "master", position)
@@ -126,7 +126,7 @@ class ArenaShard(StateShard):
 
         From an accelerator the copies may still be under way on its current stream.
         """
-        home = self.bucket.lodging if self.lodged else self._arrays["grad0"]
+        home = self.bucket.lendable if self.grads_in_arena else self._arrays["grad0"]
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
@@ -136,7 +136,7 @@ class ArenaShard(StateShard):
 
     def lend_grads(self) -> None:
         """Let the worker read the gradients until :meth:`count_step`."""
-        if self.lodged:
+        if self.grads_in_arena:
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:

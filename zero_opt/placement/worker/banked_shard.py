@@ -42,7 +42,7 @@ class BankedShard(ArenaShard):
         arrays = super().missing(amsgrad=amsgrad, grads=grads)
         state = [role for role in arrays if role != "out" and not role.startswith("grad")]
         arrays |= {_in_bank(role, 1): arrays[role] for role in state}
-        if self.lodged and _SQUARES not in self._sections:
+        if self.grads_in_arena and _SQUARES not in self._sections:
             arrays[_SQUARES] = torch.float64
         return arrays
 
@@ -62,7 +62,7 @@ class BankedShard(ArenaShard):
     def bind(self, arena: Arena) -> None:
         self._other.clear()
         super().bind(arena)
-        self.squares = list(torch.split(self._arrays[_SQUARES], self._sums)) if self.lodged else []
+        self.squares = list(torch.split(self._arrays[_SQUARES], self._sums)) if self.grads_in_arena else []
 
     def _slice(self, role: str, position: int) -> Tensor:
         two = _in_bank(role, 1) in self._arrays

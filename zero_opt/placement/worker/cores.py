@@ -53,9 +53,9 @@ def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, shar
         if not set(policy.cores) <= set(usable):
             raise ConfigError(f"WorkerOffload.cores={policy.cores}: this process may use {sorted(usable)} alone")
         rest = tuple(core for core in usable if core not in policy.cores)
-        confined = rest if policy.beside and sharers == 1 else ()
+        confined = rest if policy.steps_in_background and sharers == 1 else ()
         return CoreSplit(policy.cores, policy.threads or min(len(policy.cores), allowed), confined)
-    if not policy.beside:
+    if not policy.steps_in_background:
         return CoreSplit(tuple(usable), policy.threads or fair_threads(allowed, sharers))
     threads = policy.threads or fair_threads(allowed, 2 * sharers)
     if sharers > 1 or len(usable) == 1:

@@ -239,7 +239,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             shard.read_params(positions)
             for gradients in sorted({shard.gradients[position] for position in positions}):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
-                new = (hypers.over(gradients).for_kernel(grad_scale), list[Any](), list[int]())
+                new = (hypers.for_mean_of(gradients).for_kernel(grad_scale), list[Any](), list[int]())
                 _, runs, addresses = batches.setdefault((number, gradients), new)
                 for bound, where in shard.runs(alike, amsgrad=amsgrad):
                     runs.append(bound.run)

@@ -114,7 +114,7 @@ class SpeculativePlacement(WorkerPlacement):
         super().__init__(policy, defaults, group, delivery)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
-        self._groups: list[Mapping[str, Any]] = []
+        self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
         self._drafts: dict[int, _Draft] = {}
         self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
         self._asked = self._sums = False  # for sums: since the last step, in the one before
@@ -176,7 +176,7 @@ class SpeculativePlacement(WorkerPlacement):
     def _at_home(self, shard: ArenaShard) -> bool:
         """Whether the worker can read the gradient, and has no step of it to make."""
         bucket = shard.bucket
-        return self._pending is None and shard.lodged and bucket.shard.data_ptr() == bucket.lodging.data_ptr()
+        return self._pending is None and shard.grads_in_arena and bucket.shard.data_ptr() == bucket.lendable.data_ptr()
 
     def _may(self, shard: ArenaShard) -> bool:
         """Whether a draft can be the step, as far as can be seen."""
@@ -188,7 +188,7 @@ class SpeculativePlacement(WorkerPlacement):
         )
 
     def _sum(self, shard: BankedShard) -> None:
-        home = shard.bucket.lodging
+        home = shard.bucket.lendable
         grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
         with suppress(OverflowError):  # then they are summed when they are asked for
             self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
@@ -216,7 +216,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
-            home = shard.bucket.lodging
+            home = shard.bucket.lendable
             batch = (
                 step.hypers.for_kernel(step.unscale),
                 [bound.run for bound, _ in runs],
@@ -265,6 +265,7 @@ class SpeculativePlacement(WorkerPlacement):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
         with self._lock:
+            self._groups = list(groups)  # the user may have put others in the place of those that were added
             self._as_zero = native.flushes_denormals()
             self._flushes = self._flush_denormals or self._as_zero
             self._sums, self._asked = self._asked, False

@@ -1,0 +1,87 @@
+"""What tells hosts and processes apart, and whether a process still runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import platform
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+# Differs between hosts, and between two starts of one.
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def host_id() -> str:
+    """Return a name for this host since its last boot.
+
+    Raises:
+        OSError: no descriptor or no memory is left to read the name with.
+    """
+    try:
+        return _boot_id(_BOOT_ID)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return platform.node()
+
+
+@functools.cache
+def _boot_id(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read().strip()
+
+
+def host_if_known() -> str:
+    """Return :func:`host_id`, or "" if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return host_id()
+    return ""
+
+
+class ProcessIdentity(NamedTuple):
+    """The process of a rank, as other processes can recognize it.
+
+    Attributes:
+        host: names the host and the process namespace.
+        started: in clock ticks, to tell the process from a later one with its pid.
+        global_rank: the rank in the default process group; -1 where there is none.
+    """
+
+    host: str
+    pid: int
+    started: int
+    global_rank: int = -1
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """Return the identity of this process; its host is "" if that cannot be named."""
+        host, namespace = host_if_known(), ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1], rank)
+
+    def is_near(self, other: ProcessIdentity) -> bool:
+        """Return whether both processes are known to be on one host, in one process namespace."""
+        return bool(self.host and self.started) and self.host == other.host
+
+    def state(self) -> str:
+        """Return the kernel's letter for the state of a process of this host: ``X`` if ended, ``?`` if unknown."""
+        state, started = _stat(self.pid)
+        return state if state == "?" or started == self.started else "X"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return state and starting time of a process; ("X", 0) if there is none, ("?", 0) if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    except OSError:  # no descriptors are left, say
+        return "?", 0
