@@ -21,7 +21,7 @@ from .interface import Placement, StretchPlacement
 from .memory import MemoryInputs, Tally
 
 OffloadT = TypeVar("OffloadT")
-StatesByIndex = Mapping[int, Mapping[str, Any]]
+ParamStates = Mapping[int, Mapping[str, Any]]
 
 
 class PlacementInputs(NamedTuple):
@@ -76,10 +76,10 @@ class PlacementPolicy(ABC):
         """
 
     @abstractmethod
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: StatesByIndex) -> None:
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
         """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that cannot be taken."""
 
-    def loadable(self, states: StatesByIndex) -> StatesByIndex:
+    def loadable(self, states: ParamStates) -> ParamStates:
         """Loaded states, per parameter, without what the placement would keep and not follow."""
         return without_column_keys(states)
 
@@ -148,6 +148,6 @@ class AdamPolicy(SinglePlacePolicy[OffloadT]):
         check_groups(self.name, self.inputs.optimizer_class, groups)
         check_params(self.name, [param for group in groups for param in group["params"]], describe)
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: StatesByIndex) -> None:
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
         check_state(states)

@@ -20,7 +20,7 @@ from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
 from ..in_process.policy import add_slice
 from ..in_process.units import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import PlacementPolicy, SinglePlacePolicy, StatesByIndex
+from ..policy import PlacementPolicy, SinglePlacePolicy, ParamStates
 from .column_shard import columns_of, home_bucket, is_matrix
 from .column_state import column_places
 from .placement import SelectivePlacement, matrix_members
@@ -56,11 +56,11 @@ class SelectivePolicy(PlacementPolicy):
         check_params("Selective", params, describe)
         self._inner.check(groups, describe)
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: StatesByIndex) -> None:
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups)
         check_state(states)
 
-    def loadable(self, states: StatesByIndex) -> StatesByIndex:
+    def loadable(self, states: ParamStates) -> ParamStates:
         return states
 
     def steps_by_columns(self, param: Tensor) -> bool:
