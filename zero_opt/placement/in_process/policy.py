@@ -21,7 +21,7 @@ from ...system.shared_memory import page_aligned
 from ..adam_rules import ADAM_CLASSES
 from ..core_sharers import agree_on_threads
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import OffloadT, PlacementInputs, SinglePlacePolicy, ParamStates
+from ..policy import OffloadT, ParamStates, PlacementInputs, SinglePlacePolicy
 from .host_offload import CPUPlacement, HostUnits, room_for
 from .native_steps import FusedRule, NativeSteps, allows_fused, asks_for_fused
 from .placement import BucketwisePlacement, DevicePlacement

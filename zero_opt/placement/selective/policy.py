@@ -20,7 +20,7 @@ from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
 from ..in_process.policy import add_slice
 from ..in_process.units import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import PlacementPolicy, SinglePlacePolicy, ParamStates
+from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy
 from .column_shard import columns_of, home_bucket, is_matrix
 from .column_state import column_places
 from .placement import SelectivePlacement, matrix_members
