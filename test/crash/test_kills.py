@@ -31,7 +31,7 @@ WAYS = pytest.mark.parametrize("way", [{}, {"delay": 1}, {"speculate": True}], i
 
 def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, int, int], None]:
     def strike(optimizer: zero_opt.ShardedOptimizer, step: int, rank: int) -> None:
-        child = worker_of(optimizer)._held.child
+        child = worker_of(optimizer)._handles.child
         if random.Random(f"{step} {rank}").random() < 0.5 and child is not None:
             os.kill(child.pid, signals[step % len(signals)])
 
@@ -75,7 +75,7 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
     def fire() -> None:
         chance = random.Random(rank)
         while not over.wait(chance.random() * 0.01):
-            child = worker._held.child
+            child = worker._handles.child
             if child is not None and worker.deaths < kills:
                 with contextlib.suppress(OSError):  # it is being replaced already
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)

@@ -45,7 +45,7 @@ class Trainer:
 
     @property
     def pid(self) -> int:
-        child = self.worker._held.child
+        child = self.worker._handles.child
         assert child is not None
         return child.pid
 

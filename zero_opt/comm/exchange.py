@@ -261,7 +261,7 @@ class Exchange(ABC):
             StepDesync: another rank skipped this exchange.
         """
 
-    def fail(self, step: int) -> None:  # noqa: B027  (most exchanges tell no rank)
+    def fail(self, step: int) -> None:
         """Have the following gathers tell the other ranks that this step failed on this rank."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
@@ -273,10 +273,10 @@ class Exchange(ABC):
         """
         return tuple
 
-    def leave(self) -> None:  # noqa: B027  (breaking the connections is enough)
+    def leave(self) -> None:
         """Leave all future exchanges: no rank waits for this one in them, and this one waits for no other."""
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
+    def close(self) -> None:
         """Release what is held."""
 
 

@@ -194,7 +194,7 @@ class BetweenSteps(Engine):
                 begun = self.placement.pending
                 self._behind |= begun
                 with self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
-                    list(self.placement.land())
+                    list(self.placement.bring_in())
         except Exception as error:
             self._behind = True
             if begun and not isinstance(error, PeerLost):

@@ -172,7 +172,7 @@ class ShardedEngine(BetweenSteps):
         :meth:`_end_step` raises the error.
         """
         buckets = self.partition.buckets
-        left = list(self.placement.landing(shards))
+        left = list(self.placement.updated_buckets(shards))
         if self._behind:
             left += [index for index in range(len(buckets)) if index not in left]
         try:

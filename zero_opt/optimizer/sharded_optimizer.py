@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
-from ..placement import Policy as Offload
+from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor

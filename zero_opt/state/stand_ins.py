@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..placement import Policy, home_of, is_by_columns
-from ..policies import MixedPrecision
+from ..placement import PlacementPolicy
 from ..sharding.param_groups import hypers_of
 from .state_dict import apart
 from .trial import Trial, is_known
@@ -48,15 +47,15 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-def kinds_of(offload: Policy, precision: MixedPrecision, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
+def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
     """Return the kinds of ``params``, which are (global index, number of the group, parameter).
 
     By global index, without parameters that are stepped by columns.
     """
     return {
-        index: Kind(group, param.dim(), *home_of(offload, precision, param))
+        index: Kind(group, param.dim(), *policy.stepped_as(param))
         for index, group, param in params
-        if not is_by_columns(offload, param)
+        if not policy.steps_by_columns(param)
     }
 
 

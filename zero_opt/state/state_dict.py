@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import StateDictError
 from ..layout import ParamSlice
-from ..placement.selective.column_state import COLUMN_STEPS, PER_COLUMN_KEYS, WINDOW, check_window, column_shape
+from ..placement.adam_rules import COLUMN_STEPS, WINDOW
+from ..placement.selective.column_state import PER_COLUMN_KEYS, check_window, column_shape
 from ..sharding.flat_param import FlatParam
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart

@@ -277,7 +277,7 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", folder / "main.py")
-            os.kill(optimizer._engine.placement._worker._held.child.pid, signal.SIGKILL)
+            os.kill(optimizer._engine.placement._worker._handles.child.pid, signal.SIGKILL)
             with pytest.raises(zero_opt.WorkerDied):
                 _train(model, optimizer, 2)
         elif not late:

@@ -129,8 +129,8 @@ def test_two_gradient_buffers_serve_all_sub_groups(monkeypatch: pytest.MonkeyPat
         optimizer.step()
         optimizer.zero_grad()
     placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
-    (lane,) = placement._make_units._lanes.values()
-    assert len(lane._free) == 2
+    (link,) = placement._make_units._links.values()
+    assert len(link._free) == 2
     optimizer.close()
 
 

@@ -22,7 +22,7 @@ SELECTIVE = zero_opt.Selective(0.5, update_interval=2, select_interval=2)
 def _lost(optimizer: zero_opt.ShardedOptimizer) -> None:
     """The disk does not give what is in the file, nor takes anything."""
     placement = placement_of(optimizer)
-    os.ftruncate(getattr(placement, "_home", placement)._disk.file._fd, 0)
+    os.ftruncate(getattr(placement, "_inner", placement)._disk.file._fd, 0)
 
 
 def _unreadable(rank: int, world_size: int, path: Path, call: str, closed: bool) -> None:

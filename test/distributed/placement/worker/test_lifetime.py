@@ -66,7 +66,7 @@ def _die_for_good(rank: int, world_size: int, folder: Path, delay: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", broken)
-            os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
         if delay:
             optimizer.step()
             call: Any = optimizer.flush
@@ -109,7 +109,7 @@ def _fail_and_step_on(rank: int, world_size: int, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", broken)
-            os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
         message = "rank 1: step 3 failed there with WorkerDied"
         with pytest.raises(zero_opt.WorkerDied) if rank == 1 else pytest.raises(zero_opt.StepFailed, match=message):
             train(optimizer, params, range(3, 4), rank)
@@ -130,7 +130,7 @@ def test_an_interrupted_step_is_finished_by_a_flush() -> None:
     train(optimizer, params, range(2))
     optimizer.zero_grad()
     backward(params, 2, 0)
-    pid = worker_of(optimizer)._held.child.pid
+    pid = worker_of(optimizer)._handles.child.pid
     os.kill(pid, signal.SIGSTOP)
     main = threading.main_thread().ident
     assert main is not None
@@ -269,7 +269,7 @@ def test_cores_come_back_and_no_worker_stays(caplog: pytest.LogCaptureFixture) -
     for closed in (True, False):
         with caplog.at_level(logging.INFO, "zero_opt"):
             optimizer = make(make_params(), offload=LATER)
-        pidfd = os.pidfd_open(worker_of(optimizer)._held.child.pid)
+        pidfd = os.pidfd_open(worker_of(optimizer)._handles.child.pid)
         assert (os.sched_getaffinity(0) < cores) == (len(cores) > 1)
         if closed:
             optimizer.close()

@@ -22,7 +22,7 @@ from test.support.late_results import OFFLOADS, SPECULATING, Layers, optimizer_o
 from test.support.worker_training import LATER, NOW, SECONDS, stillborn_workers
 from zero_opt.comm.exchange import Ident
 from zero_opt.placement.worker import results
-from zero_opt.placement.worker.results import LateResults, ParamWriter, Used, build_results
+from zero_opt.placement.worker.results import LateDelivery, ParamWriter, ResultDelivery, Used
 from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.system.background_thread import SerialThread
 
@@ -325,7 +325,7 @@ def test_a_worker_that_cannot_be_had(tmp_path: Path) -> None:
     model, optimizer = begun(zero_opt.WorkerOffload(speculate=True, max_deaths=2))
     before, worker = model.copies(), parts_of(optimizer).placement._worker
     optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
-    os.kill(worker._held.child.pid, signal.SIGKILL)
+    os.kill(worker._handles.child.pid, signal.SIGKILL)
     with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
         optimizer.step()
     model.layers[0](torch.ones(20))
@@ -389,7 +389,7 @@ def test_the_order_is_that_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = optimizer_of(model, False, NOW)
     buckets = parts_of(optimizer).partition.buckets
-    late = LateResults(model)
+    late = LateDelivery(model)
     first = {index: min(bucket.layout.params) for index, bucket in enumerate(buckets)}
     order = late.order(buckets)
     places = {param: place for place, param in enumerate(model.parameters())}
@@ -397,7 +397,7 @@ def test_the_order_is_that_of_the_model() -> None:
     assert needed == sorted(needed)
     assert len({first[index] for index in order}) == len(buckets) > 2
     assert order != sorted(order)
-    assert build_results(None).order(buckets) == sorted(order)
+    assert ResultDelivery().order(buckets) == sorted(order)
     optimizer.close()
 
 
@@ -409,10 +409,10 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
         bucket = SimpleNamespace(device=torch.device(device), layout=SimpleNamespace(index=index))
         return SimpleNamespace(bucket=bucket, edited=lambda _: False)
 
-    late = LateResults(nn.Linear(1, 1))
-    late.put([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
+    late = LateDelivery(nn.Linear(1, 1))
+    late.deliver([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
     assert written == [0]
-    late.bring_in_all()
+    late.await_results()
     assert written == [0, 1]
-    late.bring_in_all()
+    late.await_results()
     assert written == [0, 1]

@@ -142,7 +142,7 @@ class _Mixed:
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         self.before(step, kind)
         self.backward(step, kind, part=2)
-        child = worker_of(self.optimizer)._held.child
+        child = worker_of(self.optimizer)._handles.child
         if child is not None and random.Random(f"{step} {self.rank}").random() < self.kills:
             os.kill(child.pid, signal.SIGKILL)
         self.between(step, kind)
@@ -288,17 +288,17 @@ def _alone(act: Callable[[list[nn.Parameter], zero_opt.ShardedOptimizer], Any], 
 def test_a_step_is_begun_in_backward_and_only_committed_by_step() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
         before, state = [param.detach().clone() for param in params], optimizer.state_dict()
-        made = placement_of(optimizer)._worker.drafted
+        made = placement_of(optimizer)._worker.control.drafted
         _backward(params, 1)
         placement = _after_backward(optimizer)
-        placement._worker.wait_drafts(placement._worker.drafted)
-        drafted, buckets = placement._worker.drafted, len(placement._shards)
+        placement._worker.wait_drafts(placement._worker.control.drafted)
+        drafted, buckets = placement._worker.control.drafted, len(placement._shards)
         assert drafted - made == len(placement._drafts) == buckets > 1
         assert_bitwise([param.detach() for param in params], before)
         assert_bitwise(optimizer.state_dict(), state)
         views = dict(optimizer.state[params[0]])
         optimizer.step()
-        assert (placement._worker.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
+        assert (placement._worker.control.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
         assert optimizer.state[params[0]]["exp_avg"].data_ptr() != views["exp_avg"].data_ptr()
         assert optimizer.state[params[0]]["step"] == 2
 
@@ -356,7 +356,7 @@ def test_steps_are_not_begun_while_most_are_clipped() -> None:
 
 def _sums(placement: Any) -> list[Tensor | None]:
     """What is known of the norm, once the worker has nothing to do."""
-    placement._worker.wait_drafts(placement._worker.drafted)
+    placement._worker.wait_drafts(placement._worker.control.drafted)
     return [sums for shard in placement._shards.values() for sums in shard.bucket.squares()]
 
 
@@ -389,7 +389,7 @@ def test_a_norm_that_is_asked_for_is_summed_before_step() -> None:
 
 def test_nobody_waits_for_sums() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
-        child = placement_of(optimizer)._worker._held.child
+        child = placement_of(optimizer)._worker._handles.child
         os.kill(child.pid, signal.SIGSTOP)
         _backward(params, 1)
         placement = _after_backward(optimizer)
@@ -476,9 +476,9 @@ def test_a_worker_that_cannot_be_had_leaves_the_step_pending(tmp_path: Path) -> 
         _backward(params, 1, size=100.0)
         _after_backward(optimizer)
         placement._worker._policy = zero_opt.WorkerOffload(speculate=True, max_deaths=2)
-        os.kill(placement._worker._held.child.pid, signal.SIGSTOP)
+        os.kill(placement._worker._handles.child.pid, signal.SIGSTOP)
         optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
-        os.kill(placement._worker._held.child.pid, signal.SIGKILL)
+        os.kill(placement._worker._handles.child.pid, signal.SIGKILL)
         with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
             optimizer.step()
         assert_bitwise([param.detach() for param in params], before)
