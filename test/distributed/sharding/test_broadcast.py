@@ -74,7 +74,7 @@ def _broadcast_beside_a_killed_rank(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "another rank")])
 def test_a_broadcast_names_no_rank_that_lives(world_size: int, who: str) -> None:
-    said = run_processes(world_size, _broadcast_beside_a_killed_rank, timeout=300, expect_errors=True, group_timeout=30)
+    said = run_processes(world_size, _broadcast_beside_a_killed_rank, expect_errors=True, group_timeout=30)
     assert all(text.startswith(f"{who} has ended or does not answer") for text in said[:-1]), said
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, values
 from test.support.worker_training import (
@@ -32,7 +33,6 @@ from test.support.worker_training import (
 from zero_opt.placement.worker.results import ParamWriter
 from zero_opt.reduction.grad_norm import square_sum
 
-SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)
 STEPS = 500
 LIMIT = 4.0
@@ -217,8 +217,8 @@ def _train_speculating(rank: int, world_size: int, dtype: torch.dtype) -> Any:
 )
 def test_the_bits_of_synchronous_steps_with_workers_killed(world_size: int, train: Any, dtype: torch.dtype) -> None:
     """Clipped, unclipped, overflowing, skipped, edited, accumulated: 500 steps, the state included."""
-    plain = run_processes(world_size, _train_mixed, NOW, 0.0, False, dtype, timeout=SECONDS)
-    found = run_processes(world_size, train, dtype, timeout=SECONDS)
+    plain = run_processes(world_size, _train_mixed, NOW, 0.0, False, dtype)
+    found = run_processes(world_size, train, dtype)
     for (seen, state, _), (plain_seen, plain_state, _) in zip(found, plain, strict=True):
         assert_bitwise(seen, plain_seen)
         assert_bitwise(state, plain_state)
@@ -233,7 +233,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, 12, dtype, offload=SPECULATING)
 
-    assert_as_simulated(run_processes(2, run, timeout=SECONDS), simulate(2, 12, 0, dtype))
+    assert_as_simulated(run_processes(2, run), simulate(2, 12, 0, dtype))
 
 
 @pytest.mark.parametrize("exchange", ["backend", "auto"])
@@ -253,7 +253,7 @@ def test_gradients_that_are_not_reduced_into_the_arena(exchange: str) -> None:
         optimizer.close()
         return [param.detach() for param in params], drafts
 
-    plain, found = (run_processes(2, run, offload, timeout=SECONDS) for offload in (NOW, SPECULATING))
+    plain, found = (run_processes(2, run, offload) for offload in (NOW, SPECULATING))
     assert_bitwise(found, plain)
 
 
@@ -268,7 +268,7 @@ def _after_backward(optimizer: zero_opt.ShardedOptimizer) -> Any:
     """The placement, once all buckets that have been sent are reduced."""
     engine: Any = optimizer._engine
     for future in engine.reduction._futures:
-        future.result(SECONDS)
+        future.result(PATIENCE_S)
     return placement_of(optimizer)
 
 
