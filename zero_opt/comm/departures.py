@@ -85,7 +85,7 @@ class Departures:
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
         self._heard: dict[int, Departure] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""

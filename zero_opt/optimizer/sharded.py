@@ -207,10 +207,10 @@ class ShardedEngine(BetweenSteps):
         self._groups.control.in_step(count.step)
         self.partition.settle()
         with self.parts.visible.lock:
-            self._guard.commit(count.step)
             if failure is None:
                 self.parts.visible.count_step(agreed.used)
                 self._show_state()
+            self._guard.commit(count.step)
         if failed:
             self._behind = True
             self.agreement.raise_first_error(self._guard.lacking(), "step()", own=failure)

@@ -65,10 +65,11 @@ class FullState:
         self._closed = True
 
     def require_landed(self) -> None:
-        """Raise StepPending, or OptimizerClosed, if the state lacks a pending step."""
+        """Raise StepPending, OptimizerClosed, or why a step is under way, if the state lacks a pending step."""
         if self._placement.pending and self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
         if self._placement.pending:
+            self._guard.require_readable()
             raise StepPending(
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"
