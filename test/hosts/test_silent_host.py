@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from datetime import timedelta
@@ -15,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import ADDRESSES, fall_silent, join_host, require_namespaces
+from test.hosts.namespaces import ADDRESSES, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import process_identity
+from zero_opt.comm import peer_watch, process_identity
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
@@ -168,9 +169,47 @@ def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], li
     return before, during, after
 
 
-def test_connections_of_the_user_and_of_training_have_limits_during_construction_alone(tmp_path: Path) -> None:
+def test_connections_of_the_user_have_limits_during_construction_and_own_ones_until_the_end(tmp_path: Path) -> None:
     require_namespaces()
     for before, during, after in run_processes(2, _has_limits, tmp_path, timeout=SECONDS, backend=None):
         assert set(before) == {0} and set(during) == {75_000}
         assert len(during) > len(before) + 1
-        assert after == [*[0] * (len(during) - 1), 75_000]
+        assert after == [*[0] * (len(during) - 2), 75_000, 75_000]  # of training, and of state
+
+
+def _large_packets_are_lost(rank: int, world_size: int, folder: Path, short: bool) -> Any:
+    """What rank 1 sends gets to rank 0 only in small packets, from the third step on."""
+    if short:
+        _shorten()
+        peer_watch._NEWS_S = 2.0
+    host = _init(rank, world_size, folder)
+    params, optimizer = make_stepped(2)
+    group = optimizer._group
+    if host == 0 and rank == 0:
+        drop_large()
+    group.all_gather_bytes(b"dropped")
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        take_step(params, optimizer)
+    return str(caught.value), time.monotonic() - begun
+
+
+def _require_both_named(world_size: int, folder: Path, short: bool) -> float:
+    """Fail unless all ranks name one of each host; the longest that one took."""
+    require_namespaces()
+    found = run_processes(world_size, _large_packets_are_lost, folder, short, timeout=SECONDS, backend=None)
+    for text, _ in found:
+        named = r"rank (\d)(?: \(pid \d+\))?"
+        match = re.match(rf"{named}, {named} cannot reach each other any more: the network drops packets", text)
+        assert match and "1" in match.groups(), text
+    return max(waited for _, waited in found)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tmp_path: Path) -> None:
+    _require_both_named(world_size, tmp_path, short=True)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
+    assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S

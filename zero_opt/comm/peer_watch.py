@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
@@ -34,7 +35,7 @@ SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at.
-_LOOK_AGAIN_S = 0.5
+LOOK_AGAIN_S = 0.5
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
@@ -46,6 +47,8 @@ _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
+# More calls than a rank will ever enter: one that every rank misses that has left.
+_ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
 _SAID_S = 0.05
 
@@ -82,6 +85,7 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
+        awaited: the rank whose message an exchange has last waited for.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Watch:
     ) -> None:
         """``processes``: by rank. ``timeouts``: of the process group, and for ranks that are stopped."""
         self.step, self.call, self.departures = 0, "step()", departures
+        self.awaited: int | None = None
         departures.explain, departures.lives = self.explain, self.lives
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
@@ -102,10 +107,14 @@ class Watch:
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
         self._entered = 0
         self._given_up: PeerSilent | None = None
+        self._warned = -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
 
-    def wait(self, work: Any) -> None:
-        """Return when a collective of all ranks is over.
+    def wait(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective of all ranks, and return when it is over.
+
+        A wait that something else ends, as Ctrl-C or a signal handler's exception, is the last one: what this rank
+        waited for may still come, and would answer a later call.
 
         Raises:
             PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has left.
@@ -113,17 +122,33 @@ class Watch:
         """
         self._entered += 1
         self.departures.calls = self._entered
-        patience = _Patience(self)
+        patience, work = _Patience(self), None
         try:
+            work = begin()
             while not done_within(work, SLICE_S):
                 patience.look()
                 departure = self.departures.first(self._entered)
                 if departure is not None:
                     raise self.explain("", self._entered, _CLOSING_S) or self._left(departure)
-        except RuntimeError as error:
-            if isinstance(error, PeerLost):
-                raise
-            raise self._lost(error, patience.waited) or error from error
+        except PeerLost:
+            raise
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and (work is None or work.is_completed()):
+                raise self._lost(error, patience.waited) or error from error
+            self.interrupted(error)
+            raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """Leave training, once something else than what this rank waits for has ended its wait; tell the others."""
+        if self._given_up is not None:
+            return
+        with uninterrupted():
+            if self.departures.tell is not None:
+                self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
+            self._leave(
+                f"{type(error).__name__} has ended its wait for the other ranks in step {self.step}; restart all ranks "
+                "from the last checkpoint"
+            )
 
     def mark(self) -> None:
         """Let the others know that this rank waits."""
@@ -195,6 +220,8 @@ class Watch:
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
+        if self._given_up is not None:  # meanwhile, on another thread
+            return PeerSilent(str(self._given_up))
         text = first_line(error)
         timed_out = _TIMED_OUT in text
         found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
@@ -213,6 +240,46 @@ class Watch:
             f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
             f"checks=Checks(timeout=...) ({text})"
         )
+
+    def late(self, rank: int, text: str) -> PeerSilent:
+        """Leave, tell the others, and return the error, once a rank has not come to an exchange in time."""
+        self._give_up([rank])
+        return self._leave(text)
+
+    def broken(self, rank: int, text: str) -> PeerLost | None:
+        """Leave, and return the error, once a message to or from a rank has failed; ``None`` if nothing is known.
+
+        Args:
+            text: the backend's words.
+        """
+        if self._given_up is not None:  # meanwhile, on another thread
+            return PeerSilent(str(self._given_up))
+        timed_out = _TIMED_OUT in text
+        known = self.explain(text, _ANY_CALL, patience_s=0.0 if timed_out else None)
+        if known is not None:
+            return known
+        if self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+        silent = self.departures.silent or ([rank] if timed_out else [])
+        if silent:
+            self._give_up(silent)
+            have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
+            return self._leave(
+                f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
+                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})"
+            )
+        if not self.departures.news:
+            return None
+        apart = Departure(rank, How.CUT_OFF, from_rank=self._rank)
+        self.departures.find(apart)
+        return self._left(apart, text)
+
+    def warn(self) -> None:
+        """Say, once per step, that an exchange waits long."""
+        if self._warned != self.step:
+            self._warned = self.step
+            who = "another rank" if self.awaited is None else self.name([self.awaited])
+            log.warning("an exchange of step %d has waited %d s for %s", self.step, WARN_AFTER_S, who)
 
     def _leave(self, text: str) -> PeerSilent:
         """Leave training, and return the error: what this rank waited for may still come, and answer a later call."""
@@ -273,8 +340,11 @@ class Watch:
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
         waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
-        backend = f" ({text})" if text and departure.how is How.LOST else ""
-        name = self.name([departure.rank]) if departure.how is How.LOST else self._name(departure.rank)
+        unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
+        if departure.how is How.CUT_OFF:
+            ranks = sorted([departure.rank, departure.from_rank])
+        backend = f" ({text})" if text and unannounced else ""
+        name = self.name(ranks) if unannounced else self._name(departure.rank)
         return PeerLost(departure.text(name, waiting) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -329,14 +399,21 @@ class Stops:
     """
 
     def __init__(self, watch: Watch, waiting: str = "") -> None:
-        self._watch, self._waiting, self._looked = watch, waiting, time.monotonic()
+        self._watch, self._waiting = watch, waiting
+        self._begun = self._looked = time.monotonic()
         self._since: dict[int, float] = {}
         self._ended: dict[int, float] = {}
+
+    def attend(self) -> None:
+        """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
+        if time.monotonic() - self._begun > WARN_AFTER_S and threading.current_thread() is threading.main_thread():
+            self._watch.warn()
+        self.look()
 
     def look(self) -> None:
         """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_AGAIN_S:
+        if now - self._looked < LOOK_AGAIN_S:
             return
         self._looked = now
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
@@ -348,71 +425,6 @@ class Stops:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
             if error is not None:
                 raise error
-
-
-class WaitingThread:
-    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
-
-    Args:
-        interrupt: ends a wait that is under way.
-    """
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
-
-    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
-        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
-        try:
-            if self._thread.ended:
-                raise RuntimeError
-            future = self._thread.submit(wait)
-        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
-            wait()
-            return
-        try:
-            while not futures.wait([future], _LOOK_AGAIN_S).done:
-                look()
-            future.result(0)
-        finally:
-            if not future.done():  # the ranks are not at one point any more
-                self._thread.close()
-                self._thread = SerialThread("zero_opt wait", self._interrupt)
-                self._interrupt()
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        self._thread.close()
-
-
-@contextlib.contextmanager
-def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
-    """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
-
-    What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
-    """
-    over, raised = threading.Event(), list[PeerLost]()
-    thread = SerialThread("zero_opt look", over.set)
-
-    def look_on() -> None:
-        while not over.wait(_LOOK_AGAIN_S):
-            try:
-                look()
-            except PeerLost as error:
-                raised.append(error)
-                interrupt()
-                return
-
-    with contextlib.suppress(RuntimeError):  # the interpreter's exit has begun; or there are no threads left
-        thread.submit(look_on)
-    try:
-        yield
-    except PeerLost:
-        if raised:
-            raise raised[0] from None
-        raise
-    finally:
-        over.set()
-        thread.close()
 
 
 def first_line(error: Exception) -> str:

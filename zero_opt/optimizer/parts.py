@@ -70,7 +70,8 @@ class EngineParts:
         late = config.reduction.overlap_param_gather
         results = build_results(late)
         self.placement = self._built_placement(results)
-        self.gather = build_gather(self.partition, self.exchanges, self.thread, late, results)
+        lookout = groups.control.lookout
+        self.gather = build_gather(self.partition, self.exchanges, self.thread, late, results, lookout)
         stand_ins = StandIns(config.optimizer_class, config.defaults, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
         self.full = FullState(self.agreement, self.partition, self.placement, self.guard)

@@ -162,11 +162,11 @@ class StateService:
             self._told = True
             return
         if message.kind == DEPARTED:
-            departure = Departure(message.about, How(message.how), message.steps, message.calls)
+            departure = Departure(message.about, How(message.how), *message[-3:])
             self._departures.hear(departure)
-            if departure.how is How.LOST:
+            if departure.how in (How.LOST, How.CUT_OFF):
                 self._departures.leave()
-            elif departure.how is not How.SILENT:
+            elif departure.how in (How.CLOSED, How.ENDED, How.FAILED):
                 self._open.discard(message.about)
             return
         if self._final is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB
-from zero_opt.comm import peer_watch, process_identity, shared_memory_exchange
+from zero_opt.comm import pairwise_exchange, peer_watch, process_identity, shared_memory_exchange
 from zero_opt.state import service
 
 MOST_SECONDS = 5
@@ -264,6 +264,60 @@ def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> N
     (record,) = records
     said = r"step 3 has waited \d s for rank 1 \(pid \d+\); its last step is 2: rank 0 called step\(\), rank 1 did not"
     assert re.fullmatch(said, record)
+
+
+def _slow_in_an_exchange(rank: int, world_size: int, reduction: Any) -> list[str]:
+    """Rank 1 takes part in the agreement at once, and in the exchange late."""
+    peer_watch.WARN_AFTER_S = 1.2
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    param, opt = _optimizer(reduction)
+    logging.getLogger("zero_opt").addHandler(handler)
+    param.grad = torch.ones(300)
+    if rank == 1:
+        reduce = opt._engine.reduction._reduce
+        opt._engine.reduction._reduce = lambda *given, **named: (time.sleep(2.5), reduce(*given, **named))[1]
+    opt.step()
+    opt.close()
+    return records
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_an_exchange_that_waits_long_is_warned_about_once(exchange: str) -> None:
+    reduction = zero_opt.AtStep(BUCKET_MB, exchange=exchange)
+    records, none = run_processes(2, _slow_in_an_exchange, reduction, timeout=300)
+    assert none == []
+    (record,) = records
+    assert re.fullmatch(r"an exchange of step 3 has waited \d s for rank 1 \(pid \d+\)", record)
+
+
+def _stops_in_a_background_exchange(rank: int, world_size: int) -> Any:
+    """Rank 1 stops after the agreement, before it sends anything; rank 0 waits for its own background thread."""
+    param, opt = _optimizer(zero_opt.Overlapped(BUCKET_MB, exchange="backend"), hang_timeout=0.5)
+    pid = _peer_pid(rank, opt)
+    if rank == 1:
+        send, collect = pairwise_exchange.PairwiseExchange._send, opt._engine.reduction.collect
+        stopped = threading.Event()
+
+        def stop(agreed: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            stopped.set()
+            return collect(agreed)
+
+        opt._engine.reduction.collect = stop
+        pairwise_exchange.PairwiseExchange._send = (  # type: ignore[method-assign]
+            lambda *given: (stopped.wait(300), send(*given))[1]
+        )
+    param.grad = torch.ones(300)
+    with _wake_later(pid, 60), pytest.raises(zero_opt.PeerLost) as caught:
+        opt.step()
+    return str(caught.value)
+
+
+def test_a_rank_that_stops_in_an_exchange_by_messages_is_named() -> None:
+    message = run_processes(2, _stops_in_a_background_exchange, expect_errors=True, timeout=300)[0]
+    assert re.match(r"rank 1 \(pid \d+\) has been stopped for \d+ s while step 3 waits for it", message), message
 
 
 # ---------------------------------------------------------------------------------------------------------------------
