@@ -220,8 +220,6 @@ class Watch:
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
-        if self._given_up is not None:  # meanwhile, on another thread
-            return PeerSilent(str(self._given_up))
         text = first_line(error)
         timed_out = _TIMED_OUT in text
         found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
@@ -252,8 +250,6 @@ class Watch:
         Args:
             text: the backend's words.
         """
-        if self._given_up is not None:  # meanwhile, on another thread
-            return PeerSilent(str(self._given_up))
         timed_out = _TIMED_OUT in text
         known = self.explain(text, _ANY_CALL, patience_s=0.0 if timed_out else None)
         if known is not None:
@@ -290,7 +286,7 @@ class Watch:
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
-            raise PeerSilent(f"this rank has left training, because {self._given_up}")
+            raise self.explain("") or self._given_up
 
     def _give_up(self, ranks: Sequence[int]) -> None:
         """Tell the other ranks that this one has given up waiting for these."""
@@ -304,6 +300,8 @@ class Watch:
             text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
                 ``None`` is as long as news may take.
         """
+        if self._given_up is not None:
+            return PeerSilent(f"this rank has left training, because {self._given_up}")
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:

@@ -179,7 +179,8 @@ class BetweenSteps(Engine):
         self.placement.require_own()
         self.gather.flush()
         if self._config.offload is not None:
-            self._finish_pending()
+            with self._guard.whole():
+                self._finish_pending()
         if self.gather.failed():
             self.agreement.raise_first_error(self._guard.lacking(), "flush()")
 
