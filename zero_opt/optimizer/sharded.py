@@ -182,7 +182,9 @@ class ShardedEngine(BetweenSteps):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
-            self._guard.note_failure(error)
+            by_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+            own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
+            self._guard.note_failure(own)
         yield from (buckets[index] for index in left)
         self._behind = False
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -462,3 +465,18 @@ def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
         process_identity._boot_id.cache_clear()
         nameless = process_identity.ProcessIdentity.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)
+
+
+def test_a_process_whose_clock_has_another_offset_is_not_near() -> None:
+    """Starting times depend on the reader's time namespace, so a living rank of another one looks as if it had ended."""
+    here = process_identity.ProcessIdentity.of_this_process()
+    program = "from zero_opt.comm.process_identity import ProcessIdentity as P; print([*P.of_this_process()])"
+    done = subprocess.run(
+        ["unshare", "--time", "--boottime", "100000", sys.executable, "-c", program], capture_output=True, text=True
+    )
+    if "unshare" in done.stderr:
+        pytest.skip(f"time namespaces are not permitted here: {done.stderr}")
+    there = process_identity.ProcessIdentity(*ast.literal_eval(done.stdout))
+    assert there.pid and there.started > here.started + 90_000, "the clock is shifted"
+    assert not there.is_near(here) and not here.is_near(there)
+    assert there.is_near(there) and here.is_near(here)

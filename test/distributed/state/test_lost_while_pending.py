@@ -55,5 +55,7 @@ def _one_leaves(rank: int, world_size: int, how: str, call: str) -> str:
 def test_it_names_the_rank_that_has_left(world_size: int, how: str, call: str) -> None:
     found = run_processes(world_size, _one_leaves, how, call, timeout=SECONDS, expect_errors=how == "killed")
     for said in found[:1] + found[2:]:
-        left = r"rank 1 (\(pid \d+\) )?has ended" if how == "killed" else "rank 1 has closed this optimizer after step 2"
+        left = (
+            r"rank 1 (\(pid \d+\) )?has ended" if how == "killed" else "rank 1 has closed this optimizer after step 2"
+        )
         assert re.match(f"(a step is pending, and flush|this rank's state is that of no step).*: {left}", said), said
