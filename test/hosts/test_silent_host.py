@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
+import subprocess
 import time
 from datetime import timedelta
 from functools import partial
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zero_opt
@@ -213,3 +216,24 @@ def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tm
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
     assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S
+
+
+def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
+    """Rank 1 is stopped for longer than a host may be silent, while more is sent to it than its kernel accepts."""
+    _shorten()
+    _init(rank, world_size, folder)
+    param = torch.nn.Parameter(torch.ones(8 << 20))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0)
+    dist.barrier()
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep {3 * SILENT_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    param.sum().backward()
+    optimizer.step()
+    dist.barrier()
+    return float(param.detach().sum())
+
+
+def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(tmp_path: Path) -> None:
+    require_namespaces()
+    assert run_processes(2, _stops_for_a_while, tmp_path, timeout=SECONDS, backend=None) == [0.0, 0.0]

@@ -468,7 +468,7 @@ def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
 
 
 def test_a_process_whose_clock_has_another_offset_is_not_near() -> None:
-    """Starting times depend on the reader's time namespace, so a living rank of another one looks as if it had ended."""
+    """Starting times depend on the reader's time namespace: a living rank of another one would seem to have ended."""
     here = process_identity.ProcessIdentity.of_this_process()
     program = "from zero_opt.comm.process_identity import ProcessIdentity as P; print([*P.of_this_process()])"
     done = subprocess.run(
