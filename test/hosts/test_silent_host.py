@@ -22,7 +22,8 @@ import zero_opt
 from test.hosts.namespaces import ADDRESSES, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import peer_watch, process_identity
+from zero_opt.comm import peer_watch, process_identity, short_lived
+from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
@@ -237,3 +238,41 @@ def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
 def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(tmp_path: Path) -> None:
     require_namespaces()
     assert run_processes(2, _stops_for_a_while, tmp_path, timeout=SECONDS, backend=None) == [0.0, 0.0]
+
+
+def _falls_silent_in_a_broadcast(rank: int, world_size: int, folder: Path, where: str, short: bool) -> Any:
+    """Rank 1 does before it comes, or after the first tensor."""
+    if short:
+        short_lived.HostLimits = partial(HostLimits, SILENT_S, PROBE_S)  # type: ignore[attr-defined,misc]
+    host = _init(rank, world_size, folder)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    zero_opt.broadcast_params(model)
+    if rank == 1 and where == "before it comes":
+        _fall_silent_for_good(host)
+    elif rank == 1:
+        Group.all_gather_bytes = partial(_fall_silent_for_good, host)  # type: ignore[method-assign,assignment]
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        zero_opt.broadcast_params(model)
+    return str(caught.value), time.monotonic() - begun
+
+
+def _require_named_in_a_broadcast(where: str, folder: Path, short: bool) -> float:
+    require_namespaces()
+    ranks = 3, _falls_silent_in_a_broadcast, folder, where, short
+    first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1})
+    for text, _ in (first, last):
+        assert text.startswith("rank 1 has ended, or its host does not answer"), text
+        assert "broadcast_params()" in text, text
+    return max(first[1], last[1])
+
+
+@pytest.mark.parametrize("where", ["before it comes", "within"])
+def test_a_host_that_falls_silent_in_a_broadcast_is_named(where: str, tmp_path: Path) -> None:
+    _require_named_in_a_broadcast(where, tmp_path, short=True)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@pytest.mark.parametrize("where", ["before it comes", "within"])
+def test_it_is_named_in_a_broadcast_within_two_minutes_by_default(where: str, tmp_path: Path) -> None:
+    assert _require_named_in_a_broadcast(where, tmp_path, short=False) < AT_MOST_S

@@ -60,6 +60,11 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
     return next((name for name in _WITHOUT_PROCESSES if name in config), "gloo")
 
 
+def carries_messages(parent: dist.ProcessGroup) -> bool:
+    """Whether its ranks are processes, two of which can exchange a message without the others."""
+    return _backend_for(parent) not in _WITHOUT_PROCESSES
+
+
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
     return _gathered(_whom(pg), _broadcasting(pg, tensor, src), tensor)
@@ -444,7 +449,7 @@ def connect(
     Raises:
         OutOfResources: a rank lacks descriptors or threads for them. Others as for :meth:`rendezvous.Meeting.come`.
     """
-    if _backend_for(parent) in _WITHOUT_PROCESSES:
+    if not carries_messages(parent):
         return None
     come_s = waited_for(group_timeout_s(parent))
     timeout_s = come_s if checks.timeout is None else waited_for(checks.timeout)

@@ -59,15 +59,6 @@ def _go_on(ranks: Sequence[int]) -> str:
     return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
 
 
-def _restart(ranks: Sequence[int]) -> str:
-    """Return what to do about ranks that are stopped, once this one has left training because of them."""
-    them = "them" if len(ranks) > 1 else "it"
-    return (
-        f"restart all ranks from the last checkpoint (kill -CONT lets {them} end), or wait longer with "
-        "checks=Checks(hang_timeout=...)"
-    )
-
-
 def done_within(work: Any, seconds: float) -> bool:
     """Wait for a collective of CPU tensors for so long at the most; whether it is over. Raises the backend's error."""
     try:
@@ -85,8 +76,10 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
-        awaited: the rank whose message an exchange has last waited for.
+        awaited: the rank whose message an exchange has last waited for. timeout: what bounds a wait.
     """
+
+    timeout = "checks=Checks(timeout=...)"
 
     def __init__(
         self,
@@ -146,7 +139,7 @@ class Watch:
             if self.departures.tell is not None:
                 self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
             self._leave(
-                f"{type(error).__name__} has ended its wait for the other ranks in step {self.step}; restart all ranks "
+                f"{type(error).__name__} has ended its wait for the other ranks in {self.where}; restart all ranks "
                 "from the last checkpoint"
             )
 
@@ -202,6 +195,19 @@ class Watch:
             return f"{'their' if len(ranks) > 1 else 'its'} last step is {self.step - 1}"
         return f"{'they have' if len(ranks) > 1 else 'it has'} taken no step"
 
+    @property
+    def where(self) -> str:
+        """Return what this rank is in, for messages."""
+        return f"step {self.step}"
+
+    def advice(self, ranks: Sequence[int]) -> str:
+        """Return what to do about ranks that are stopped, once this one has left because of them."""
+        them = "them" if len(ranks) > 1 else "it"
+        return (
+            f"restart all ranks from the last checkpoint (kill -CONT lets {them} end), or wait longer with "
+            "checks=Checks(hang_timeout=...)"
+        )
+
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
         others = " and ".join(f"rank {rank}" for rank in missing)
@@ -216,7 +222,7 @@ class Watch:
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
         if waiting:
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
-        return self._leave(f"{stopped} step {self.step} waits for {them}, and {self.last(ranks)}; {_restart(ranks)}")
+        return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -226,7 +232,7 @@ class Watch:
         if found is not None:
             return found
         if self._rank in self.departures.silent:
-            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
@@ -234,9 +240,9 @@ class Watch:
         have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return self._leave(
-            f"{self.name(missing)} {have} not come to step {self.step}{within}, and {self.last(missing)}: "
+            f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
             f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
-            f"checks=Checks(timeout=...) ({text})"
+            f"{self.timeout} ({text})"
         )
 
     def late(self, rank: int, text: str) -> PeerSilent:
@@ -255,7 +261,7 @@ class Watch:
         if known is not None:
             return known
         if self._rank in self.departures.silent:
-            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         silent = self.departures.silent or ([rank] if timed_out else [])
         if silent:
             self._give_up(silent)
@@ -337,7 +343,7 @@ class Watch:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
+        waiting = f"{how} while {self.where} waits for it, and {self.last()}"
         unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
         if departure.how is How.CUT_OFF:
             ranks = sorted([departure.rank, departure.from_rank])
@@ -386,7 +392,7 @@ class _Patience:
             missing = watch.missing()
             who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}" if missing else ""
-            log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
+            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         self._stops.look()
 
 

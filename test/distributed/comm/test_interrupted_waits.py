@@ -16,7 +16,7 @@ from torch import nn
 import zero_opt
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import peer_watch
+from zero_opt.comm import process_identity
 
 SECONDS = 300  # nothing hangs
 
@@ -57,7 +57,7 @@ def _said(call: Callable[[], Any]) -> tuple[str, str]:
 def _one_is_interrupted(rank: int, world_size: int, place: str, how: str, first: str, second: str, near: bool) -> Any:
     """Rank 0 is interrupted in a call that the others make later, and makes another one."""
     if not near:
-        peer_watch.host_if_known = lambda: f"host {rank}"  # type: ignore[attr-defined]
+        process_identity.host_if_known = lambda: f"host {rank}"  # type: ignore[attr-defined]
     params, optimizer = make_stepped(2, reduction=PLACES[place])
     store: Any = dist.distributed_c10d._get_default_store()
     if place != "agreement" and rank:  # wait in the agreement no longer, but in the exchange
