@@ -65,6 +65,7 @@ def join_host(rank: int, host: int, folder: Path) -> None:
             _say(folder / "wired", "")
         _heard(folder / "wired")
         _ip("addr", "add", f"{ADDRESSES[host]}/24", "dev", "wire")
+        _ip("link", "set", "wire", "gso_max_segs", "1")  # what crosses the link are packets of its MTU at the most
         _ip("link", "set", "wire", "up")
         _say(folder / f"up_{host}", str(os.getpid()))
     pids = [int(_heard(folder / f"up_{each}")) for each in (0, 1)]
@@ -76,6 +77,11 @@ def join_host(rank: int, host: int, folder: Path) -> None:
 def fall_silent(host: int) -> None:
     """Let nothing that this host sends reach the other one any more, as if it had lost power."""
     _ip("route", "add", "blackhole", f"{ADDRESSES[1 - host]}/32")
+
+
+def drop_large() -> None:
+    """Let nothing that is large reach this host any more, as if a link before it had a smaller MTU and said nothing."""
+    _ip("link", "set", "wire", "mtu", "600")
 
 
 def _say(path: Path, text: str) -> None:

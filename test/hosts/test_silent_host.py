@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import socket
+import subprocess
 import time
 from datetime import timedelta
 from functools import partial
@@ -12,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import ADDRESSES, fall_silent, join_host, require_namespaces
+from test.hosts.namespaces import ADDRESSES, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import process_identity
+from zero_opt.comm import peer_watch, process_identity, short_lived
+from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
@@ -168,9 +173,106 @@ def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], li
     return before, during, after
 
 
-def test_connections_of_the_user_and_of_training_have_limits_during_construction_alone(tmp_path: Path) -> None:
+def test_connections_of_the_user_have_limits_during_construction_and_own_ones_until_the_end(tmp_path: Path) -> None:
     require_namespaces()
     for before, during, after in run_processes(2, _has_limits, tmp_path, timeout=SECONDS, backend=None):
         assert set(before) == {0} and set(during) == {75_000}
         assert len(during) > len(before) + 1
-        assert after == [*[0] * (len(during) - 1), 75_000]
+        assert after == [*[0] * (len(during) - 2), 75_000, 75_000]  # of training, and of state
+
+
+def _large_packets_are_lost(rank: int, world_size: int, folder: Path, short: bool) -> Any:
+    """What rank 1 sends gets to rank 0 only in small packets, from the third step on."""
+    if short:
+        _shorten()
+        peer_watch._NEWS_S = 2.0
+    host = _init(rank, world_size, folder)
+    params, optimizer = make_stepped(2)
+    group = optimizer._group
+    if host == 0 and rank == 0:
+        drop_large()
+    group.all_gather_bytes(b"dropped")
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        take_step(params, optimizer)
+    return str(caught.value), time.monotonic() - begun
+
+
+def _require_both_named(world_size: int, folder: Path, short: bool) -> float:
+    """Fail unless all ranks name one of each host; the longest that one took."""
+    require_namespaces()
+    found = run_processes(world_size, _large_packets_are_lost, folder, short, timeout=SECONDS, backend=None)
+    for text, _ in found:
+        named = r"rank (\d)(?: \(pid \d+\))?"
+        match = re.match(rf"{named}, {named} cannot reach each other any more: the network drops packets", text)
+        assert match and "1" in match.groups(), text
+    return max(waited for _, waited in found)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tmp_path: Path) -> None:
+    _require_both_named(world_size, tmp_path, short=True)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
+    assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S
+
+
+def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
+    """Rank 1 is stopped for longer than a host may be silent, while more is sent to it than its kernel accepts."""
+    _shorten()
+    _init(rank, world_size, folder)
+    param = torch.nn.Parameter(torch.ones(8 << 20))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0)
+    dist.barrier()
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep {3 * SILENT_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    param.sum().backward()
+    optimizer.step()
+    dist.barrier()
+    return float(param.detach().sum())
+
+
+def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(tmp_path: Path) -> None:
+    require_namespaces()
+    assert run_processes(2, _stops_for_a_while, tmp_path, timeout=SECONDS, backend=None) == [0.0, 0.0]
+
+
+def _falls_silent_in_a_broadcast(rank: int, world_size: int, folder: Path, where: str, short: bool) -> Any:
+    """Rank 1 does before it comes, or after the first tensor."""
+    if short:
+        short_lived.HostLimits = partial(HostLimits, SILENT_S, PROBE_S)  # type: ignore[attr-defined,misc]
+    host = _init(rank, world_size, folder)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    zero_opt.broadcast_params(model)
+    if rank == 1 and where == "before it comes":
+        _fall_silent_for_good(host)
+    elif rank == 1:
+        Group.all_gather_bytes = partial(_fall_silent_for_good, host)  # type: ignore[method-assign,assignment]
+    begun = time.monotonic()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        zero_opt.broadcast_params(model)
+    return str(caught.value), time.monotonic() - begun
+
+
+def _require_named_in_a_broadcast(where: str, folder: Path, short: bool) -> float:
+    require_namespaces()
+    ranks = 3, _falls_silent_in_a_broadcast, folder, where, short
+    first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1})
+    for text, _ in (first, last):
+        assert text.startswith("rank 1 has ended, or its host does not answer"), text
+        assert "broadcast_params()" in text, text
+    return max(first[1], last[1])
+
+
+@pytest.mark.parametrize("where", ["before it comes", "within"])
+def test_a_host_that_falls_silent_in_a_broadcast_is_named(where: str, tmp_path: Path) -> None:
+    _require_named_in_a_broadcast(where, tmp_path, short=True)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@pytest.mark.parametrize("where", ["before it comes", "within"])
+def test_it_is_named_in_a_broadcast_within_two_minutes_by_default(where: str, tmp_path: Path) -> None:
+    assert _require_named_in_a_broadcast(where, tmp_path, short=False) < AT_MOST_S

@@ -18,6 +18,8 @@ class How(enum.IntEnum):
     FAILED = 2  # an exception has ended its program
     LOST = 3  # it has announced nothing: it was killed, or its host does not answer
     SILENT = 4  # another rank has given up waiting for it; it may still come
+    INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended its wait for the others; its program may go on
+    CUT_OFF = 6  # a connection to it has broken although it lives
 
 
 class Departure(NamedTuple):
@@ -26,12 +28,14 @@ class Departure(NamedTuple):
     Attributes:
         steps: optimizer steps that it had taken. calls: collective calls of the control group that it had entered.
             Both are -1 if it has announced nothing.
+        from_rank: the rank that cannot reach it, if it is cut off.
     """
 
     rank: int
     how: How
     steps: int = -1
     calls: int = -1
+    from_rank: int = -1
 
     def text(self, name: str, waiting: str) -> str:
         """Return what an error says about a rank that is not silent.
@@ -47,6 +51,10 @@ class Departure(NamedTuple):
             How.FAILED: f"{name} has ended its program with an exception {when}; look at its log, and "
             "restart all ranks from the last checkpoint",
             How.LOST: f"{name} {waiting}; restart all ranks from the last checkpoint",
+            How.INTERRUPTED: f"{name} has left training {when}, because an exception there (Ctrl-C, or a signal "
+            "handler's) has ended its wait for the other ranks; restart all ranks from the last checkpoint",
+            How.CUT_OFF: f"{name} cannot reach each other any more: the network drops packets (only large ones, where "
+            "a link's MTU is too small), or one is stopped on its host; restart all ranks from the last checkpoint",
         }[self.how]
 
 
@@ -73,7 +81,7 @@ class Departures:
         tell: tells the other ranks about a departure that this one has noticed.
         explain, lives: see :class:`Watch`.
         news: whether other ranks can tell this one about departures.
-        given_up: whether any rank is lost or silent. silent: the ranks that are silent.
+        given_up: whether any rank is lost, silent or cut off. silent: the ranks that are silent.
     """
 
     def __init__(self) -> None:
@@ -85,12 +93,12 @@ class Departures:
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
         self._heard: dict[int, Departure] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            self.given_up |= departure.how in (How.LOST, How.SILENT)
+            self.given_up |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
             if departure.how is How.SILENT:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh

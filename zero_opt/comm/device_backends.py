@@ -6,16 +6,28 @@ torch makes it: NCCL and XCCL by their classes, any other by the function that i
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from ..errors import ProcessGroupError
+from ..system.devices import HOST, device_backends
 from .store import c10d
 
 _KINDS = c10d.ProcessGroup.BackendType
+
+
+def group_timeout_s(parent: dist.ProcessGroup) -> float:
+    """Seconds that a collective of the parent may take; torch's default where its backend does not say."""
+    for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
+            options: Any = parent._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+    return default_pg_timeout.total_seconds()
 
 
 def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedelta, ranks: list[int]) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
@@ -28,12 +27,13 @@ from ..policies import Checks, waited_for
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .departures import Departures
-from .device_backends import abort_device_backend, add_device_backend
+from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
 from .keepalive import HostLimits
-from .peer_watch import Stops, WaitingThread, Watch, looked_beside
+from .peer_watch import Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .store import c10d
 from .transfers import Gathered, Message, Transfer, peer_lost, start
+from .waits_beside import WaitingThread, looked_beside
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -48,6 +48,8 @@ ALONE = "alone"
 # Backends of torch's tests, whose ranks are threads, and of its dry runs, whose other ranks do not exist.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
+# What a rank waits for that asks for state, or is asked.
+_ASKS = "this rank waits for its message"
 # The tag of Group.move(); no exchange of buckets over the same connections has it.
 _MOVED = NEVER_SENT - 1
 
@@ -58,13 +60,9 @@ def _backend_for(parent: dist.ProcessGroup) -> str:
     return next((name for name in _WITHOUT_PROCESSES if name in config), "gloo")
 
 
-def _timeout_of(parent: dist.ProcessGroup) -> float:
-    """Return how many seconds a collective of the parent may take: torch's default where its backend does not say."""
-    for device in (HOST.type, *device_backends(str(dist.get_backend_config(parent)))):
-        with contextlib.suppress(RuntimeError, AttributeError):  # no such backend; it has no options
-            options: Any = parent._get_backend(torch.device(device)).options
-            return float(options._timeout.total_seconds())
-    return default_pg_timeout.total_seconds()
+def carries_messages(parent: dist.ProcessGroup) -> bool:
+    """Whether its ranks are processes, two of which can exchange a message without the others."""
+    return _backend_for(parent) not in _WITHOUT_PROCESSES
 
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
@@ -161,6 +159,7 @@ class Group:
     """
 
     device_backends: Mapping[str, str] = MappingProxyType({})
+    _mesh: DeviceMesh | None = None
     _watch: Watch | None = None
 
     def __init__(
@@ -169,10 +168,9 @@ class Group:
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
-        self.timeout_s = waited_for(_timeout_of(parent) if timeout is None else timeout)
+        self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
-        self._mesh: DeviceMesh | None = None
         self._departures: Departures | None = None
         self._waits = WaitingThread(self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
@@ -214,7 +212,31 @@ class Group:
         Args:
             waiting: says what waits, if not a step.
         """
-        return (lambda: None) if self._watch is None else Stops(self._watch, waiting).look
+        stops = None if self._watch is None else Stops(self._watch, waiting)
+        return (lambda: None) if stops is None else stops.look if waiting else stops.attend
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Return a context of waits for other ranks in a step; see :meth:`Watch.interrupted`."""
+        try:
+            yield
+        except BaseException as error:
+            if self._watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
+                self._watch.interrupted(error)
+            raise
+
+    def awaits(self, rank: int) -> None:
+        """Note, for messages, that an exchange waits for a rank."""
+        if self._watch is not None:
+            self._watch.awaited = rank
+
+    def late(self, rank: int, text: str) -> PeerLost:
+        """Leave training, and return the error about a rank that has not come to an exchange in time."""
+        return PeerLost(text) if self._watch is None else self._watch.late(rank, text)
+
+    def broken(self, rank: int, text: str) -> PeerLost | None:
+        """Return the error once a message to or from a rank has failed, given the backend's words."""
+        return self.explain(text) if self._watch is None else self._watch.broken(rank, text)
 
     def in_step(self, step: int) -> None:
         """Note, for messages, that this rank has completed so many steps."""
@@ -222,7 +244,8 @@ class Group:
             self._watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
-        self._waits.run(call, self.lookout("this rank waits for its message"))
+        with self.exchanging():
+            self._waits.run(call, self.lookout())
 
     @property
     def has_send_recv(self) -> bool:
@@ -243,17 +266,17 @@ class Group:
             ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
         """
         self._require_own()
-        outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._finish(start(ALL, self.pg.allgather, [outputs], [tensor]), ALL, tensor)
+        outputs, pg = [torch.empty_like(tensor) for _ in range(self.world_size)], self.pg
+        self._run(lambda: pg.allgather([outputs], [tensor]), ALL, tensor)
         return outputs
 
-    def _finish(self, work: dist.Work, who: str, like: Tensor) -> None:
-        """Wait for a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
+    def _run(self, begin: Callable[[], dist.Work], who: str, like: Tensor) -> None:
+        """Run a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
         if self._watch is None or not like.is_cpu:
-            _gathered(who, work, like).wait()
+            _gathered(who, start(who, begin), like).wait()
         else:
             with peer_lost(f"{who}, for which step {self._watch.step} waits,"):
-                self._watch.wait(work)
+                self._watch.wait(begin)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         """Return every rank's payload, which may differ in length, in rank order.
@@ -286,7 +309,8 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
         self._require_own()
-        self._finish(_broadcasting(self.pg, tensor, src), _whom(self.pg), tensor)
+        pg = self.pg
+        self._run(lambda: _broadcasting(pg, tensor, src), _whom(pg), tensor)
 
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
@@ -313,11 +337,11 @@ class Group:
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Message:
         """Start sending a contiguous tensor to one rank."""
-        return Message(f"rank {dst}", start(f"rank {dst}", self.pg.send, [tensor], dst, tag), self)
+        return Message(self.pg.send, tensor, dst, tag, self)
 
     def receive_from(self, tensor: Tensor, src: int, tag: int) -> Message:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
-        return Message(f"rank {src}", start(f"rank {src}", self.pg.recv, [tensor], src, tag), self)
+        return Message(self.pg.recv, tensor, src, tag, self)
 
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
@@ -391,11 +415,14 @@ class SideGroup(Group):
     def lookout(self, waiting: str = "") -> Callable[[], None]:
         return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
 
+    def aside(self, call: Callable[[], None]) -> None:
+        self._waits.run(call, self.lookout(_ASKS))
+
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which any thread may wait for messages of ranks of this host that stop, or are killed."""
         if threading.current_thread() is threading.main_thread():  # see Message.wait()
             return contextlib.nullcontext()
-        return looked_beside(self.lookout("this rank waits for its message"), self.interrupt)
+        return looked_beside(self.lookout(_ASKS), self.interrupt)
 
     def _take_leave(self) -> None:
         if self.farewell is not None:
@@ -422,9 +449,9 @@ def connect(
     Raises:
         OutOfResources: a rank lacks descriptors or threads for them. Others as for :meth:`rendezvous.Meeting.come`.
     """
-    if _backend_for(parent) in _WITHOUT_PROCESSES:
+    if not carries_messages(parent):
         return None
-    come_s = waited_for(_timeout_of(parent))
+    come_s = waited_for(group_timeout_s(parent))
     timeout_s = come_s if checks.timeout is None else waited_for(checks.timeout)
     return Connecting(parent, groups, Patience(come_s, timeout_s, checks.hang_timeout, departures, limits))
 

@@ -26,9 +26,10 @@ _OPTIONS = [
 class HostLimits:
     """Limits on connections of this process to other hosts: they end when the host is silent for ``silent_s`` seconds.
 
-    Backends make connections in native code, and offer no way to set this. A stopped process does not count as silent,
-    since its kernel answers, until more is sent to it than its kernel accepts: do not send large messages over such
-    connections.
+    Backends make connections in native code, and offer no way to set this. Connections also end over which large
+    packets do not get, though small ones do. A stopped process does not count as silent, since its kernel answers,
+    until more is sent to it than its kernel accepts; gloo sends a large message only once its receiver has asked for
+    it.
     """
 
     def __init__(self, silent_s: float = _SILENT_S, probe_s: float = _PROBE_S) -> None:

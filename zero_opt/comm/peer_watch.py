@@ -15,16 +15,16 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
@@ -34,7 +34,7 @@ SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at.
-_LOOK_AGAIN_S = 0.5
+LOOK_AGAIN_S = 0.5
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
 # A connection is closed a little before its process has ended.
@@ -46,6 +46,8 @@ _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
+# More calls than a rank will ever enter: one that every rank misses that has left.
+_ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
 _SAID_S = 0.05
 
@@ -54,15 +56,6 @@ def _go_on(ranks: Sequence[int]) -> str:
     """Return what to do about ranks that are stopped while something else than training waits for them."""
     them = "them" if len(ranks) > 1 else "it"
     return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
-
-
-def _restart(ranks: Sequence[int]) -> str:
-    """Return what to do about ranks that are stopped, once this one has left training because of them."""
-    them = "them" if len(ranks) > 1 else "it"
-    return (
-        f"restart all ranks from the last checkpoint (kill -CONT lets {them} end), or wait longer with "
-        "checks=Checks(hang_timeout=...)"
-    )
 
 
 def done_within(work: Any, seconds: float) -> bool:
@@ -82,7 +75,10 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
+        awaited: the rank whose message an exchange has last waited for. timeout: what bounds a wait.
     """
+
+    timeout = "checks=Checks(timeout=...)"
 
     def __init__(
         self,
@@ -94,6 +90,7 @@ class Watch:
     ) -> None:
         """``processes``: by rank. ``timeouts``: of the process group, and for ranks that are stopped."""
         self.step, self.call, self.departures = 0, "step()", departures
+        self.awaited: int | None = None
         departures.explain, departures.lives = self.explain, self.lives
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
@@ -102,10 +99,14 @@ class Watch:
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
         self._entered = 0
         self._given_up: PeerSilent | None = None
+        self._warned = -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
 
-    def wait(self, work: Any) -> None:
-        """Return when a collective of all ranks is over.
+    def wait(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective of all ranks, and return when it is over.
+
+        A wait that something else ends, as Ctrl-C or a signal handler's exception, is the last one: what this rank
+        waited for may still come, and would answer a later call.
 
         Raises:
             PeerSilent: a rank of this host is stopped, or one has not come in time. PeerLost: one has left.
@@ -113,17 +114,33 @@ class Watch:
         """
         self._entered += 1
         self.departures.calls = self._entered
-        patience = _Patience(self)
+        patience, work = _Patience(self), None
         try:
+            work = begin()
             while not done_within(work, SLICE_S):
                 patience.look()
                 departure = self.departures.first(self._entered)
                 if departure is not None:
                     raise self.explain("", self._entered, _CLOSING_S) or self._left(departure)
-        except RuntimeError as error:
-            if isinstance(error, PeerLost):
-                raise
-            raise self._lost(error, patience.waited) or error from error
+        except PeerLost:
+            raise
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and (work is None or work.is_completed()):
+                raise self._lost(error, patience.waited) or error from error
+            self.interrupted(error)
+            raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """Leave training, once something else than what this rank waits for has ended its wait; tell the others."""
+        if self._given_up is not None:
+            return
+        with uninterrupted():
+            if self.departures.tell is not None:
+                self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
+            self._leave(
+                f"{type(error).__name__} has ended its wait for the other ranks in {self.where}; restart all ranks "
+                "from the last checkpoint"
+            )
 
     def mark(self) -> None:
         """Let the others know that this rank waits."""
@@ -177,6 +194,19 @@ class Watch:
             return f"{'their' if len(ranks) > 1 else 'its'} last step is {self.step - 1}"
         return f"{'they have' if len(ranks) > 1 else 'it has'} taken no step"
 
+    @property
+    def where(self) -> str:
+        """Return what this rank is in, for messages."""
+        return f"step {self.step}"
+
+    def advice(self, ranks: Sequence[int]) -> str:
+        """Return what to do about ranks that are stopped, once this one has left because of them."""
+        them = "them" if len(ranks) > 1 else "it"
+        return (
+            f"restart all ranks from the last checkpoint (kill -CONT lets {them} end), or wait longer with "
+            "checks=Checks(hang_timeout=...)"
+        )
+
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
         others = " and ".join(f"rank {rank}" for rank in missing)
@@ -191,7 +221,7 @@ class Watch:
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
         if waiting:
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
-        return self._leave(f"{stopped} step {self.step} waits for {them}, and {self.last(ranks)}; {_restart(ranks)}")
+        return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -201,7 +231,7 @@ class Watch:
         if found is not None:
             return found
         if self._rank in self.departures.silent:
-            return PeerSilent(f"the other ranks have given up waiting for this one, before step {self.step} ({text})")
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
@@ -209,10 +239,48 @@ class Watch:
         have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return self._leave(
-            f"{self.name(missing)} {have} not come to step {self.step}{within}, and {self.last(missing)}: "
+            f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
             f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
-            f"checks=Checks(timeout=...) ({text})"
+            f"{self.timeout} ({text})"
         )
+
+    def late(self, rank: int, text: str) -> PeerSilent:
+        """Leave, tell the others, and return the error, once a rank has not come to an exchange in time."""
+        self._give_up([rank])
+        return self._leave(text)
+
+    def broken(self, rank: int, text: str) -> PeerLost | None:
+        """Leave, and return the error, once a message to or from a rank has failed; ``None`` if nothing is known.
+
+        Args:
+            text: the backend's words.
+        """
+        timed_out = _TIMED_OUT in text
+        known = self.explain(text, _ANY_CALL, patience_s=0.0 if timed_out else None)
+        if known is not None:
+            return known
+        if self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
+        silent = self.departures.silent or ([rank] if timed_out else [])
+        if silent:
+            self._give_up(silent)
+            have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
+            return self._leave(
+                f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
+                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})"
+            )
+        if not self.departures.news:
+            return None
+        apart = Departure(rank, How.CUT_OFF, from_rank=self._rank)
+        self.departures.find(apart)
+        return self._left(apart, text)
+
+    def warn(self) -> None:
+        """Say, once per step, that an exchange waits long."""
+        if self._warned != self.step:
+            self._warned = self.step
+            who = "another rank" if self.awaited is None else self.name([self.awaited])
+            log.warning("an exchange of step %d has waited %d s for %s", self.step, WARN_AFTER_S, who)
 
     def _leave(self, text: str) -> PeerSilent:
         """Leave training, and return the error: what this rank waited for may still come, and answer a later call."""
@@ -223,7 +291,7 @@ class Watch:
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
-            raise PeerSilent(f"this rank has left training, because {self._given_up}")
+            raise self.explain("") or self._given_up
 
     def _give_up(self, ranks: Sequence[int]) -> None:
         """Tell the other ranks that this one has given up waiting for these."""
@@ -237,6 +305,8 @@ class Watch:
             text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
                 ``None`` is as long as news may take.
         """
+        if self._given_up is not None:
+            return PeerSilent(f"this rank has left training, because {self._given_up}")
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
@@ -272,9 +342,12 @@ class Watch:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while step {self.step} waits for it, and {self.last()}"
-        backend = f" ({text})" if text and departure.how is How.LOST else ""
-        name = self.name([departure.rank]) if departure.how is How.LOST else self._name(departure.rank)
+        waiting = f"{how} while {self.where} waits for it, and {self.last()}"
+        unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
+        if departure.how is How.CUT_OFF:
+            ranks = sorted([departure.rank, departure.from_rank])
+        backend = f" ({text})" if text and unannounced else ""
+        name = self.name(ranks) if unannounced else self._name(departure.rank)
         return PeerLost(departure.text(name, waiting) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -318,7 +391,7 @@ class _Patience:
             missing = watch.missing()
             who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}" if missing else ""
-            log.warning("step %d has waited %d s for %s; %s", watch.step, WARN_AFTER_S, who, last)
+            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         self._stops.look()
 
 
@@ -329,14 +402,21 @@ class Stops:
     """
 
     def __init__(self, watch: Watch, waiting: str = "") -> None:
-        self._watch, self._waiting, self._looked = watch, waiting, time.monotonic()
+        self._watch, self._waiting = watch, waiting
+        self._begun = self._looked = time.monotonic()
         self._since: dict[int, float] = {}
         self._ended: dict[int, float] = {}
+
+    def attend(self) -> None:
+        """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
+        if time.monotonic() - self._begun > WARN_AFTER_S and threading.current_thread() is threading.main_thread():
+            self._watch.warn()
+        self.look()
 
     def look(self) -> None:
         """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_AGAIN_S:
+        if now - self._looked < LOOK_AGAIN_S:
             return
         self._looked = now
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
@@ -348,71 +428,6 @@ class Stops:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
             if error is not None:
                 raise error
-
-
-class WaitingThread:
-    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
-
-    Args:
-        interrupt: ends a wait that is under way.
-    """
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
-
-    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
-        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
-        try:
-            if self._thread.ended:
-                raise RuntimeError
-            future = self._thread.submit(wait)
-        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
-            wait()
-            return
-        try:
-            while not futures.wait([future], _LOOK_AGAIN_S).done:
-                look()
-            future.result(0)
-        finally:
-            if not future.done():  # the ranks are not at one point any more
-                self._thread.close()
-                self._thread = SerialThread("zero_opt wait", self._interrupt)
-                self._interrupt()
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        self._thread.close()
-
-
-@contextlib.contextmanager
-def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
-    """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
-
-    What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
-    """
-    over, raised = threading.Event(), list[PeerLost]()
-    thread = SerialThread("zero_opt look", over.set)
-
-    def look_on() -> None:
-        while not over.wait(_LOOK_AGAIN_S):
-            try:
-                look()
-            except PeerLost as error:
-                raised.append(error)
-                interrupt()
-                return
-
-    with contextlib.suppress(RuntimeError):  # the interpreter's exit has begun; or there are no threads left
-        thread.submit(look_on)
-    try:
-        yield
-    except PeerLost:
-        if raised:
-            raise raised[0] from None
-        raise
-    finally:
-        over.set()
-        thread.close()
 
 
 def first_line(error: Exception) -> str:

@@ -46,7 +46,7 @@ class ProcessIdentity(NamedTuple):
     """The process of a rank, as other processes can recognize it.
 
     Attributes:
-        host: names the host and the process namespace.
+        host: names the host, the process namespace and the time namespace, in which starting times are given.
         started: in clock ticks, to tell the process from a later one with its pid.
         global_rank: the rank in the default process group; -1 where there is none.
     """
@@ -59,14 +59,15 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
         """Return the identity of this process; its host is "" if that cannot be named."""
-        host, namespace = host_if_known(), ""
-        with contextlib.suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/pid")
+        names = [host_if_known()]
+        for kind in ("pid", "time"):
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(f"/proc/self/ns/{kind}"))
         rank = dist.get_rank() if dist.is_initialized() else -1
-        return cls(f"{host} {namespace}" if host else "", os.getpid(), _stat(os.getpid())[1], rank)
+        return cls(" ".join(names) if names[0] else "", os.getpid(), _stat(os.getpid())[1], rank)
 
     def is_near(self, other: ProcessIdentity) -> bool:
-        """Return whether both processes are known to be on one host, in one process namespace."""
+        """Return whether both processes are known to be on one host, in the same namespaces."""
         return bool(self.host and self.started) and self.host == other.host
 
     def state(self) -> str:

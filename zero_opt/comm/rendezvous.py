@@ -20,6 +20,7 @@ import math
 import os
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -52,9 +53,6 @@ _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
 NEVER_SENT = (1 << 31) - 1
 # Where ranks leave errors; and the absence of one: rank, class, text, and the meetings that are over with it.
 _FAILED, _NO_ERROR = "failed", (None, "", "", ())
-# What to do about a rank that does not come.
-_CONSTRUCT = "every rank of the process group must construct it: look at what they do (py-spy dump, ps)"
-_WAITING = "this one waits for it in ShardedOptimizer()"
 Key = tuple[str, tuple[int, ...]]
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
@@ -114,6 +112,8 @@ class Patience(NamedTuple):
         come_s: seconds that ranks may take to come. timeout_s: seconds that a collective of the groups may take.
         hang_timeout_s: seconds after which a rank of this host that is stopped is an error.
         departures: the ranks that have left. limits: on silent hosts; held once this rank has waited a second.
+        call, must: what the user has called, and what every rank must do, for messages.
+        watch: makes what looks at the ranks once all have come.
     """
 
     come_s: float
@@ -121,6 +121,9 @@ class Patience(NamedTuple):
     hang_timeout_s: float
     departures: Departures | None = None
     limits: HostLimits | None = None
+    call: str = "ShardedOptimizer()"
+    must: str = "construct it"
+    watch: Callable[..., Watch] = Watch
 
 
 class Meeting:
@@ -136,7 +139,9 @@ class Meeting:
     _stops: Stops | None = None
 
     def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
-        self._parent, self._patience = parent, patience
+        self._parent, self._patience, self._call = parent, patience, patience.call
+        self._waiting = f"this one waits for it in {self._call}"
+        self._come = f"every rank of the process group must {patience.must}: look at what they do (py-spy dump, ps)"
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
         self._met = _met.setdefault(c10d._get_default_store(), Counter())
         self._number = self._met[self._key]
@@ -164,7 +169,7 @@ class Meeting:
             met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), self._look_around, come_s)
             if not met:
                 raise PeerSilent(
-                    f"{self._named()} did not come to ShardedOptimizer() in {come_s:.1f} s; {_CONSTRUCT}, or give them "
+                    f"{self._named()} did not come to {self._call} in {come_s:.1f} s; {self._come}, or give them "
                     "longer with init_process_group(timeout=...)"
                 )
         except ZeroOptError as error:
@@ -176,7 +181,7 @@ class Meeting:
                     self.ask(_at().set, str(dist.get_rank()), "")
             if not met:
                 self.ask.close()
-        self._place, self._stops = default_store(self.name), Stops(self.watch, _WAITING)
+        self._place, self._stops = default_store(self.name), Stops(self.watch, self._waiting)
 
     def leave(self, error: BaseException) -> None:
         """Let the others hear of the error with which this rank leaves, unless another rank has left before."""
@@ -210,7 +215,8 @@ class Meeting:
             ranks = [ProcessIdentity(*json.loads(said)[1]) for said in came]
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             departures = self._patience.departures or Departures()
-            self.name, self.watch = name, Watch(default_store(f"{name}/watch"), self.rank, ranks, timeouts, departures)
+            store, build = default_store(f"{name}/watch"), self._patience.watch
+            self.name, self.watch = name, build(store, self.rank, ranks, timeouts, departures)
             default_store(name).set(f"seen/{self.rank}", "")
         return bool(default_store(name).check(self._keys("seen")))
 
@@ -231,7 +237,7 @@ class Meeting:
             raise error
         if waited > WARN_AFTER_S and not self._warned:
             self._warned = True
-            log.warning("ShardedOptimizer() has waited %d s for %s; %s", waited, self._named(), _CONSTRUCT)
+            log.warning("%s has waited %d s for %s; %s", self._call, waited, self._named(), self._come)
 
     def _heard(self) -> ZeroOptError | None:
         """Return the error with which another rank has left this meeting, and maybe another one."""
@@ -273,7 +279,7 @@ class Meeting:
         """
         stopped = self.watch.stopped() if self.name else []
         self._stopped_at = min(self._stopped_at, waited) if stopped else math.inf
-        return self.watch.hung(stopped, waited - self._stopped_at, _WAITING) if stopped else None
+        return self.watch.hung(stopped, waited - self._stopped_at, self._waiting) if stopped else None
 
     def _broken(self) -> PeerLost | None:
         """Return the error about a rank to which the user's group has no connection any more, if there is one.
@@ -292,7 +298,7 @@ class Meeting:
             except RuntimeError as error:
                 return PeerLost(
                     f"rank {rank} has ended, or its host does not answer, while another waited for it in "
-                    f"ShardedOptimizer(); look at its log, and restart all ranks ({first_line(error)})"
+                    f"{self._call}; look at its log, and restart all ranks ({first_line(error)})"
                 )
         return None
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptimizerClosed, PeerLost, PeerSilent, StepDesync
+from ..errors import OptimizerClosed, PeerLost, StepDesync
 from ..kernels.checks import GRAD_DTYPES
 from ..system.extension import native, native_available
 from ..system.log import log
@@ -117,7 +117,7 @@ class HostExchange(Exchange):
 
     def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         """Go through all pieces of an exchange; returns ``False`` if a peer went on without it."""
-        with self._reading:
+        with self._reading, self._group.exchanging():
             return self._go_through(ident, advance)
 
     def _go_through(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
@@ -132,6 +132,7 @@ class HostExchange(Exchange):
             if came > published:
                 deadline, published = time.monotonic() + self._group.timeout_s, came
             look = look or self._group.lookout()
+            self._group.awaits(rank)
             look()
             if self._peers[rank].gone():
                 # It may have published just before it left.
@@ -139,10 +140,11 @@ class HostExchange(Exchange):
                 if state == _NOT_YET and still == rank:
                     raise self._lost(rank, ident)
             elif time.monotonic() > deadline:
-                raise PeerSilent(
+                raise self._group.late(
+                    rank,
                     f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step {ident.step} "
                     f"in {self._group.timeout_s:.0f} s; look at what it does (py-spy dump), or give it longer with "
-                    "checks=Checks(timeout=...)"
+                    "checks=Checks(timeout=...)",
                 )
 
     def fail(self, step: int) -> None:

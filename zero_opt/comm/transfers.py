@@ -30,8 +30,15 @@ class MessageGroup(Protocol):
 
     timeout_s: float
 
-    def explain(self, text: str) -> PeerLost | None:
-        """Return the error that names the rank that has left, given a backend's words; ``None`` if unknown."""
+    def broken(self, rank: int, text: str) -> PeerLost | None:
+        """Return the error once a message to or from a rank has failed; ``None`` if nothing is known beside that.
+
+        Args:
+            text: the backend's words.
+        """
+
+    def awaits(self, rank: int) -> None:
+        """Note that a message to or from a rank is waited for."""
 
     def aside(self, call: Callable[[], None]) -> None:
         """Run a call that waits, and return once it has; Ctrl-C ends the wait, and what the call waits for."""
@@ -71,9 +78,13 @@ class Message(Transfer):
     A wait that times out ends the group, so waits cannot be short. The main thread leaves them to another thread.
     """
 
-    def __init__(self, who: str, work: dist.Work, group: MessageGroup) -> None:
-        super().__init__(who, work)
-        self._group = group
+    def __init__(
+        self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: MessageGroup
+    ) -> None:
+        """``begin``: starts to send a tensor to a rank, or to receive it from there."""
+        self._peer, self._group = peer, group
+        with self._explained():
+            super().__init__(f"rank {peer}", start(f"rank {peer}", begin, [tensor], peer, tag))
 
     def wait(self, seconds: float | None = None) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -83,11 +94,19 @@ class Message(Transfer):
 
     def wait_here(self, seconds: float | None = None) -> None:
         """Wait on this thread, whichever it is."""
-        try:
+        self._group.awaits(self._peer)
+        with self._explained():
             # gloo's own limit for messages is how long the ranks had to connect.
             super().wait(self._group.timeout_s if seconds is None else seconds)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A context whose PeerLost names the rank that has left, where one can be told."""
+        try:
+            yield
         except PeerLost as error:
-            raise self._group.explain(first_line(error)) or error from error
+            words = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise self._group.broken(self._peer, first_line(words)) or error from error
 
 
 class TransferQueue:

@@ -179,7 +179,8 @@ class BetweenSteps(Engine):
         self.placement.require_own()
         self.gather.flush()
         if self._config.offload is not None:
-            self._finish_pending()
+            with self._guard.telling_why():
+                self._finish_pending()
         if self.gather.failed():
             self.agreement.raise_first_error(self._guard.lacking(), "flush()")
 
@@ -205,8 +206,8 @@ class BetweenSteps(Engine):
             self._behind = False
             self.gather.forget_failure()
             with self.parts.visible.lock:
-                self._guard.commit(self.count.step)
                 self._show_state()
+                self._guard.commit(self.count.step)
         self.agreement.raise_first_error(conflict)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -238,9 +239,10 @@ class BetweenSteps(Engine):
         """Return what :meth:`consolidate` brought here, if still current, else pull it from the other ranks."""
         full = self.parts.full
         full.require_landed()
-        if not self._closed:
+        settled = not (self._closed or self._guard.is_changing)  # a signal handler may be in the middle of a step
+        if settled:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
-        conflict = None if self._closed else self._adopt_edits()
+        conflict = self._adopt_edits() if settled else None
         if isinstance(conflict, ParamsReplaced):
             self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
         elif conflict is not None:

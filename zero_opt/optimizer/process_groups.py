@@ -61,6 +61,8 @@ class OwnGroups:
         timeout = checks.timeout
         connecting = connect(parent, 2, checks, self._departures, self._limits)
         with made_by_all(connecting) as made:
+            if connecting is not None:
+                self._limits.hold()  # on the user's connections until the service notices a host that is silent
             self.reduce = self.gather = self.control = DeviceGroup(parent, timeout, "reduce", connecting)
             made.append(self.reduce)
             if connecting is None:  # the ranks are threads
@@ -68,7 +70,6 @@ class OwnGroups:
                 self.control = Group(parent, timeout, "control", connecting)
                 made += [self.gather, self.control]
                 return
-            self._limits.hold()  # until the service notices a host that is silent
             self._side = SideGroup(parent, timeout, "state", connecting)
             self._limits.keep()
             made.append(self._side)

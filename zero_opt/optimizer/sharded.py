@@ -182,7 +182,9 @@ class ShardedEngine(BetweenSteps):
                 left.remove(index)
                 yield buckets[index]
         except Exception as error:  # whatever it is
-            self._guard.note_failure(error)
+            by_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+            own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
+            self._guard.note_failure(own)
         yield from (buckets[index] for index in left)
         self._behind = False
 
@@ -207,10 +209,10 @@ class ShardedEngine(BetweenSteps):
         self._groups.control.in_step(count.step)
         self.partition.settle()
         with self.parts.visible.lock:
-            self._guard.commit(count.step)
             if failure is None:
                 self.parts.visible.count_step(agreed.used)
                 self._show_state()
+            self._guard.commit(count.step)
         if failed:
             self._behind = True
             self.agreement.raise_first_error(self._guard.lacking(), "step()", own=failure)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
+from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
@@ -278,7 +279,9 @@ class OverlappedReduction(GradReduction):
             self._launch_all()
         self._exchange_late(agreed.used)
         self._matching.agreed(agreed.rounds)
-        reduced = [future.result() for future in self._futures]
+        group = self._parts.agreement.group
+        with group.exchanging():
+            reduced = [outcome(future, group.lookout) for future in self._futures]
         self._partition.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..comm.exchange import Exchange, Ident
+from ..comm.waits_beside import outcome
 from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from .buckets import GradBucket
@@ -57,9 +58,10 @@ class BackgroundGather(ParamGather):
         thread: SerialThread,
         model: nn.Module,
         results: PendingResults,
+        lookout: Callable[[], Callable[[], None]],
     ) -> None:
         super().__init__(partition, exchanges)
-        self._thread, self._model, self._results = thread, model, results
+        self._thread, self._model, self._results, self._lookout = thread, model, results, lookout
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
         self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
@@ -120,7 +122,7 @@ class BackgroundGather(ParamGather):
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:
-        return () if self._failures is None else self._failures.result()
+        return () if self._failures is None else outcome(self._failures, self._lookout)
 
     def require_whole(self) -> None:
         """Wait as :meth:`flush` does, and raise StepFailed if the last step failed on a rank."""
@@ -174,7 +176,7 @@ class BackgroundGather(ParamGather):
         arriving = self._arriving.get(index)
         if arriving is not None:
             try:
-                event = arriving.result()
+                event = outcome(arriving, self._lookout)
                 if event is not None:
                     self._arrived[index] = event
             finally:
@@ -249,17 +251,19 @@ def build_gather(
     thread: SerialThread,
     model: nn.Module | None,
     results: PendingResults,
+    lookout: Callable[[], Callable[[], None]],
 ) -> ParamGather:
     """Gather in the background if a model is given whose modules can wait, else within ``step()``.
 
     Args:
         results: where ``step()`` leaves what is to be copied first; the placement.
+        lookout: see :meth:`Group.lookout`.
     """
     if model is None:
         return ParamGather(partition, exchanges)
     while _is_compiled_form(model):
         model = model.get_submodule("_orig_mod")
-    return BackgroundGather(partition, exchanges, thread, model, results)
+    return BackgroundGather(partition, exchanges, thread, model, results, lookout)
 
 
 def _is_compiled_form(module: nn.Module) -> bool:

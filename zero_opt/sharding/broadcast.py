@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..comm.groups import broadcast, check_rank
+from ..comm.groups import broadcast, carries_messages, check_rank
 from ..comm.rendezvous import resolve_group
+from ..comm.short_lived import short_lived_group
 from ..errors import ConfigTypeError
 from .background_gather import finish_gathers
 
@@ -15,10 +17,12 @@ from .background_gather import finish_gathers
 def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
     """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
 
-    All ranks of the group must call it. ``src`` is a rank of the group.
+    All ranks of the group must call it. ``src`` is a rank of the group. Ranks that are lost, stopped or silent are
+    noticed as in a step. After an error parameters are partly overwritten, and the group can be used as before.
 
     Raises:
-        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. Others as for ``ShardedOptimizer``.
+        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. PeerLost, PeerSilent: a rank has left,
+            or does not come in time. Others as for ``ShardedOptimizer``.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
@@ -28,8 +32,13 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     finish_gathers(list(model.parameters()))
     if pg is None or world_size == 1:
         return
-    with torch.no_grad():
+    own = short_lived_group(pg, "broadcast_params()") if carries_messages(pg) else nullcontext()
+    with torch.no_grad(), own as group:
         for tensor in [*model.parameters(), *model.buffers()]:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            broadcast(pg, staging.view(-1).view(torch.uint8), src).wait()  # backends do not know every dtype
+            raw = staging.view(-1).view(torch.uint8)  # backends do not know every dtype
+            if group is not None and raw.is_cpu:
+                group.broadcast(raw, src)
+            else:
+                broadcast(pg, raw, src).wait()
             tensor.copy_(staging)

@@ -65,10 +65,19 @@ class FullState:
         self._closed = True
 
     def require_landed(self) -> None:
-        """Raise StepPending, or OptimizerClosed, if the state lacks a pending step."""
+        """Raise an error if the state lacks a pending step.
+
+        Raises:
+            StepPending, OptimizerClosed: a step is pending. PeerLost: and a rank has left, without which it stays so.
+            StepDesync: a step is under way.
+        """
         if self._placement.pending and self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed while a step was pending, whose update is lost")
         if self._placement.pending:
+            self._guard.require_readable()
+            left = self._agreement.group.explain("", 0.0)
+            if left is not None:
+                raise type(left)(f"a step is pending, and flush() cannot bring it in: {left}")
             raise StepPending(
                 "a step is pending, so state and parameters are not those after it; call opt.flush(), or "
                 "opt.consolidate_state_dict(to=rank), on every rank before opt.state_dict()"

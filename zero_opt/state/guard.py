@@ -27,6 +27,10 @@ def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
     return [(device, *there.produced()) for device, there in streams.items() if not is_host(device)]
 
 
+# What an error about a state_dict() in the middle of another call says to do.
+CALL_LATER = "call it between steps; in a signal handler set a flag instead, and save once the step has returned"
+
+
 def _no_edits() -> None:
     """Return no method: there are no edits."""
 
@@ -45,6 +49,34 @@ class Verdict(enum.Enum):
     READY = 0
     BEHIND = 1
     AHEAD = 2
+
+
+class OnePull:
+    """The lock of the threads that bring the ranks' state together."""
+
+    def __init__(self) -> None:
+        self._lock, self._held = threading.RLock(), False
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Wait for other threads, and hold the lock.
+
+        Raises:
+            StepDesync: this thread holds it already, which a signal handler has interrupted.
+        """
+        with self._lock:
+            if self._held:
+                raise StepDesync(f"state_dict() was called inside state_dict(), on the same thread; {CALL_LATER}")
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+
+    def wait(self, seconds: float) -> None:
+        """Wait until no thread holds the lock, for so long at the most."""
+        if self._lock.acquire(timeout=seconds):
+            self._lock.release()
 
 
 class StateGuard:
@@ -254,8 +286,7 @@ class StateGuard:
             StepDesync: the state is being changed, or a change has failed half-way. PeerLost: as a rank was lost.
         """
         with self._condition:
-            if self._changing:
-                raise self._refusal()
+            self.require_readable()
             self._readers += 1
             changes = self.changes
         try:
@@ -263,10 +294,20 @@ class StateGuard:
         finally:
             self.leave()
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the state is being changed, or a change has failed half-way."""
+        return self._changing
+
+    def require_readable(self) -> None:
+        """Raise the error of :meth:`reading` if there is one."""
+        if self._changing:
+            raise self._refusal()
+
     def _refusal(self) -> PeerLost | StepDesync:
         """Return the error for a reader during a change, or after one that has failed half-way."""
         if self._broken is None:
-            return StepDesync(f"state_dict() was called while step {self.step} is being taken; call it between steps")
+            return StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
         kind, text = self._broken
         left = f"this rank's state is that of no step, since step {self.step} was left half-way"
         if issubclass(kind, PeerLost):

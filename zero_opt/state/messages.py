@@ -32,7 +32,7 @@ class RingMessage(NamedTuple):
 
     Attributes:
         kind: OPEN, DEPARTED or BROKEN. pull: number of the request. changes: commits after which the state is wanted.
-        about, how, steps, calls: the departure; see :class:`Departure`.
+        about, how, steps, calls, from_rank: the departure; see :class:`Departure`.
     """
 
     kind: int
@@ -43,6 +43,7 @@ class RingMessage(NamedTuple):
     how: int = 0
     steps: int = 0
     calls: int = 0
+    from_rank: int = 0
 
 
 class Answer(NamedTuple):

@@ -55,7 +55,7 @@ from ..system.devices import thread_device
 from ..system.log import log
 from . import process_exit
 from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing, spans
-from .guard import StateGuard, Verdict, step_failed
+from .guard import OnePull, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
     DEPARTED,
@@ -113,7 +113,7 @@ class StateService:
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
-        self._asking = threading.Lock()
+        self._asking = OnePull()
         self._pulls = 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver.
@@ -162,11 +162,11 @@ class StateService:
             self._told = True
             return
         if message.kind == DEPARTED:
-            departure = Departure(message.about, How(message.how), message.steps, message.calls)
+            departure = Departure(message.about, How(message.how), *message[-3:])
             self._departures.hear(departure)
-            if departure.how is How.LOST:
+            if departure.how in (How.LOST, How.CUT_OFF):
                 self._departures.leave()
-            elif departure.how is not How.SILENT:
+            elif departure.how in (How.CLOSED, How.ENDED, How.FAILED):
                 self._open.discard(message.about)
             return
         if self._final is not None:
@@ -189,8 +189,7 @@ class StateService:
         with self._condition:
             self._capture = self._final = None
         self._serving.end()
-        if self._asking.acquire(timeout=_INTERRUPTION_S):  # what pull() waits for ends with the connections
-            self._asking.release()
+        self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
         self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
         process_exit.running.discard(self)
@@ -345,7 +344,8 @@ class StateService:
         Extra memory: the result.
 
         Raises:
-            StepDesync: another rank is ahead of this one. PeerLost: one has ended, or has not come as far in time.
+            StepDesync: another rank is ahead of this one, or this thread is in a pull already. PeerLost: one has ended,
+                or has not come as far in time.
             StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: this step failed on one.
             StateNotConsolidated: closed, or in a fork.
         """
@@ -355,7 +355,7 @@ class StateService:
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
-        with self._asking, self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
+        with self._asking.one(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             own = self._own_state("this rank", self._capture, self._guard.failure)
             self._pulls += 1
             unasked = set(self._others)

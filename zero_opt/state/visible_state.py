@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..errors import StateDictError, ZeroOptError
+from ..errors import StateDictError, StepDesync, ZeroOptError
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough
 from ..sharding.partition import Partition
+from .guard import CALL_LATER
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
 
@@ -42,6 +43,7 @@ class VisibleState:
         self._live: dict[int, ParamState] = {}  # as users see it, by global index
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
+        self._adopting = False
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
@@ -82,7 +84,17 @@ class VisibleState:
 
         Raises:
             StepPending: state was replaced while a step was pending. StateDictError: what it was replaced by.
+            StepDesync: called by a signal handler that has interrupted such a call.
         """
+        if self._adopting:
+            raise StepDesync(f"state_dict() was called while this thread was looking at opt.state; {CALL_LATER}")
+        self._adopting = True
+        try:
+            self._adopt_all()
+        finally:
+            self._adopting = False
+
+    def _adopt_all(self) -> None:
         try:
             changed = [self._adopt_slice(piece) for piece in self._pieces]
             self.dropped |= self._stand_ins.take_dropped()

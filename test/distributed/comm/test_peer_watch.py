@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +27,7 @@ import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB
-from zero_opt.comm import peer_watch, process_identity, shared_memory_exchange
+from zero_opt.comm import pairwise_exchange, peer_watch, process_identity, shared_memory_exchange
 from zero_opt.state import service
 
 MOST_SECONDS = 60
@@ -267,6 +270,60 @@ def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> N
     assert re.fullmatch(said, record)
 
 
+def _slow_in_an_exchange(rank: int, world_size: int, reduction: Any) -> list[str]:
+    """Rank 1 takes part in the agreement at once, and in the exchange late."""
+    peer_watch.WARN_AFTER_S = 1.2
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    param, opt = _optimizer(reduction)
+    logging.getLogger("zero_opt").addHandler(handler)
+    param.grad = torch.ones(300)
+    if rank == 1:
+        reduce = opt._engine.reduction._reduce
+        opt._engine.reduction._reduce = lambda *given, **named: (time.sleep(2.5), reduce(*given, **named))[1]
+    opt.step()
+    opt.close()
+    return records
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_an_exchange_that_waits_long_is_warned_about_once(exchange: str) -> None:
+    reduction = zero_opt.AtStep(BUCKET_MB, exchange=exchange)
+    records, none = run_processes(2, _slow_in_an_exchange, reduction)
+    assert none == []
+    (record,) = records
+    assert re.fullmatch(r"an exchange of step 3 has waited \d s for rank 1 \(pid \d+\)", record)
+
+
+def _stops_in_a_background_exchange(rank: int, world_size: int) -> Any:
+    """Rank 1 stops after the agreement, before it sends anything; rank 0 waits for its own background thread."""
+    param, opt = _optimizer(zero_opt.Overlapped(BUCKET_MB, exchange="backend"), hang_timeout=0.5)
+    pid = _peer_pid(rank, opt)
+    if rank == 1:
+        send, collect = pairwise_exchange.PairwiseExchange._send, opt._engine.reduction.collect
+        stopped = threading.Event()
+
+        def stop(agreed: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            stopped.set()
+            return collect(agreed)
+
+        opt._engine.reduction.collect = stop
+        pairwise_exchange.PairwiseExchange._send = (  # type: ignore[method-assign]
+            lambda *given: (stopped.wait(300), send(*given))[1]
+        )
+    param.grad = torch.ones(300)
+    with _wake_later(pid, 60), pytest.raises(zero_opt.PeerLost) as caught:
+        opt.step()
+    return str(caught.value)
+
+
+def test_a_rank_that_stops_in_an_exchange_by_messages_is_named() -> None:
+    message = run_processes(2, _stops_in_a_background_exchange, expect_errors=True)[0]
+    assert re.match(r"rank 1 \(pid \d+\) has been stopped for \d+ s while step 3 waits for it", message), message
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ctrl-C
 
@@ -406,3 +463,18 @@ def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
         process_identity._boot_id.cache_clear()
         nameless = process_identity.ProcessIdentity.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)
+
+
+def test_a_process_whose_clock_has_another_offset_is_not_near() -> None:
+    """Starting times depend on the reader's time namespace: a living rank of another one would seem to have ended."""
+    here = process_identity.ProcessIdentity.of_this_process()
+    program = "from zero_opt.comm.process_identity import ProcessIdentity as P; print([*P.of_this_process()])"
+    done = subprocess.run(
+        ["unshare", "--time", "--boottime", "100000", sys.executable, "-c", program], capture_output=True, text=True
+    )
+    if "unshare" in done.stderr:
+        pytest.skip(f"time namespaces are not permitted here: {done.stderr}")
+    there = process_identity.ProcessIdentity(*ast.literal_eval(done.stdout))
+    assert there.pid and there.started > here.started + 90_000, "the clock is shifted"
+    assert not there.is_near(here) and not here.is_near(there)
+    assert there.is_near(there) and here.is_near(here)

@@ -298,3 +298,33 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
 def test_a_worker_that_dies_on_one_rank(name: str, late: bool, tmp_path: Path) -> None:
     found = run_processes(2, _worker_fails, name, late, tmp_path)
     assert_bitwise(found, run_processes(2, _worker_fails, name, late, None))
+
+
+class EndsIteration(torch.optim.SGD):
+    """Fails in a step as a class does in whose step ``next()`` finds nothing."""
+
+    error: StopIteration | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD, or not at all."""
+        if self.error is not None:
+            raise self.error
+        return super().step(closure)
+
+
+def _ends_iteration(rank: int, world_size: int, offload: Any) -> None:
+    params = [nn.Parameter(torch.ones(90)), nn.Parameter(torch.ones(70))]
+    opt = zero_opt.ShardedOptimizer(params, EndsIteration, lr=0.1, offload=offload)
+    error = StopIteration("nothing left") if rank == world_size - 1 else None
+    EndsIteration.error = error
+    sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+    with pytest.raises(StopIteration if error else zero_opt.StepFailed) as caught:
+        opt.step()
+    assert caught.value is error or "StopIteration: nothing left" in str(caught.value)
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_class_that_raises_stop_iteration_has_its_own_error(world_size: int, offload: Any) -> None:
+    """Generators turn it into another."""
+    run_processes(world_size, _ends_iteration, offload)

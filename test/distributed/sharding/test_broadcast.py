@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes, run_threads
+from zero_opt.comm import process_identity, short_lived
+from zero_opt.comm.groups import Group
 from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost
+from zero_opt.policies import Checks
 from zero_opt.sharding.broadcast import broadcast_params
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -56,26 +64,114 @@ def test_buffers_of_every_dtype() -> None:
         assert buffers == [*[[[1, 1]] * 3] * len(DTYPES), 1, [], [1 - 1j] * 2]
 
 
-def _broadcast_beside_a_killed_rank(rank: int, world_size: int) -> str:
-    """The last rank is killed: of two the other knows which it is, of three nobody does."""
-    model = torch.nn.Linear(50, 50)
+def _stays(*_: Any, **__: Any) -> None:
+    time.sleep(PATIENCE_S)
+
+
+def _ends_in_it(how: str, where: str) -> None:
+    """Have this rank leave before it comes to the next broadcast, or in the middle of it."""
+    leave = {
+        "killed": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        "stopped": lambda *_: os.kill(os.getpid(), signal.SIGSTOP),
+        "silent": _stays,
+        "interrupted": lambda *_: signal.setitimer(signal.ITIMER_REAL, 0.5),
+    }[how]
+    if where == "before":
+        leave()
+    else:
+        broadcast, left = Group.broadcast, [1]
+
+        def leaves(group: Group, tensor: torch.Tensor, src: int) -> None:
+            if not left[0]:
+                leave()
+            left[0] -= 1
+            broadcast(group, tensor, src)
+
+        Group.broadcast = leaves  # type: ignore[method-assign]
+
+
+def _beside_one_that_leaves(rank: int, world_size: int, how: str, where: str, near: bool) -> Any:
+    """What is said while the last rank leaves, and of what the user's group can do afterwards."""
+    if not near:
+        process_identity.host_if_known = lambda: f"host {rank}"  # type: ignore[attr-defined]
+    short_lived.Checks = lambda: Checks(hang_timeout=0.5)  # type: ignore[attr-defined,assignment,misc]
+    model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(4)))
     broadcast_params(model)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     if rank == world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        _ends_in_it(how, where)
+    begun = time.monotonic()
+    with pytest.raises((PeerLost, KeyboardInterrupt)) as caught:
+        broadcast_params(model)
+    if rank == 0 and how == "stopped":
+        os.kill(pids[-1], signal.SIGCONT)
+    if how in ("stopped", "interrupted"):
+        numbers: list[Any] = [None] * world_size
+        dist.all_gather_object(numbers, rank)
+        assert numbers == list(range(world_size))
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
 
-    def broadcast_often() -> None:  # a source does not wait for receivers
-        for _ in range(1000):
-            broadcast_params(model)
 
-    with pytest.raises(PeerLost) as caught:
-        broadcast_often()
-    return str(caught.value)
+def _said_by_others(world_size: int, how: str, where: str, near: bool, **options: Any) -> list[Any]:
+    arguments = (_beside_one_that_leaves, how, where, near)
+    return run_processes(world_size, *arguments, expect_errors=True, **options)[:-1]
 
 
-@pytest.mark.parametrize(("world_size", "who"), [(2, "rank 1"), (3, "another rank")])
-def test_a_broadcast_names_no_rank_that_lives(world_size: int, who: str) -> None:
-    said = run_processes(world_size, _broadcast_beside_a_killed_rank, expect_errors=True, group_timeout=30)
-    assert all(text.startswith(f"{who} has ended or does not answer") for text in said[:-1]), said
+@pytest.mark.parametrize("where", ["before", "within"])
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_killed_rank_is_named(world_size: int, near: bool, where: str) -> None:
+    killed = rf"rank {world_size - 1} (\(pid \d+\) )?has ended(, or its host does not answer,)? while .* in broadcast"
+    within = rf"rank {world_size - 1} (\(pid \d+\) )?has ended(, or its host does not answer,)? while broadcast_params"
+    for name, text, _ in _said_by_others(world_size, "killed", where, near):
+        assert name == "PeerLost" and re.match(f"{killed}|{within}", text), text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_stopped_within_it_is_named_after_hang_timeout(world_size: int) -> None:
+    for name, text, seconds in _said_by_others(world_size, "stopped", "within", True):
+        assert name == "PeerSilent" and seconds < PATIENCE_S / 2
+        named = rf"rank {world_size - 1} \(pid \d+\) has been stopped for \d+ s while broadcast_params\(\)"
+        assert re.match(named, text), text
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_a_rank_that_does_not_come_in_time_is_named(where: str) -> None:
+    for name, text, _ in _said_by_others(3, "silent", where, True, group_timeout=4.0, may_hang={2}):
+        assert name == "PeerSilent" and "broadcast_params()" in text and "init_process_group(timeout=...)" in text, text
+        assert re.match(r"rank 2 (\(pid \d+\) )?(did not come|has not come) to broadcast_params\(\)", text), text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_interrupted_is_named_and_the_group_stays(world_size: int) -> None:
+    """Its wait is that for rank 0's tensors, which come late."""
+    found = run_processes(world_size, _interrupted_receiver)
+    assert found[-1] == "KeyboardInterrupt"
+    for said in found[:-1]:
+        assert said.startswith(f"an exception on rank {world_size - 1} "), said
+
+
+def _interrupted_receiver(rank: int, world_size: int) -> str:
+    model, broadcast = torch.nn.Linear(50, 50), Group.broadcast
+
+    def late(group: Group, tensor: torch.Tensor, src: int) -> None:
+        time.sleep(2 * (rank == 0))
+        broadcast(group, tensor, src)
+
+    Group.broadcast = late  # type: ignore[method-assign]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    if rank == world_size - 1:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        broadcast_params(model)
+    except KeyboardInterrupt:
+        said = "KeyboardInterrupt"
+    except PeerLost as error:
+        said = str(error)
+    dist.barrier()
+    return said
 
 
 def _bad_source(rank: int, world_size: int) -> None:

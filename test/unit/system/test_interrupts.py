@@ -1,0 +1,50 @@
+"""Signals are kept while what must not be interrupted runs, and handled at its end, whoever handles them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from zero_opt.system.interrupts import uninterrupted
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1]
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that handlers have been called with; each raises."""
+    numbers: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        numbers.append(number)
+        raise LookupError(number)
+
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    yield numbers
+    for number, former in before.items():
+        signal.signal(number, former)
+
+
+def _send(numbers: list[signal.Signals], handled: list[int]) -> None:
+    with uninterrupted():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert handled == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_handled_at_the_end(number: signal.Signals, handled: list[int]) -> None:
+    with pytest.raises(LookupError):
+        _send([number], handled)
+    assert handled == [number]
+    with pytest.raises(LookupError):
+        os.kill(os.getpid(), number)
+
+
+def test_all_are_handled_though_one_raises(handled: list[int]) -> None:
+    with pytest.raises(LookupError):
+        _send(SIGNALS, handled)
+    assert sorted(handled) == sorted(SIGNALS)

@@ -1,0 +1,135 @@
+"""Connections of all ranks for one call outside of training, with waits that end as those of training do.
+
+Nobody passes news of departures on here, as [Note: the ring] has it. So ranks whose connections break leave, which
+breaks those of the others, and each says so in the store: the rank that does not is the one that was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ..errors import PeerLost, PeerSilent
+from ..policies import Checks, waited_for
+from .connecting import Connecting, made_by_all
+from .departures import Departure, Departures, How
+from .device_backends import group_timeout_s
+from .groups import Group
+from .keepalive import HostLimits
+from .peer_watch import Watch, first_line
+from .rendezvous import Patience
+
+# Seconds that ranks have to say why they leave.
+_SAYING_S = 5.0
+
+
+class _CallWatch(Watch):
+    """A watch of one call outside of training."""
+
+    timeout = "init_process_group(timeout=...)"
+    _why = ""  # what the others are told of an exception here
+
+    @property
+    def where(self) -> str:
+        return self.call
+
+    def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
+        return "all ranks have begun that call"
+
+    def alone(self, missing: Sequence[int]) -> str:
+        others = " and ".join(f"rank {rank}" for rank in missing)
+        return f"rank {self._rank} waits in {self.call} for {others}"
+
+    def advice(self, ranks: Sequence[int]) -> str:
+        return f"let {'them' if len(ranks) > 1 else 'it'} go on (kill -CONT), and call {self.call} again on every rank"
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have entered the fewest collectives: a source may be done while receivers wait."""
+
+        def behind() -> list[int]:
+            keys = {rank: f"at/{rank}" for rank in range(self._world_size) if rank != self._rank}
+            entered = {r: int(self._store.get(key)) if self._store.check([key]) else 0 for r, key in keys.items()}
+            least = min(entered.values())
+            return [rank for rank, count in entered.items() if count == least < self._entered]
+
+        return self._ask(behind) or []
+
+    def interrupted(self, error: BaseException) -> None:
+        name = self.name([self._rank])
+        self._why = f"an exception on {name} (Ctrl-C, or a signal handler's) has ended {self.call} there; call it again"
+        super().interrupted(error)
+
+    def _leave(self, text: str) -> PeerSilent:
+        if self._given_up is None:
+            self._say(self._why or text)
+        return super()._leave(text)
+
+    def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
+        text = first_line(error)
+        if "Timed out" in text:
+            return super()._lost(error, waited)
+        known = self.explain(text, self._entered)
+        if known is not None:
+            return known
+        self.departures.leave()
+        self._say("")
+        return self._silent_of_all(text)
+
+    def _say(self, why: str) -> None:
+        """Tell the others why this rank leaves; "" is that a connection has broken."""
+        self._ask(lambda: self._store.set(f"left/{self._rank}", json.dumps(why)))
+
+    def _silent_of_all(self, text: str) -> PeerLost | None:
+        """Return the error of a rank that knows why it leaves, else that about the one that does not say so."""
+        end, others = time.monotonic() + _SAYING_S, [rank for rank in range(self._world_size) if rank != self._rank]
+        while True:
+            said: dict[int, str] = self._ask(lambda: self._said(others)) or {}
+            why = next(filter(None, said.values()), None)
+            if why is not None:
+                return PeerSilent(why)
+            absent = [rank for rank in others if rank not in said]
+            if len(absent) < 2 or time.monotonic() > end:
+                return self._left(Departure(absent[0], How.LOST), text) if len(absent) == 1 else None
+            time.sleep(0.01)
+
+    def _said(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What ranks have said, by rank."""
+        keys = {rank: f"left/{rank}" for rank in ranks if self._store.check([f"left/{rank}"])}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+
+
+@contextmanager
+def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
+    """A context that has a group of the parent's ranks, which are processes, for tensors in host memory. Collective.
+
+    Args:
+        call: what the user has called, for messages.
+
+    Raises:
+        PeerLost, PeerSilent: a rank does not come, is lost, stopped or silent. OutOfResources, ProcessGroupError: no
+            connections; all of them on every rank. The parent can be used as before.
+    """
+    departures, limits, timeout_s = Departures(), HostLimits(), waited_for(group_timeout_s(parent))
+    patience = Patience(
+        timeout_s, timeout_s, Checks().hang_timeout, departures, limits, call, "call it", watch=_CallWatch
+    )
+    try:
+        connecting = Connecting(parent, 1, patience)
+        with made_by_all(connecting) as made:
+            group = Group(parent, None, "call", connecting)
+            made.append(group)
+        try:
+            limits.hold()
+            group.watch(connecting.watch)
+            departures.leave, connecting.watch.call = group.disconnect, call
+            yield group
+            group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
+        finally:
+            departures.forget()
+            group.close()
+    finally:
+        limits.lift()

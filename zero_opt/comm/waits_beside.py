@@ -1,0 +1,90 @@
+"""Waits that cannot be cut into slices, on a thread beside the one that looks at the other ranks meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+from ..errors import PeerLost
+from ..system.background_thread import SerialThread
+from .peer_watch import LOOK_AGAIN_S
+
+
+class WaitingThread:
+    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
+
+    Args:
+        interrupt: ends a wait that is under way.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
+
+    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
+        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
+        try:
+            if self._thread.ended:
+                raise RuntimeError
+            future = self._thread.submit(wait)
+        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
+            wait()
+            return
+        try:
+            while not futures.wait([future], LOOK_AGAIN_S).done:
+                look()
+            future.result(0)
+        finally:
+            if not future.done():  # the ranks are not at one point any more
+                self._thread.close()
+                self._thread = SerialThread("zero_opt wait", self._interrupt)
+                self._interrupt()
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        self._thread.close()
+
+
+def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None]]) -> Any:
+    """Return the result of a call on another thread, and look at the other ranks until it is there.
+
+    Args:
+        lookout: see :meth:`Group.lookout`.
+    """
+    look = None if future.done() else lookout()
+    while look is not None and not futures.wait([future], LOOK_AGAIN_S).done:
+        look()
+    return future.result(0)
+
+
+@contextlib.contextmanager
+def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
+    """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
+
+    What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
+    """
+    over, raised = threading.Event(), list[PeerLost]()
+    thread = SerialThread("zero_opt look", over.set)
+
+    def look_on() -> None:
+        while not over.wait(LOOK_AGAIN_S):
+            try:
+                look()
+            except PeerLost as error:
+                raised.append(error)
+                interrupt()
+                return
+
+    with contextlib.suppress(RuntimeError):  # the interpreter's exit has begun; or there are no threads left
+        thread.submit(look_on)
+    try:
+        yield
+    except PeerLost:
+        if raised:
+            raise raised[0] from None
+        raise
+    finally:
+        over.set()
+        thread.close()
