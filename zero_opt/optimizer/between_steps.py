@@ -1,4 +1,4 @@
-"""The engine between steps: parameters taken in, a pending step brought in, state shown, saved and loaded, the end."""
+"""The engine between steps: param groups added, a pending step brought in, state shown, saved and loaded, the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this rank's shard lives and who steps it; the offload policy decides."""
+"""Where this rank's shard lives and who steps it. Here: the table that selects a placement by its policy's type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between the reduced gradient and where the shard lives."""
+"""The interface of placements, which take reduced gradients and step this rank's shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a placement tells what it will hold, of buckets whose tensors have no memory."""
+"""Counts of bytes that placements add to, before there are any; each placement states its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between an offload policy, as the user gives it, and the placement it stands for."""
+"""The base of what answers for an offload policy: checks, bytes, and building the placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain ``torch.optim`` state dicts with full-shape tensors: checked, and cut into a rank's slices."""
+"""Plain ``torch.optim`` state dicts: whether one fits, and the slice of one parameter's full-shape tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every part of an optimizer holds on a rank, row by row, from a plan alone."""
+"""Rows of an estimate: the bytes that each part of an optimizer says it will hold on a rank."""
 
 from __future__ import annotations
 

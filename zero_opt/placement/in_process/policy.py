@@ -1,4 +1,4 @@
-"""The policies of a shard that is stepped in this process: on the parameters' device, or in host memory."""
+"""What can be stepped by this process, on the device or in host memory, and in how many bytes; builds the placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy of a shard whose state lies in a file."""
+"""What can be stepped from a file, and in how many bytes of file and memory; builds the placement."""
 
 from __future__ import annotations
 

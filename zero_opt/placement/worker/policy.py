@@ -1,4 +1,4 @@
-"""The policy of a shard that a worker steps."""
+"""What a worker can step, and in how many bytes of shared memory; builds the placement."""
 
 from __future__ import annotations
 
