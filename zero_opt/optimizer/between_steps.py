@@ -179,7 +179,7 @@ class BetweenSteps(Engine):
         self.placement.require_own()
         self.gather.flush()
         if self._config.offload is not None:
-            with self._guard.whole():
+            with self._guard.telling_why():
                 self._finish_pending()
         if self.gather.failed():
             self.agreement.raise_first_error(self._guard.lacking(), "flush()")
