@@ -110,7 +110,7 @@ def _one_falls_silent_in_construction(rank: int, world_size: int, folder: Path, 
     if rank == 1 and where == "before it comes":
         _fall_silent_for_good(host)
     if rank == 1:
-        sharded_optimizer.build_sharded = partial(_fall_silent_for_good, host)  # type: ignore[attr-defined]
+        sharded_optimizer.ShardedEngine = partial(_fall_silent_for_good, host)  # type: ignore[attr-defined]
     begun = time.monotonic()
     with pytest.raises(zero_opt.PeerLost) as caught:
         make_stepped(2)
@@ -159,13 +159,13 @@ def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], li
     """Before the construction, when all are connected, and afterwards."""
     _init(rank, world_size, folder)
     dist.barrier()
-    found, build = [_limits()], sharded_optimizer.build_sharded
+    found, build = [_limits()], sharded_optimizer.ShardedEngine
 
     def look_and_build(*arguments: Any) -> Any:
         found.append(_limits())
         return build(*arguments)
 
-    sharded_optimizer.build_sharded = look_and_build
+    sharded_optimizer.ShardedEngine = look_and_build
     _, optimizer = make_stepped(2)
     found.append(_limits())
     optimizer.close()

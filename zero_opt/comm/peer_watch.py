@@ -227,7 +227,9 @@ class Watch:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
         timed_out = _TIMED_OUT in text
-        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else None)
+        # An exchange on another thread may know to which rank the connection has broken, and says so after _NEWS_S.
+        patience_s = min(_NEWS_S + _ANNOUNCED_S, self._timeout_s)
+        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else patience_s)
         if found is not None:
             return found
         if self._rank in self.departures.silent:
