@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import Future
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,7 +304,7 @@ def test_ctrl_c_while_a_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         for wait in (lambda: model.layers[0](torch.ones(20)), optimizer.flush):
             with monkeypatch.context() as inside:
-                inside.setattr(Future, "result", _interrupted)
+                inside.setattr(futures, "wait", _interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     wait()
         gate.go.set()
