@@ -219,12 +219,15 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
         if connecting is not None:
             connecting.meet()
     except BaseException as error:
-        for group in made:  # which also gives back the descriptors and threads that it takes to tell the others
+        found = error if connecting is None else _found(error, connecting)
+        if connecting is not None:
+            with suppress(RuntimeError):  # before a connection closes, which the other ranks would report instead
+                connecting.fail(found)
+        for group in made:
             group.close()
         if connecting is None:
             raise
-        found = _found(error, connecting)
-        connecting.fail(found)
+        connecting.fail(found)  # if that took descriptors or threads that the groups have given back
         raise found from (None if found is error else error)
     finally:
         if connecting is not None:
