@@ -26,7 +26,7 @@ from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.log import log
 from ..system.streams import wait_done
 from .config import Config
-from .contents import EditDigest, adopt_errors, loaded_contents, template_of
+from .contents import HyperDigest, adopt_errors, loaded_contents, template_of
 from .dtensors.mesh_params import admit
 from .interface import Engine
 from .loading import Loaded, fitted_shards
@@ -72,7 +72,7 @@ class BetweenSteps(Engine):
         self.skips, self.begun = 0, False
         self._loaded = self._closed = False
         self._behind = False  # ranks may not have all of each other's updates
-        self._digest = EditDigest()
+        self._digest = HyperDigest()
         parts = EngineParts(config, groups, owner or user, describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition

@@ -157,14 +157,11 @@ def hyper_contents(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Itera
             yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
-def edit_contents(groups: Sequence[Mapping[str, Any]], dropped: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Return what the user may have edited, as (name, JSON value); ``dropped`` names parameters whose state is gone."""
-    yield from hyper_contents(groups)
-    yield "parameters whose state was dropped", sorted(dropped)
+class HyperDigest:
+    """A 64-bit digest of hyperparameters, and of the parameters whose state the user has dropped.
 
-
-class EditDigest:
-    """A 64-bit digest of :func:`edit_contents`; not of tensors outside host memory, for which it would have to wait."""
+    Tensors outside host memory are left out: it would have to wait for them.
+    """
 
     def __init__(self) -> None:
         self._known: list[Any] = []

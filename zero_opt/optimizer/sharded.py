@@ -35,7 +35,7 @@ from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..system.log import log
 from .between_steps import BetweenSteps
-from .contents import edit_contents
+from .contents import hyper_contents
 from .join import follow_hypers
 from .loss_scale import overflowed, unscaling
 
@@ -82,8 +82,9 @@ class ShardedEngine(BetweenSteps):
         if agreed.absent:
             follow_hypers(self.agreement.group, self.parts.param_groups, agreed.absent)
         if not agreed.same_hypers:
-            dropped = map(self._describe, self.parts.visible.dropped)
-            self.agreement.on_contents(edit_contents(self.parts.param_groups, dropped))
+            dropped = sorted(map(self._describe, self.parts.visible.dropped))
+            contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
+            self.agreement.on_contents(contents)
         return agreed, shards
 
     def _take_over_edits(self) -> ZeroOptError | None:

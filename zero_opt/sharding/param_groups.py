@@ -22,7 +22,7 @@ _WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Edit:
+class Replacement:
     """A difference between the param groups and what was planned.
 
     Attributes:
@@ -32,7 +32,7 @@ class Edit:
     """
 
     text: str
-    fits: bool
+    fits: bool = False
 
 
 _P = ParamSpec("_P")
@@ -86,25 +86,25 @@ class PlannedGroups:
         """Iterate over all parameters, by global index."""
         return (param for planned in self._planned for param in planned)
 
-    def edit(self) -> Edit | None:
+    def replacement(self) -> Replacement | None:
         """Return how the groups differ from what was planned, ``None`` if they hold the planned parameters.
 
         Takes 14 ns per parameter. Equality of lists would ask tensors whether they are equal.
         """
         groups = self._owner.param_groups
         if len(groups) != len(self._planned):
-            return Edit(f"opt.param_groups has {len(groups)} groups, but {len(self._planned)} were planned", fits=False)
-        edits = [
-            _edit(f'"params" of param group {number}', group.get("params"), planned)
+            return Replacement(f"opt.param_groups has {len(groups)} groups, but {len(self._planned)} were planned")
+        replacements = [
+            _replacement(f'"params" of param group {number}', group.get("params"), planned)
             for number, (group, planned) in enumerate(zip(groups, self._planned, strict=True))
         ]
-        return min((edit for edit in edits if edit is not None), key=lambda edit: edit.fits, default=None)
+        return min(filter(None, replacements), key=lambda replacement: replacement.fits, default=None)
 
     def require(self) -> None:
         """Raise ParamsReplaced unless the groups hold the planned parameters."""
-        edit = self.edit()
-        if edit is not None:
-            raise ParamsReplaced(f"{edit.text}; {_WAY_OUT}")
+        replacement = self.replacement()
+        if replacement is not None:
+            raise ParamsReplaced(f"{replacement.text}; {_WAY_OUT}")
 
     def require_replaceable(self, *, begun: bool) -> None:
         """Raise ParamsReplaced if the optimizer cannot plan the groups' parameters instead of the planned ones.
@@ -112,31 +112,31 @@ class PlannedGroups:
         Args:
             begun: the planned parameters have been used: stepped, loaded, or reduced gradients of.
         """
-        edit = self.edit()
-        if edit is not None and (begun or not edit.fits):
-            late = ", which has been stepped, or had gradients reduced or state loaded" if edit.fits else ""
-            raise ParamsReplaced(f"{edit.text}{late}; {_WAY_OUT}")
+        replacement = self.replacement()
+        if replacement is not None and (begun or not replacement.fits):
+            late = ", which has been stepped, or had gradients reduced or state loaded" if replacement.fits else ""
+            raise ParamsReplaced(f"{replacement.text}{late}; {_WAY_OUT}")
 
     def require_replaced(self) -> None:
         """Raise ParamsReplaced if the groups hold the planned parameters, while another rank's do not."""
-        if self.edit() is None:
+        if self.replacement() is None:
             raise ParamsReplaced(
                 f"opt.param_groups holds the planned parameters here, but others on another rank; {_WAY_OUT}"
             )
 
 
-def _edit(label: str, params: Any, planned: Sequence[Tensor]) -> Edit | None:
+def _replacement(label: str, params: Any, planned: Sequence[Tensor]) -> Replacement | None:
     if not isinstance(params, (list, tuple)):
-        return Edit(f"{label} is of type {torch.typename(params)}, not a list", fits=False)
+        return Replacement(f"{label} is of type {torch.typename(params)}, not a list")
     if len(params) != len(planned):
-        return Edit(f"{label} has {len(params)} parameters, but {len(planned)} were planned", fits=False)
+        return Replacement(f"{label} has {len(params)} parameters, but {len(planned)} were planned")
     if all(map(is_, params, planned)):
         return None
     pairs = zip(params, planned, strict=True)
     others = [(position, *pair, _fits(*pair)) for position, pair in enumerate(pairs) if pair[0] is not pair[1]]
     position, param, before, fits = min(others, key=lambda other: other[-1])
     held = f"another {_named(param)}" if isinstance(param, Tensor) else f"a {torch.typename(param)}"
-    return Edit(f"position {position} of {label} holds {held} in place of the planned {_named(before)}", fits)
+    return Replacement(f"position {position} of {label} holds {held} in place of the planned {_named(before)}", fits)
 
 
 def _fits(param: object, before: Tensor) -> bool:

@@ -246,7 +246,7 @@ class StateGuard:
             self._readers -= 1
             self._condition.notify_all()
 
-    def edits(self) -> Sequence[Mark]:
+    def edit_marks(self) -> Sequence[Mark]:
         """Return marks after the user's writes since the last change, on the streams of that change.
 
         The user's thread does not mark its writes. So these marks also come after all else that the thread has enqueued

@@ -290,7 +290,7 @@ class StateService:
             return None
         try:
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
-            with self._guard.after_change(self._guard.edits()):
+            with self._guard.after_change(self._guard.edit_marks()):
                 state, payload = self._final or self._listed(*now)
             code = ERROR if state is None else Verdict.READY.value
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
@@ -310,7 +310,7 @@ class StateService:
                 said, of = words.tolist()
             if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
-                with self._guard.after_change(self._guard.edits()):
+                with self._guard.after_change(self._guard.edit_marks()):
                     self._send_elements(offer, offer.state)
         finally:
             self._guard.leave()

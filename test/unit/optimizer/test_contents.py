@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import zero_opt
 from zero_opt import AdamState, CPUAdamW, register_elementwise
 from zero_opt.errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
-from zero_opt.optimizer.contents import EditDigest, adopt_errors, checked_groups, contents, template_of
+from zero_opt.optimizer.contents import HyperDigest, adopt_errors, checked_groups, contents, template_of
 from zero_opt.sharding.param_groups import normalized
 from zero_opt.sharding.wrapped_class import check_wrapped_class, is_elementwise, needs_closure
 
@@ -383,6 +383,6 @@ def test_a_number_that_python_does_not_write_is_quoted(call: Callable[[Any], obj
 
 def test_a_digest_of_edits_tells_whose_hyperparameters_are_whose() -> None:
     mine, swapped = [{"lr": 0.1}, {"lr": 0.2}], [{"lr": 0.2}, {"lr": 0.1}]
-    assert EditDigest().of(mine, []) == EditDigest().of([dict(group) for group in mine], [])
-    assert EditDigest().of(mine, []) != EditDigest().of(swapped, [])
-    assert EditDigest().of(mine, [1]) != EditDigest().of(mine, [])
+    assert HyperDigest().of(mine, []) == HyperDigest().of([dict(group) for group in mine], [])
+    assert HyperDigest().of(mine, []) != HyperDigest().of(swapped, [])
+    assert HyperDigest().of(mine, [1]) != HyperDigest().of(mine, [])

@@ -33,7 +33,7 @@ def test_what_is_there_is_not_looked_into() -> None:
     groups[0]["params"] = tuple(groups[0]["params"])
     with _NoCalls():
         planned.require()
-        assert planned.edit() is None
+        assert planned.replacement() is None
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_what_is_there_is_not_looked_into() -> None:
         (iter([torch.zeros(4, 3)]), False, "iterator, not a list"),
     ],
 )
-def test_an_edit_is_named(params: Any, fits: bool, text: str) -> None:
+def test_a_replacement_is_named(params: Any, fits: bool, text: str) -> None:
     groups, planned = _planned()
     groups[0]["params"] = list(params) if isinstance(params, tuple) else params
-    edit = planned.edit()
-    assert edit is not None
-    assert edit.fits is fits
+    replacement = planned.replacement()
+    assert replacement is not None
+    assert replacement.fits is fits
     with pytest.raises(zero_opt.ParamsReplaced, match=text):
         planned.require()
     with pytest.raises(zero_opt.ParamsReplaced, match=text):

@@ -159,8 +159,8 @@ def test_readers_wait_for_the_users_stream_only_where_the_user_has_written_to_pa
     device, stream, edited = torch.device("cuda", 0), _Stream(), _Edited()
     guard = StateGuard(lambda: [(device, stream, "the event of the last step")], edited.edits)
     guard.commit(step=1)
-    assert not guard.edits()
+    assert not guard.edit_marks()
     edited.count = {3: 1}
-    assert guard.edits() == [(device, stream, stream.record_event())]
+    assert guard.edit_marks() == [(device, stream, stream.record_event())]
     del edited  # which a guard that serves on does not keep
-    assert not guard.edits()
+    assert not guard.edit_marks()
