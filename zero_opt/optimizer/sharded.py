@@ -146,17 +146,17 @@ class ShardedEngine(BetweenSteps):
         if edits or not agreed.same_edits:
             self.partition.settle()
 
-    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], grad_scale: float) -> None:
+    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], inv_scale: float) -> None:
         """Step this rank's shards, and gather the updated parameters. Collective.
 
         Args:
-            grad_scale: what gradients are multiplied by first, for GradScaler; the reduction's factor comes on top.
+            inv_scale: one over the loss scale, where GradScaler leaves unscaling to the step; else 1.
 
         Raises:
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
         limit, measured = self._config.max_grad_norm, cache(partial(self.measure, shards))  # collective, once, if asked
-        grad_scale *= self.reduction.grad_scale
+        grad_scale = inv_scale * self.reduction.step_factor
         if skips_step(self._config.checks, measured, self._describe):  # the window stays open, until zero_grad()
             self.skips, self.begun = self.skips + 1, False
             return
@@ -234,7 +234,7 @@ class ShardedEngine(BetweenSteps):
     def _clip(self, shards: Sequence[GradShard], max_norm: float) -> Tensor:
         """Clip reduced gradients, unless they will be skipped; return the norm before. Collective."""
         measured = self.measure(shards)
-        norm = measured.norm * self.reduction.grad_scale
+        norm = measured.norm * self.reduction.step_factor
         if not skips_step(self._config.checks, lambda: measured, self._describe):
             widened = any(map(self._config.widens, self.partition.buckets))
             (self.reduction.scale_in_step if widened else self.reduction.scale)(clip_factor(norm, max_norm))

@@ -74,7 +74,7 @@ class AtStepReduction(GradReduction):
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:
-            self._scaled, self.grad_scale = False, 1.0
+            self._scaled, self.step_factor = False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._reduced = _Signature(self._parts.all_params)
         return self._shards
@@ -117,10 +117,10 @@ class AtStepReduction(GradReduction):
 
     def scale_in_step(self, factor: Tensor) -> None:
         self._scaled = True
-        self.grad_scale *= float(factor)
+        self.step_factor *= float(factor)
 
     def reset(self) -> None:
-        self._reduced, self._scaled, self.grad_scale = None, False, 1.0
+        self._reduced, self._scaled, self.step_factor = None, False, 1.0
 
     def end_step(self) -> None:
         """Keep the shards: a second step() without a new backward uses them, clipped if they were, as torch does."""

@@ -128,10 +128,10 @@ class GradReduction(ABC):
     reduction needs that does nothing before :meth:`collect`.
 
     Attributes:
-        grad_scale: factor by which the step multiplies the reduced gradients.
+        step_factor: factor by which the step multiplies the reduced gradients.
     """
 
-    grad_scale = 1.0
+    step_factor = 1.0
 
     def __init__(self, parts: ReductionParts) -> None:
         self._parts, self._partition = parts, parts.partition
@@ -162,7 +162,7 @@ class GradReduction(ABC):
 
     @abstractmethod
     def scale_in_step(self, factor: Tensor) -> None:
-        """Multiply :attr:`grad_scale` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
+        """Multiply :attr:`step_factor` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
 
     def reset(self) -> None:
         """Forget the gradients of this window: ``zero_grad`` was called."""

@@ -189,8 +189,8 @@ class OverlappedReduction(GradReduction):
         self._next = 0
 
     def _scale_held(self) -> None:
-        """Multiply the held gradients by ``grad_scale``, before the next round is added to them."""
-        factor, self.grad_scale = self.grad_scale, 1.0
+        """Multiply the held gradients by :attr:`step_factor`, before the next round is added to them."""
+        factor, self.step_factor = self.step_factor, 1.0
         if factor == 1.0 or not self._live:
             return
         for bucket in self._partition.buckets:
@@ -379,7 +379,7 @@ class OverlappedReduction(GradReduction):
         self._forget_dropped(self._partition.flats)
         self._forget_rounds()
         self._forget_backwards()
-        self.grad_scale = 1.0
+        self.step_factor = 1.0
 
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class OverlappedReduction(GradReduction):
                 bucket.scale(factor)
 
     def scale_in_step(self, factor: Tensor) -> None:
-        self.grad_scale *= float(factor)
+        self.step_factor *= float(factor)
 
     def zero_consumed(self, param: int) -> None:
         bucket, position = self._partition.places[param]

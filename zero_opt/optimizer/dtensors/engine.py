@@ -113,9 +113,9 @@ class DTensorEngine(ShardedEngine):
         self._mesh.shards.require_sharded()
         self._view.follow()
 
-    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], grad_scale: float) -> None:
+    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], inv_scale: float) -> None:
         try:
-            super()._update(agreed, shards, grad_scale)
+            super()._update(agreed, shards, inv_scale)
         finally:
             self._view.note_writes()
 
