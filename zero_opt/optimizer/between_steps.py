@@ -216,19 +216,19 @@ class BetweenSteps(Engine):
         """Let the user's ``state`` follow the steps that are in the state."""
         self.parts.visible.follow()
 
-    def _settle(self, call: str) -> None:
+    def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
         self.flush()
         self.agreement.raise_first_error(self._guard.lacking() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""
-        self._settle("consolidate_state_dict()")
+        self._complete_state("consolidate_state_dict()")
         self.parts.full.consolidate(to)
 
     def rows(self) -> StatesByIndex:
         """Return all state, pending step included, cut by rows over the ranks."""
-        self._settle("sharded_state_dict()")
+        self._complete_state("sharded_state_dict()")
         return self.parts.full.rows()
 
     def state_dict(self) -> StateDict:
@@ -239,10 +239,10 @@ class BetweenSteps(Engine):
         """Return what :meth:`consolidate` brought here, if still current, else pull it from the other ranks."""
         full = self.parts.full
         full.require_landed()
-        settled = not (self._closed or self._guard.is_changing)  # a signal handler may be in the middle of a step
-        if settled:
+        between_steps = not (self._closed or self._guard.is_changing)  # a signal handler may be in the middle of a step
+        if between_steps:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
-        conflict = self._adopt_edits() if settled else None
+        conflict = self._adopt_edits() if between_steps else None
         if isinstance(conflict, ParamsReplaced):
             self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
         elif conflict is not None:

@@ -144,7 +144,7 @@ class ShardedEngine(BetweenSteps):
             params = [self.partition.flats[index].param for index in unseen]
             torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
         if edits or not agreed.same_edits:
-            self.partition.settle()
+            self.partition.accept_edits()
 
     def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], inv_scale: float) -> None:
         """Step this rank's shards, and gather the updated parameters. Collective.
@@ -210,7 +210,7 @@ class ShardedEngine(BetweenSteps):
         self.reduction.end_step()
         count.step, count.epoch, self.begun = count.step + 1, 0, False
         self._groups.control.in_step(count.step)
-        self.partition.settle()
+        self.partition.accept_edits()
         with self.parts.visible.lock:
             if failure is None:
                 self.parts.visible.count_step(agreed.used)

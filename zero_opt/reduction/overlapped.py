@@ -274,7 +274,7 @@ class OverlappedReduction(GradReduction):
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         self._launch_zeros(self._matching.missing(agreed, self._launched))
-        self._futures += self._matching.settle()
+        self._futures += self._matching.launch_held()
         require_same_restarts(agreed, self._partition)
         while self._rounds < agreed.rounds:
             self._open_round()
@@ -293,7 +293,7 @@ class OverlappedReduction(GradReduction):
         elif self._seen is not None and agreed.rounds:
             self._learn_order()
         self._activate()
-        self._settle(agreed.used)
+        self._show_used(agreed.used)
         return self._parts.shards(agreed.used)
 
     def _exchange_late(self, used: int) -> None:
@@ -350,7 +350,7 @@ class OverlappedReduction(GradReduction):
         self._ranked = self._parts.agreement.from_rank_0(mine)
         self._seen = None
 
-    def _settle(self, used: int) -> None:
+    def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
         for index, flat in self._partition.flats.items():
             if used >> index & 1:

@@ -37,20 +37,20 @@ class RoundMatching:
         self._launched = 0
         self._held: list[Launch] = []
         self._agreed_epoch, self._usual_resets = 0, 0
-        self._settled = False
+        self._equal = False
 
     def _holds(self) -> bool:
         """Return whether the ranks may have launched unequal numbers of rounds; the same on every rank that agrees."""
         resets = self._parts.count.epoch - self._agreed_epoch
-        return self._parts.must_match and not self._settled and resets not in (0, self._usual_resets)
+        return self._parts.must_match and not self._equal and resets not in (0, self._usual_resets)
 
     @property
     def holding(self) -> bool:
-        """Whether launches wait for :meth:`settle`."""
+        """Whether launches wait for :meth:`launch_held`."""
         return bool(self._held)
 
     def launch(self, call: Launch) -> list[Future[bool]]:
-        """Make a call that launches a bucket's collective: now, and its future is returned, or in :meth:`settle`."""
+        """Make a call that launches a bucket's collective: now, or in :meth:`launch_held`. Returns its future, if any."""
         if self._holds():
             self._held.append(call)
             return []
@@ -71,7 +71,7 @@ class RoundMatching:
             self.abandoned += self._launched // len(order)
         self._launched = 0
         self._held.clear()
-        self._settled = False
+        self._equal = False
 
     def missing(self, agreed: StepAgreement, order: Sequence[int]) -> Iterator[GradBucket]:
         """Yield the buckets of the rounds that other ranks have abandoned and this one has not launched.
@@ -92,9 +92,9 @@ class RoundMatching:
             if not self._parts.exchange_of(bucket).blocks:
                 yield bucket
 
-    def settle(self) -> list[Future[bool]]:
+    def launch_held(self) -> list[Future[bool]]:
         """Launch what was held, as the ranks have launched equally many rounds; returns the futures."""
-        self._settled = True
+        self._equal = True
         held, self._held = self._held, []
         return [future for call in held for future in self.launch(call)]
 
@@ -107,4 +107,4 @@ class RoundMatching:
 
     def end_step(self) -> None:
         """Note that a step has been taken, which begins to count ``zero_grad()`` calls anew."""
-        self._agreed_epoch, self._settled = 0, False
+        self._agreed_epoch, self._equal = 0, False

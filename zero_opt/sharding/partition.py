@@ -51,7 +51,7 @@ class Partition:
         self.places: dict[int, tuple[int, int]] = {}
         self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
-        self._settled: list[int] = []  # edits as of the last settle(), by parameter in the order of ``flats``
+        self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
 
     def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
@@ -62,7 +62,7 @@ class Partition:
         layouts = self._plan(specs)
         share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)
-        self._settled += edits_of(flats.values())
+        self._known_edits += edits_of(flats.values())
         added = []
         for layout in layouts:
             members = [flats[index] for index in layout.params]
@@ -82,7 +82,7 @@ class Partition:
                 del self.flats[index], self.places[index]
                 if self.whole:
                     self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
-        del self._settled[len(self.flats) :]
+        del self._known_edits[len(self.flats) :]
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
@@ -121,20 +121,20 @@ class Partition:
         return moved
 
     def edits(self) -> dict[int, int]:
-        """Return how often the user has written to or re-pointed each parameter since it was added, or since settle().
+        """Return how often the user has written to or re-pointed each parameter since it was added, or the last acceptance.
 
         In ascending order of parameters, without those that the user has not written to. Empty at world size 1.
         """
         if self.world_size == 1:
             return {}
         edits = edits_of(self.flats.values())
-        if edits == self._settled and not self._moved:
+        if edits == self._known_edits and not self._moved:
             return {}
-        writes = zip(self.flats, edits, self._settled, strict=True)
+        writes = zip(self.flats, edits, self._known_edits, strict=True)
         counts = {index: now - was + (index in self._moved) for index, now, was in writes}
         return {index: counts[index] for index in sorted(counts) if counts[index]}
 
-    def settle(self) -> None:
+    def accept_edits(self) -> None:
         """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""
         if self.world_size > 1:
-            self._settled, self._moved = edits_of(self.flats.values()), set()
+            self._known_edits, self._moved = edits_of(self.flats.values()), set()

@@ -150,11 +150,11 @@ class DTensorEngine(ShardedEngine):
         return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:
-        self._settle("consolidate_state_dict()")
+        self._complete_state("consolidate_state_dict()")
         self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
     def rows(self) -> StatesByIndex:
-        self._settle("sharded_state_dict()")
+        self._complete_state("sharded_state_dict()")
         return self._as_seen(super()._full_state())
 
     def _full_state(self) -> StatesByIndex:
