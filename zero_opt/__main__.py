@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.command == "doctor":
-        return doctor.report(given.path)
+        return doctor.print_findings(given.path)
     if given.command is None:
         parser.print_help()
         return 0

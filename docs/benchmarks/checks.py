@@ -28,7 +28,7 @@ from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
 from zero_opt.comm.exchange import Ident
-from zero_opt.reduction import ReductionReport
+from zero_opt.reduction import OwnRounds
 from zero_opt.reduction.grad_norm import measure
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
@@ -90,7 +90,7 @@ def train_step(backward: Callable[[], None], optimizer: Any) -> Callable[[], Non
 
 def checks_alone(optimizer: Any, times: Times) -> None:
     """What a step does beside training, by itself."""
-    engine, nothing = optimizer._engine, ReductionReport(0, None)
+    engine, nothing = optimizer._engine, OwnRounds(0, None)
     times[AGREE].append(timed(partial(engine.agree, nothing, None, absent=False)))
     times[LOCAL].append(timed(partial(engine.step_report, nothing, None, {}, absent=False)))
 

@@ -85,10 +85,10 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
         )
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched.isdigit() and int(launched) > 1:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1:
         raise ProcessGroupError(
-            f"WORLD_SIZE is {launched} but torch.distributed is not initialized; call "
+            f"WORLD_SIZE is {world_size} but torch.distributed is not initialized; call "
             "torch.distributed.init_process_group() before constructing ShardedOptimizer"
         )
     return None

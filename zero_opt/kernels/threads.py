@@ -36,7 +36,7 @@ def fair_threads(allowed: int, sharers: int) -> int:
     return max(allowed // sharers, 1)
 
 
-def launched_sharers() -> int:
+def torchrun_sharers() -> int:
     """Return how many ranks share the cores of this process, according to torchrun; 1 if torchrun did not start it."""
     return _sharers_of(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -60,12 +60,12 @@ def meet_sharers(count: int) -> int:
     """
     global _most_sharers
     _most_sharers = max(_most_sharers, count)
-    return max(count, launched_sharers())
+    return max(count, torchrun_sharers())
 
 
 def default_threads() -> int:
     """Return how many threads step by default; see [Note: a fair part of the cores]."""
-    fair = fair_threads(allowed_threads(_UNLIMITED_THREADS), max(_most_sharers, launched_sharers()))
+    fair = fair_threads(allowed_threads(_UNLIMITED_THREADS), max(_most_sharers, torchrun_sharers()))
     own = torch.get_num_threads()
     if own == 1 and os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == "1":
         return fair

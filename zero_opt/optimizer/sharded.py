@@ -29,7 +29,7 @@ from torch.distributed.algorithms.join import Join
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
 from ..errors import ConfigConflict, ConfigTypeError, StepDesync, StepFailed, UnsupportedParam, ZeroOptError
 from ..layout import mask_of
-from ..reduction import DDPHookReduction, GradShard, ReductionReport
+from ..reduction import DDPHookReduction, GradShard, OwnRounds
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
@@ -75,8 +75,8 @@ class ShardedEngine(BetweenSteps):
         """
         self.placement.require_own()
         self.gather.flush()
-        report = self.reduction.report(error or self._take_over_edits(), absent=absent)
-        agreed = self.agree(report, clip_to, absent=absent)
+        own = self.reduction.send_rest(error or self._take_over_edits(), absent=absent)
+        agreed = self.agree(own, clip_to, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
         shards = self.reduction.collect(agreed)
         if agreed.absent:
@@ -96,15 +96,15 @@ class ShardedEngine(BetweenSteps):
             error = error or unsupported
         return error or self.placement.conflict()
 
-    def agree(self, report: ReductionReport, clip_to: float | None, *, absent: bool) -> StepAgreement:
-        """Compare this rank's report for the step with the other ranks'. Collective."""
+    def agree(self, own: OwnRounds, clip_to: float | None, *, absent: bool) -> StepAgreement:
+        """Compare this rank's report of the step with the other ranks'. Collective."""
         count, edits = self.count, self.partition.edits()
-        mine = self.step_report(report, clip_to, edits, absent=absent)
+        mine = self.step_report(own, clip_to, edits, absent=absent)
         if not self.begun and not absent:
             Join.notify_join_context(self._user)
         self.begun = True
         try:
-            agreed = self.agreement.on_step(mine, len(self.parts.params), report.error)
+            agreed = self.agreement.on_step(mine, len(self.parts.params), own.error)
         except StepDesync as desync:
             self.reduction.disagreed()
             count.epoch = count.epoch if desync.epoch is None else desync.epoch
@@ -118,21 +118,21 @@ class ShardedEngine(BetweenSteps):
         return agreed
 
     def step_report(
-        self, report: ReductionReport, clip_to: float | None, edits: Mapping[int, int], *, absent: bool
+        self, own: OwnRounds, clip_to: float | None, edits: Mapping[int, int], *, absent: bool
     ) -> StepReport:
-        """Return this rank's report for the step."""
+        """Return this rank's report of the step."""
         params = self.parts.params
         return StepReport(
             self.count.step,
             self.count.epoch,
-            report.rounds,
+            own.rounds,
             used=mask_of(i for i, param in enumerate(params) if param.grad is not None),
             trainable=mask_of(i for i, param in enumerate(params) if param.requires_grad),
-            restarted=mask_of(report.restarted),
+            restarted=mask_of(own.restarted),
             absent=absent,
             clip_to=clip_to,
             hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
-            abandoned=report.abandoned,
+            abandoned=own.abandoned,
             edits=edits_digest(edits),
         )
 

@@ -7,7 +7,7 @@ from ..policies import AlreadyReduced, AtStep, DDPHook, Overlapped
 from .already_reduced import AlreadyReducedGrads
 from .at_step import AtStepReduction
 from .ddp_buckets import DDPHookReduction
-from .interface import GradReduction, GradShard, ReductionParts, ReductionReport, StepCount
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, StepCount
 from .overlapped import OverlappedReduction
 
 ReductionPolicy = Overlapped | AtStep | AlreadyReduced | DDPHook
@@ -16,9 +16,9 @@ __all__ = [
     "DDPHookReduction",
     "GradReduction",
     "GradShard",
+    "OwnRounds",
     "ReductionParts",
     "ReductionPolicy",
-    "ReductionReport",
     "StepCount",
     "build_reduction",
     "check_reduction_policy",

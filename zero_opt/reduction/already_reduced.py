@@ -14,7 +14,7 @@ from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice
 from .grad_norm import scale_
-from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import sparse_refusal
 
 # Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that
@@ -31,8 +31,8 @@ class AlreadyReducedGrads(GradReduction):
         self._copies: list[Tensor] = []
         self._compared = False
 
-    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
-        return ReductionReport(0, error or sparse_refusal(self._partition))
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
+        return OwnRounds(0, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """Return slices of ``p.grad``, as views where its strides are the parameter's."""

@@ -12,7 +12,7 @@ from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
-from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import SparseGrads, sparse_refusal
 
 
@@ -59,7 +59,7 @@ class AtStepReduction(GradReduction):
         self._sequence = 0
         self._alone = False
 
-    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
         """Look for gradients that are not reduced yet. Sends nothing before the ranks have agreed."""
         params, reduced = self._parts.all_params, self._reduced
         fresh = reduced is None or not reduced.matches(params)
@@ -70,7 +70,7 @@ class AtStepReduction(GradReduction):
             )
         error = error or self._conflict(params)
         rounds = int(fresh) + int(fresh and self._sparse.any_here())
-        return ReductionReport(rounds, error or sparse_refusal(self._partition))
+        return OwnRounds(rounds, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:
@@ -101,7 +101,7 @@ class AtStepReduction(GradReduction):
                 if flat.param.grad is not None and dense >> members[at] & 1:
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.count.step, parts.count.epoch, sequence + position)
-            bucket.launch(fill)
+            bucket.seal(fill)
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
         self._partition.join()

@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict, forward_of_ddp
-from .interface import ReductionParts, ReductionReport
+from .interface import OwnRounds, ReductionParts
 from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
@@ -133,12 +133,12 @@ class DDPHookReduction(OverlappedReduction):
         self._handed.clear()
         self._lent.clear()
 
-    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:
         self._put_back()
         flats = self._partition.flats.values()
         if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
-        return super().report(error or self._conflict(), absent=absent)
+        return super().send_rest(error or self._conflict(), absent=absent)
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""

@@ -48,8 +48,8 @@ class StepCount:
     epoch: int = 0
 
 
-class ReductionReport(NamedTuple):
-    """What one rank's reduction brings to the agreement of all ranks.
+class OwnRounds(NamedTuple):
+    """What one rank has had of the window's rounds: its reduction's part of :class:`StepReport`.
 
     Attributes:
         rounds: exchanges of every bucket since the last :meth:`GradReduction.collect`.
@@ -90,7 +90,7 @@ class ReductionParts:
         return self.exchanges[bucket.device.type]
 
     def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
-        """Reduce a launched round of a bucket: on the background thread if the exchange blocks, else here and now.
+        """Reduce a sealed round of a bucket: on the background thread if the exchange blocks, else here and now.
 
         An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
@@ -122,10 +122,10 @@ class ReductionParts:
 class GradReduction(ABC):
     """How gradients become shards.
 
-    The engine calls :meth:`report`, agrees with the other ranks, calls :meth:`watch` if the agreement plans parameters,
-    then :meth:`collect`, on every rank and on the user's thread. The engine may do so several times (to clip, to
-    unscale) before :meth:`end_step`. :meth:`reset` may come at any time between. What is not abstract is what a
-    reduction needs that does nothing before :meth:`collect`.
+    The engine calls :meth:`send_rest`, agrees with the other ranks, calls :meth:`watch` if the agreement plans
+    parameters, then :meth:`collect`, on every rank and on the user's thread. The engine may do so several times (to
+    clip, to unscale) before :meth:`end_step`. :meth:`reset` may come at any time between. What is not abstract is what
+    a reduction needs that does nothing before :meth:`collect`.
 
     Attributes:
         step_factor: factor by which the step multiplies the reduced gradients.
@@ -137,7 +137,7 @@ class GradReduction(ABC):
         self._parts, self._partition = parts, parts.partition
 
     @abstractmethod
-    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:
         """Send what this rank has still to send of the current window. Waits for no other rank.
 
         Args:

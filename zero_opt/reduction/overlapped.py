@@ -31,7 +31,7 @@ from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
 from .dropped_grads import require_same_restarts
-from .interface import GradReduction, GradShard, ReductionParts, ReductionReport
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
@@ -58,7 +58,7 @@ class OverlappedReduction(GradReduction):
         self._void: Future[bool] | None = None
         self._ranked: list[int] = []
         self._order: list[int] = []
-        self._launched: list[int] = []  # the order of what was launched before the ranks agreed, which may plan more
+        self._sent_order: list[int] = []  # ``_order`` as of send_rest(): the ranks may plan more buckets after it
         self._seen: list[int] | None = []
         self._planned_in_step = False
         self._spoiled = False
@@ -147,7 +147,7 @@ class OverlappedReduction(GradReduction):
     def _deliver(self, index: int, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
         bucket, position = self._partition.places[index]
-        if self._fills[bucket].launched:
+        if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
         self._delivered.add(index)
@@ -227,7 +227,7 @@ class OverlappedReduction(GradReduction):
     def _launch(self) -> None:
         bucket = self._partition.buckets[self._order[self._next]]
         fill = self._fills[bucket.layout.index]
-        bucket.launch(fill)
+        bucket.seal(fill)
         self._next += 1
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
@@ -240,12 +240,12 @@ class OverlappedReduction(GradReduction):
         """Launch a collective per bucket of which no rank reads the result; see [Note: abandoned rounds]."""
         for bucket in buckets:
             fill = bucket.fill()
-            bucket.launch(fill)
+            bucket.seal(fill)
             self._parts.reduce(bucket, fill, Ident(0, 0, 0), [False] * len(bucket.slices)).result()
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
-    def report(self, error: ZeroOptError | None, *, absent: bool) -> ReductionReport:  # noqa: ARG002  (the protocol's)
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
         if self._passes.broken():
             error = error or StepDesync(
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"
@@ -263,17 +263,17 @@ class OverlappedReduction(GradReduction):
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        self._launched, self._planned_in_step = self._order, False
+        self._sent_order, self._planned_in_step = self._order, False
         flats = self._partition.flats
         dropped = {index for index in self._in_round if flats[index].param.grad is None}
-        return ReductionReport(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
+        return OwnRounds(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
 
     def disagreed(self) -> None:
         """Void this window: buckets that were launched may answer those of another step."""
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        self._launch_zeros(self._matching.missing(agreed, self._launched))
+        self._launch_zeros(self._matching.missing(agreed, self._sent_order))
         self._futures += self._matching.launch_held()
         require_same_restarts(agreed, self._partition)
         while self._rounds < agreed.rounds:
@@ -394,7 +394,7 @@ class OverlappedReduction(GradReduction):
     def zero_consumed(self, param: int) -> None:
         bucket, position = self._partition.places[param]
         fill = self._fills.get(bucket)
-        if fill is not None and not fill.launched:
+        if fill is not None and not fill.sealed:
             fill.grads[position] = None
         self._restart([param])
 

@@ -34,7 +34,7 @@ class RoundMatching:
     def __init__(self, parts: ReductionParts) -> None:
         self._parts = parts
         self.abandoned = 0
-        self._launched = 0
+        self._launches = 0
         self._held: list[Launch] = []
         self._agreed_epoch, self._usual_resets = 0, 0
         self._equal = False
@@ -50,12 +50,12 @@ class RoundMatching:
         return bool(self._held)
 
     def launch(self, call: Launch) -> list[Future[bool]]:
-        """Make a call that launches a bucket's collective: now, or in :meth:`launch_held`. Returns its future, if any."""
+        """Make a call that launches a bucket's collective, and return its future; or hold it for `launch_held()`."""
         if self._holds():
             self._held.append(call)
             return []
         future = call()
-        self._launched += 1
+        self._launches += 1
         return [future]
 
     def complete_round(self, order: Sequence[int]) -> Iterator[GradBucket]:
@@ -65,11 +65,11 @@ class RoundMatching:
             order: the launch order.
         """
         if self._parts.must_match and order:
-            for index in order[len(order) - (-self._launched % len(order)) :]:
+            for index in order[len(order) - (-self._launches % len(order)) :]:
                 yield from self._unnamed([index])
-                self._launched += 1
-            self.abandoned += self._launched // len(order)
-        self._launched = 0
+                self._launches += 1
+            self.abandoned += self._launches // len(order)
+        self._launches = 0
         self._held.clear()
         self._equal = False
 
@@ -100,7 +100,7 @@ class RoundMatching:
 
     def agreed(self, rounds: int) -> None:
         """Note that all ranks have launched this window's rounds."""
-        self.abandoned = self._launched = 0
+        self.abandoned = self._launches = 0
         if rounds:
             self._usual_resets = self._parts.count.epoch - self._agreed_epoch
             self._agreed_epoch = self._parts.count.epoch

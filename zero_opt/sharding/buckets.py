@@ -28,15 +28,15 @@ class Fill:
     """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
 
     Attributes:
-        launched: handed to the exchange, in the order that all ranks share; takes no gradient any more.
-        staged: the gradients as one tensor, once launched on an accelerator. ready: the events of that copy.
+        sealed: takes no gradient any more, and is ready to be launched.
+        staged: the gradients as one tensor, once sealed on an accelerator. ready: the events of that copy.
     """
 
     def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
         self.producers = Producers(streams)
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum(flat.param.requires_grad for flat in params)
-        self.launched = False
+        self.sealed = False
         self.staged: Tensor | None = None
         self.ready: list[Any] = []
 
@@ -275,12 +275,12 @@ class GradBucket:
         """An empty round of this bucket."""
         return Fill(self.params, self.streams)
 
-    def launch(self, fill: Fill) -> None:
-        """Take no gradient any more, and settle what the reduction waits for; see [Note: producer streams].
+    def seal(self, fill: Fill) -> None:
+        """Take no gradient any more, and on an accelerator stage those taken; see [Note: producer streams].
 
         Called on the thread that completes the bucket. Waits for nothing.
         """
-        fill.launched = True
+        fill.sealed = True
         if not has_streams(self.device):
             return
         producers = fill.producers.events()
@@ -299,7 +299,7 @@ class GradBucket:
         On an accelerator all of it is enqueued on the side stream; see [Note: the side stream].
 
         Args:
-            fill: launched.
+            fill: sealed.
             accumulate: per slice, whether to add to what the shard holds; else it is overwritten.
 
         Returns:

@@ -121,7 +121,7 @@ class Partition:
         return moved
 
     def edits(self) -> dict[int, int]:
-        """Return how often the user has written to or re-pointed each parameter since it was added, or the last acceptance.
+        """Return how often the user has written to or re-pointed each parameter since it was added or accept_edits().
 
         In ascending order of parameters, without those that the user has not written to. Empty at world size 1.
         """

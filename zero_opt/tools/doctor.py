@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import NativeUnavailable, StorageFailed, ZeroOptError, mib
 from ..kernels import native_isas
-from ..kernels.threads import allowed_threads, fair_threads, launched_sharers
+from ..kernels.threads import allowed_threads, fair_threads, torchrun_sharers
 from ..placement.nvme.state_file import StateFile
 from ..placement.worker.cores import first_sibling
 from ..placement.worker.process import WorkerProcess
@@ -64,7 +64,7 @@ def examine(path: str | None = None) -> Iterator[Finding]:
         yield from _path(path)
 
 
-def report(path: str | None = None) -> int:
+def print_findings(path: str | None = None) -> int:
     """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
     bad = 0
     for finding in examine(path):
@@ -110,7 +110,7 @@ def _isa(name: str) -> str:
 
 def _cores() -> Iterator[Finding]:
     usable = os.sched_getaffinity(0)
-    sharers = launched_sharers()
+    sharers = torchrun_sharers()
     threads = fair_threads(allowed_threads(len(usable)), sharers)
     shared = f", which {sharers} ranks share" if sharers > 1 else ""
     found = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"

@@ -170,7 +170,7 @@ def _play_step(
         fill = bucket.fill()
         for position, flat in enumerate(bucket.params):
             fill.put(position, torch.empty_like(flat.param))
-        bucket.launch(fill)
+        bucket.seal(fill)
         if not is_host(device):  # staged in memory that is given back
             fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
         bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)

@@ -17,9 +17,9 @@ from zero_opt.kernels.threads import (
     allowed_threads,
     checked_threads,
     fair_threads,
-    launched_sharers,
     meet_sharers,
     torch_threads,
+    torchrun_sharers,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,7 +64,7 @@ def test_a_rank_that_is_bound_to_cores_shares_those(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(there if pid else own)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert launched_sharers() == sharers
+    assert torchrun_sharers() == sharers
 
 
 def test_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert launched_sharers() == 4
+    assert torchrun_sharers() == 4
 
 
 def test_ranks_that_have_met_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,12 +72,12 @@ def grads_like(bucket: GradBucket, seed: int) -> list[Tensor]:
     return [torch.randn(flat.param.shape, generator=generator) for flat in bucket.params]
 
 
-def launched(bucket: GradBucket, grads: Sequence[Tensor | None]) -> Fill:
+def sealed(bucket: GradBucket, grads: Sequence[Tensor | None]) -> Fill:
     fill = bucket.fill()
     for position, grad in enumerate(grads):
         if grad is not None:
             fill.put(position, grad)
-    bucket.launch(fill)
+    bucket.seal(fill)
     return fill
 
 
@@ -115,14 +115,14 @@ def test_a_fill_is_complete_when_every_trainable_param_has_delivered() -> None:
     members[3].requires_grad_(False)
     bucket = bucket_of(members)
     fill = bucket.fill()
-    assert not fill.launched
+    assert not fill.sealed
     for position, flat in enumerate(bucket.params):
         if flat.param.requires_grad:
             assert not fill.complete
             fill.put(position, torch.zeros_like(flat.param))
     assert fill.complete
-    bucket.launch(fill)
-    assert fill.launched
+    bucket.seal(fill)
+    assert fill.sealed
 
 
 def test_a_bucket_with_nothing_trainable_is_complete_at_once() -> None:
@@ -137,7 +137,7 @@ def test_the_shard_is_the_mean_of_this_ranks_slices(rank: int, whole: bool) -> N
     exchange = TwinExchange(StagingPool(), rank)
     mine, theirs = grads_like(bucket, 1), grads_like(bucket, 2)
     exchange.peer = staged(bucket, theirs)
-    assert bucket.reduce(launched(bucket, mine), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
+    assert bucket.reduce(sealed(bucket, mine), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     (ident, sent) = exchange.seen[0]
     assert ident == IDENT
     for offset, flat, grad in zip(bucket.layout.offsets, bucket.params, mine, strict=True):
@@ -150,7 +150,7 @@ def test_a_first_reduction_goes_straight_into_the_shard() -> None:
     bucket = bucket_of(params())
     exchange = TwinExchange(StagingPool())
     exchange.peer = staged(bucket, grads_like(bucket, 2))
-    bucket.reduce(launched(bucket, grads_like(bucket, 1)), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
+    bucket.reduce(sealed(bucket, grads_like(bucket, 1)), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     assert exchange.out is bucket.shard
 
 
@@ -161,7 +161,7 @@ def test_missing_gradients_are_zeros_whatever_staging_held() -> None:
     grads = grads_like(bucket, 1)
     exchange.peer = staged(bucket, [torch.zeros_like(g) for g in grads])
     some: list[Tensor | None] = [grads[0], *[None] * (len(grads) - 1)]
-    bucket.reduce(launched(bucket, some), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
+    bucket.reduce(sealed(bucket, some), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     means = [g / 2 if at == 0 else torch.zeros_like(g) for at, g in enumerate(grads)]
     assert_same(reduced(bucket), expected(bucket, means))
 
@@ -174,7 +174,7 @@ def test_rounds_are_added_per_slice() -> None:
         mine, theirs = grads_like(bucket, seed), grads_like(bucket, seed + 1)
         exchange.peer = staged(bucket, theirs)
         accumulate = [add_first and number == 0 for number in range(len(bucket.slices))]
-        bucket.reduce(launched(bucket, mine), IDENT, accumulate, exchange, exchange.pool)
+        bucket.reduce(sealed(bucket, mine), IDENT, accumulate, exchange, exchange.pool)
         rounds.append(expected(bucket, [(a + b) / 2 for a, b in zip(mine, theirs)]))
     first = bucket.slices[0].param
     assert_same(reduced(bucket), {**rounds[1], first: rounds[0][first] + rounds[1][first]})
@@ -184,18 +184,18 @@ def test_a_skipped_exchange_adds_nothing() -> None:
     bucket = bucket_of(params())
     exchange = TwinExchange(StagingPool())
     exchange.peer = staged(bucket, grads_like(bucket, 2))
-    bucket.reduce(launched(bucket, grads_like(bucket, 1)), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
+    bucket.reduce(sealed(bucket, grads_like(bucket, 1)), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     before = reduced(bucket)
     exchange.peer = None
     add = [True] * len(bucket.slices)
-    assert not bucket.reduce(launched(bucket, grads_like(bucket, 1)), IDENT, add, exchange, exchange.pool)
+    assert not bucket.reduce(sealed(bucket, grads_like(bucket, 1)), IDENT, add, exchange, exchange.pool)
     assert_same(reduced(bucket), before)
 
 
 def test_gradients_are_let_go_once_they_are_staged() -> None:
     bucket = bucket_of(params())
     exchange = TwinExchange(StagingPool())
-    fill = launched(bucket, grads_like(bucket, 1))
+    fill = sealed(bucket, grads_like(bucket, 1))
     bucket.reduce(fill, IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     assert fill.grads == []
 
@@ -205,7 +205,7 @@ def test_gradients_travel_and_are_kept_in_the_reduce_dtype() -> None:
     exchange = TwinExchange(StagingPool())
     mine, theirs = grads_like(bucket, 1), grads_like(bucket, 2)
     exchange.peer = staged(bucket, theirs).double()
-    bucket.reduce(launched(bucket, mine), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
+    bucket.reduce(sealed(bucket, mine), IDENT, [False] * len(bucket.slices), exchange, exchange.pool)
     assert bucket.shard.dtype is torch.float64
     means = [(a.double() + b.double()) / 2 for a, b in zip(mine, theirs)]
     assert_same(reduced(bucket), expected(bucket, means))
@@ -249,7 +249,7 @@ def test_buckets_of_growing_size_keep_one_staging_buffer_alive() -> None:
     for bucket in [*buckets, *buckets]:
         grads = [grad.double() for grad in grads_like(bucket, 1)]
         exchange.peer = staged(bucket, grads)
-        bucket.reduce(launched(bucket, grads), IDENT, [False], exchange, exchange.pool)
+        bucket.reduce(sealed(bucket, grads), IDENT, [False], exchange, exchange.pool)
     assert len(staging_alive(buckets)) == 1
     assert exchange.pool.nbytes == 4 * 128 * 6
     buckets[0].forget_staging()
