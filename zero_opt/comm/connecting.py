@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from .rendezvous import Meeting, Patience
-from .store import c10d, default_store, lacking, until, values
+from .store import c10d, default_store, missing, until, values
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
 _OWN_DESCRIPTORS, _THREADS = 4, 3
@@ -158,7 +158,7 @@ class Connecting:
             return len(found) == len(keys)
 
         if not until(lambda: self.ask(find), lambda _: self.look(), self.patience_s):
-            ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(lacking, store, keys))
+            ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"

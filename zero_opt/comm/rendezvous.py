@@ -44,7 +44,7 @@ from .departures import Departures
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
 from .process_identity import ProcessIdentity
-from .store import StoreCalls, c10d, default_store, lacking, until, values
+from .store import StoreCalls, c10d, default_store, missing, until, values
 
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
@@ -254,8 +254,8 @@ class Meeting:
         """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""
         here, members = dist.get_rank(), self._key[1]
         _at().set(str(here), json.dumps([self._key, self._number]))
-        missing = lacking(self._place, self._keys("came")) or lacking(default_store(self.name), self._keys("seen"))
-        self._absent = [int(key.rpartition("/")[2]) for key in missing]
+        keys = missing(self._place, self._keys("came")) or missing(default_store(self.name), self._keys("seen"))
+        self._absent = [int(key.rpartition("/")[2]) for key in keys]
         for rank in (members[index] for index in self._absent):
             said = _at().get(str(rank)) if _at().check([str(rank)]) else b""
             (group, ranks), number = json.loads(said or '[["", []], 0]')

@@ -62,7 +62,7 @@ class StoreCalls:
         self._thread.close()
 
 
-def lacking(store: Any, keys: Sequence[str]) -> list[str]:
+def missing(store: Any, keys: Sequence[str]) -> list[str]:
     """Return those of the keys that a store does not have."""
     return [key for key in keys if not store.check([key])]
 

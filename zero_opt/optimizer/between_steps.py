@@ -71,7 +71,7 @@ class BetweenSteps(Engine):
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
         self.skips, self.begun = 0, False
         self._loaded = self._closed = False
-        self._behind = False  # ranks may not have all of each other's updates
+        self._params_may_differ = False  # ranks may not have all of each other's updates
         self._digest = HyperDigest()
         parts = EngineParts(config, groups, owner or user, describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
@@ -182,7 +182,7 @@ class BetweenSteps(Engine):
             with self._guard.telling_why():
                 self._finish_pending()
         if self.gather.failed():
-            self.agreement.raise_first_error(self._guard.lacking(), "flush()")
+            self.agreement.raise_first_error(self._guard.tell_failure(), "flush()")
 
     def _finish_pending(self) -> None:
         """Bring a pending step into the parameters of all ranks. Collective."""
@@ -193,17 +193,17 @@ class BetweenSteps(Engine):
                 self._follow_moved()
                 conflict = self.placement.conflict()
                 begun = self.placement.pending
-                self._behind |= begun
+                self._params_may_differ |= begun
                 with self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
                     list(self.placement.bring_in())
         except Exception as error:
-            self._behind = True
+            self._params_may_differ = True
             if begun and not isinstance(error, PeerLost):
                 self._guard.take_back()
             raise
-        if self.agreement.any(self._behind):
+        if self.agreement.any(self._params_may_differ):
             broadcast_shards(self.partition.buckets, self._groups.control)
-            self._behind = False
+            self._params_may_differ = False
             self.gather.forget_failure()
             with self.parts.visible.lock:
                 self._show_state()
@@ -219,7 +219,7 @@ class BetweenSteps(Engine):
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
         self.flush()
-        self.agreement.raise_first_error(self._guard.lacking() or self._adopt_edits(), call)
+        self.agreement.raise_first_error(self._guard.tell_failure() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""

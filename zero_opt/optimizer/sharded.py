@@ -89,7 +89,7 @@ class ShardedEngine(BetweenSteps):
 
     def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
-        error = self._parked.error() or self._guard.untold() or self._adopt_edits()
+        error = self._parked.error() or self._guard.tell_untold_failure() or self._adopt_edits()
         try:
             self._follow_moved()
         except UnsupportedParam as unsupported:
@@ -110,7 +110,7 @@ class ShardedEngine(BetweenSteps):
             count.epoch = count.epoch if desync.epoch is None else desync.epoch
             raise
         except StepFailed:
-            self._behind = True
+            self._params_may_differ = True
             raise
         if absent:
             count.epoch = agreed.epoch
@@ -165,7 +165,7 @@ class ShardedEngine(BetweenSteps):
         with self._guard.telling_why():
             self.gather.begin(self.count.step)
             for bucket in self._step_buckets(shards, grad_scale):
-                self.gather.start(bucket, failed=self._guard.lacks())
+                self.gather.start(bucket, failed=self._guard.failure is not None)
             self._end_step(agreed, self.gather.end())
 
     def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
@@ -176,7 +176,7 @@ class ShardedEngine(BetweenSteps):
         """
         buckets = self.partition.buckets
         left = list(self.placement.updated_buckets(shards))
-        if self._behind:
+        if self._params_may_differ:
             left += [index for index in range(len(buckets)) if index not in left]
         try:
             self._guard.begin(self.parts.patience_s)
@@ -189,7 +189,7 @@ class ShardedEngine(BetweenSteps):
             own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
             self._guard.note_failure(own)
         yield from (buckets[index] for index in left)
-        self._behind = False
+        self._params_may_differ = False
 
     def _end_step(self, agreed: StepAgreement, failed: Sequence[int]) -> None:
         """Count the step, and let users see the new state. Collective if the step has failed on a rank in ``failed``.
@@ -217,8 +217,8 @@ class ShardedEngine(BetweenSteps):
                 self._show_state()
             self._guard.commit(count.step)
         if failed:
-            self._behind = True
-            self.agreement.raise_first_error(self._guard.lacking(), "step()", own=failure)
+            self._params_may_differ = True
+            self.agreement.raise_first_error(self._guard.tell_failure(), "step()", own=failure)
         if failure is not None:
             raise failure
 

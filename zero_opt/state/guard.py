@@ -183,26 +183,22 @@ class StateGuard:
         """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
         self.failure, self._told = failure, False
 
-    def lacks(self) -> bool:
-        """Return whether a part of the last step is missing in this rank's state."""
-        return self.failure is not None
-
-    def lacking(self) -> StepFailed | None:
+    def tell_failure(self) -> StepFailed | None:
         """Return the error for all ranks if a part of the last step is missing here; the ranks count as told."""
         failure = self.failure
         if failure is None:
             return None
         self._told = True
-        lacking = StepFailed(
+        error = StepFailed(
             f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
             "all ranks, but without a part of that step: load a checkpoint, or go on"
         )
-        lacking.__cause__ = failure
-        return lacking
+        error.__cause__ = failure
+        return error
 
-    def untold(self) -> StepFailed | None:
-        """Return the error as :meth:`lacking` does, or ``None`` if all ranks were told."""
-        return None if self._told else self.lacking()
+    def tell_untold_failure(self) -> StepFailed | None:
+        """Return the error as :meth:`tell_failure` does, or ``None`` if all ranks were told."""
+        return None if self._told else self.tell_failure()
 
     def here(self) -> Sequence[Mark]:
         """Return marks of what this thread has enqueued so far."""

@@ -112,7 +112,7 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
         pass
 
 
-def test_what_cannot_be_made_up_for_is_still_lacking() -> None:
+def test_what_cannot_be_made_up_for_is_still_a_failure() -> None:
     guard = StateGuard()
     guard.note_failure(MemoryError("no more of it"))
     with pytest.raises(OSError, match="the disk"), guard.making_up(1):
@@ -120,26 +120,26 @@ def test_what_cannot_be_made_up_for_is_still_lacking() -> None:
     guard.take_back()
     with guard.reading():
         assert isinstance(guard.failure, OSError)
-        assert guard.untold() is None
+        assert guard.tell_untold_failure() is None
     with guard.making_up(1):
         pass
     guard.commit(step=1)
-    assert guard.lacking() is None
+    assert guard.tell_failure() is None
 
 
 def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     guard = StateGuard()
-    assert guard.untold() is guard.lacking() is None and not guard.lacks()
+    assert guard.tell_untold_failure() is guard.tell_failure() is None and guard.failure is None
     failure = MemoryError("no more of it")
     guard.begin(1)
     guard.note_failure(failure)
     guard.commit(step=4)
-    told = guard.untold()
+    told = guard.tell_untold_failure()
     assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed there with Mem" in str(told)
-    assert guard.untold() is None
-    assert str(guard.lacking()) == str(told) and guard.lacks()
+    assert guard.tell_untold_failure() is None
+    assert str(guard.tell_failure()) == str(told) and guard.failure is not None
     guard.note_failure(None)
-    assert guard.untold() is guard.lacking() is None and not guard.lacks()
+    assert guard.tell_untold_failure() is guard.tell_failure() is None and guard.failure is None
 
 
 class _Stream:
