@@ -38,7 +38,7 @@ class GradOwner(Protocol):
     def zero_consumed(self, param: int) -> None:
         """Make the held gradient of one parameter zero."""
 
-    def lends(self, param: int, target: Tensor) -> bool:
+    def may_copy_pending(self, param: int, target: Tensor) -> bool:
         """Return whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
@@ -162,7 +162,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa:
     if not isinstance(source, ConsumedGrad) or isinstance(target, ConsumedGrad):
         return NotImplemented
     owner = source.owner()
-    if owner is None or not owner.lends(source.param, target):
+    if owner is None or not owner.may_copy_pending(source.param, target):
         return NotImplemented
     return target.zero_() if source.pending is None else target.copy_(source.pending)
 

@@ -39,7 +39,7 @@ class DDPHookReduction(OverlappedReduction):
         super().__init__(parts)
         self._index: dict[int, int] = {}
         self._called = False
-        self._lent: set[int] = set()
+        self._copied: set[int] = set()  # whose pending gradients DDP has copied to its bucket
         self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
         self._examined: set[int] = set()  # reduced by no DDP on its own
@@ -85,7 +85,7 @@ class DDPHookReduction(OverlappedReduction):
         value: Tensor | None = None
         self._handed[index] = param
         self._examined.add(index)
-        if index in self._lent:
+        if index in self._copied:
             value = consumed.take_pending()
         elif grad is not None and grad is not consumed:
             value = self._fresh(index, grad)
@@ -101,11 +101,11 @@ class DDPHookReduction(OverlappedReduction):
         """Return whether ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
         return self._partition.flats[index].param.grad is None
 
-    def lends(self, param: int, target: Tensor) -> bool:
+    def may_copy_pending(self, param: int, target: Tensor) -> bool:
         if not self._called:
             return False
         if torch._C._current_graph_task_id() != -1:
-            self._lent.add(param)
+            self._copied.add(param)
             return True
         module = forward_of_ddp()
         if module is None:
@@ -131,7 +131,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _forget_handed(self) -> None:
         self._handed.clear()
-        self._lent.clear()
+        self._copied.clear()
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:
         self._put_back()

@@ -398,7 +398,7 @@ class OverlappedReduction(GradReduction):
             fill.grads[position] = None
         self._restart([param])
 
-    def lends(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
+    def may_copy_pending(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
         return False
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:

@@ -3,6 +3,12 @@
 A bucket holds references to the gradients that have arrived until it is complete, so a filling bucket takes no memory
 of its own. On the CPU the exchange then reads them where they are, or staged in one call; on an accelerator the thread
 that completes the bucket enqueues the staging copy, see [Note: producer streams].
+
+[Note: who owns a shard's memory]
+The shard lies in one tensor at a time, the bucket's own or one in a worker's arena. While it is lent, the worker reads
+that tensor and nobody writes to it: every writer gets the shard from ``GradBucket._unlent()``, which moves a lent shard
+to another tensor first. A placement lends the shard once it lies in the arena, and reclaims it when the worker is done.
+A draft reads a shard that is not lent: the bucket tells its ``reader`` before it writes, and that voids the draft.
 """
 
 from __future__ import annotations
@@ -108,7 +114,7 @@ class GradBucket:
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
         self._shards: list[Tensor] = []
-        self._at, self._lent, self._lendables = 0, False, 0
+        self._at, self._lent, self._arena_count = 0, False, 0
         self._away: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
@@ -134,7 +140,7 @@ class GradBucket:
 
     def leave(self) -> None:
         """Free the shard's memory on an accelerator, with its values, until :meth:`come_back`. Views stay views."""
-        for shard in self._shards[self._lendables :]:
+        for shard in self._shards[self._arena_count :]:
             if not shard.is_cpu:
                 self._away.append(shard)
                 shard.untyped_storage().resize_(0)
@@ -154,37 +160,37 @@ class GradBucket:
     @property
     def own_shards(self) -> Sequence[Tensor]:
         """The memory of the shard, where it is the bucket's own."""
-        return self._shards[self._lendables :]
+        return self._shards[self._arena_count :]
 
-    def keep_shard_in(self, shards: Sequence[Tensor]) -> None:
-        """Keep the shard in one of these tensors, the first for now; another one serves while that is lent.
+    def place_in_arena(self, shards: Sequence[Tensor]) -> None:
+        """Keep the shard in the first of one or two tensors in an arena; see [Note: who owns a shard's memory].
 
         A later call, with tensors over the same memory, leaves the shard where it is.
         """
-        self._shards[: self._lendables] = shards
-        self._lendables = len(shards)
+        self._shards[: self._arena_count] = shards
+        self._arena_count = len(shards)
 
     @property
-    def lendable(self) -> Tensor:
-        """The tensor given to :meth:`keep_shard_in` that holds the shard, or that :meth:`lend` expects the shard in."""
-        return self._shards[self._at if self._at < self._lendables else 0]
+    def in_arena(self) -> Tensor:
+        """The tensor in the arena that has the shard, or to which it is to be copied before :meth:`lend`."""
+        return self._shards[self._at % self._arena_count]
 
     def lend(self) -> None:
-        """Let a worker read :attr:`lendable`, which has the shard, until :meth:`reclaim`; writers take other memory."""
-        self._at, self._lent = (self._at if self._at < self._lendables else 0), True
+        """Let a worker read :attr:`in_arena`, which has the shard, until :meth:`reclaim`."""
+        self._at, self._lent = self._at % self._arena_count, True
 
     def reclaim(self) -> None:
-        """End :meth:`lend`: the worker does not read the shard any more."""
+        """End :meth:`lend`: the worker reads the shard no more."""
         self._lent = False
 
     def writable(self, *, keep: bool) -> Tensor:
-        """Return the shard, to be written to; its values are undefined unless ``keep``."""
+        """Return the shard, for a new round or for zeros; tells :attr:`reader`. Undefined values unless ``keep``."""
         if self.reader is not None:
             self.reader.rewrites(self)
-        return self._claim(keep=keep)
+        return self._unlent(keep=keep)
 
-    def _claim(self, *, keep: bool) -> Tensor:
-        """Move the shard out of memory that is lent, and return it."""
+    def _unlent(self, *, keep: bool) -> Tensor:
+        """Return the shard, to be written to, in memory that is not lent; its values are undefined unless ``keep``."""
         before = self.shard
         if self._lent:
             if len(self._shards) == 1:
@@ -200,7 +206,7 @@ class GradBucket:
             if float(factor) == 1.0:
                 return
             self.reader.scales(self, float(factor))
-        self._claim(keep=True).mul_(factor.to(self.device))
+        self._unlent(keep=True).mul_(factor.to(self.device))
 
     def squares(self) -> Sequence[Tensor | None]:
         """Per slice, its sums of squares as :func:`grad_squares` takes them, or ``None`` where they are not known."""
@@ -208,7 +214,7 @@ class GradBucket:
 
     def slice_grads(self) -> list[Tensor]:
         """Return the shard as this rank's slices, to be read and written: see :meth:`FlatParam.shaped_if_whole`."""
-        views, shard = [], self._claim(keep=True)
+        views, shard = [], self._unlent(keep=True)
         for position, piece in self._own:
             views.append(self.params[position].shaped_if_whole(shard[slice(*piece.in_shard)]))
         return views

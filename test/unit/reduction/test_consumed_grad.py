@@ -28,7 +28,7 @@ class Owner:
     def zero_consumed(self, param: int) -> None:
         self.zeroed.append(param)
 
-    def lends(self, param: int, target: Tensor) -> bool:
+    def may_copy_pending(self, param: int, target: Tensor) -> bool:
         return False
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:

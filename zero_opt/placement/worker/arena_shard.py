@@ -114,7 +114,7 @@ class ArenaShard(StateShard):
         self._copies.clear()
         if self.grads_in_arena:
             grads = [role for role in sorted(self._sections) if role.startswith("grad")]
-            self.bucket.keep_shard_in([self._arrays[role] for role in grads])
+            self.bucket.place_in_arena([self._arrays[role] for role in grads])
 
     def result(self, position: int) -> Tensor:
         return self._slice("out" if "out" in self._arrays else "master", position)
@@ -126,7 +126,7 @@ class ArenaShard(StateShard):
 
         From an accelerator the copies may still be under way on its current stream.
         """
-        home = self.bucket.lendable if self.grads_in_arena else self._arrays["grad0"]
+        home = self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():

@@ -176,7 +176,7 @@ class SpeculativePlacement(WorkerPlacement):
     def _at_home(self, shard: ArenaShard) -> bool:
         """Whether the worker can read the gradient, and has no step of it to make."""
         bucket = shard.bucket
-        return self._pending is None and shard.grads_in_arena and bucket.shard.data_ptr() == bucket.lendable.data_ptr()
+        return self._pending is None and shard.grads_in_arena and bucket.shard.data_ptr() == bucket.in_arena.data_ptr()
 
     def _may(self, shard: ArenaShard) -> bool:
         """Whether a draft can be the step, as far as can be seen."""
@@ -188,7 +188,7 @@ class SpeculativePlacement(WorkerPlacement):
         )
 
     def _sum(self, shard: BankedShard) -> None:
-        home = shard.bucket.lendable
+        home = shard.bucket.in_arena
         grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
         with suppress(OverflowError):  # then they are summed when they are asked for
             self._summed[shard.bucket.layout.index] = self._worker.draft_sums(
@@ -216,7 +216,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
-            home = shard.bucket.lendable
+            home = shard.bucket.in_arena
             batch = (
                 step.hypers.for_kernel(step.unscale),
                 [bound.run for bound, _ in runs],
