@@ -82,7 +82,11 @@ class Planner:
                 self._add_buckets(missing)
 
     def _add_buckets(self, missing: Sequence[int]) -> None:
-        """Put parameters into new buckets, and let every part of the engine take those in."""
+        """Put parameters into new buckets, and let every part of the engine take those in.
+
+        The placement comes before the reduction, which reads the shards of buckets that the placement does not read;
+        see :attr:`GradBucket.reader`.
+        """
         parts, config = self._parts, self._parts.config
         of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
         added = parts.partition.add(of_group)

@@ -85,7 +85,7 @@ class OverlappedReduction(GradReduction):
             for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
                 self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
                 self._hooks.watch(index, flat.param)
-            if bucket.reader is None and is_host(bucket.device):
+            if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
                 bucket.reader = ShardSquares(bucket)
                 self._squares.append(bucket.reader)
             self._ranked.append(bucket.layout.index)

@@ -88,7 +88,8 @@ class GradBucket:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
-        reader: hears what becomes of the shard.
+        reader: is told what becomes of the shard. The placement may set it when it takes the bucket in; if it does not,
+            the reduction may, which takes the bucket in later.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
