@@ -1,4 +1,4 @@
-"""Draw the rooms of zero_opt/ from its imports, and list what is in them.
+"""Draw the rooms of zero_opt/ from its imports, and list what is in them and in native/.
 
     python docs/rooms.py [--write]
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import ast
 import configparser
+import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "zero_opt"
+NATIVE = ROOT / "native"
 PAGE = ROOT / "docs" / "rooms.md"
 
 
@@ -47,17 +50,17 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
             base = folder[: len(folder) - node.level + 1] + ((node.module or "").split(".") if node.module else [])
             for alias in node.names:
                 whole = ".".join([*base, alias.name])
-                found = whole if whole in known else ".".join(base)
-                if found in known:
-                    yield found
+                module = whole if whole in known else ".".join(base)
+                if module in known:
+                    yield module
 
 
 def arrows() -> dict[tuple[str, str], int]:
     """Return how many imports lead from one room to another."""
     known, counts = modules(), dict[tuple[str, str], int]()
     for name, path in known.items():
-        for found in imported(name, path, known):
-            pair = (name.split(".")[0], found.split(".")[0])
+        for module in imported(name, path, known):
+            pair = (name.split(".")[0], module.split(".")[0])
             if pair[0] != pair[1]:
                 counts[pair] = counts.get(pair, 0) + 1
     return counts
@@ -71,6 +74,15 @@ def upward() -> list[tuple[str, str]]:
 def first_sentence(path: Path) -> str:
     """Return the first line of a module's docstring, without a closing period."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0].rstrip(".")
+
+
+def native_rows() -> Iterator[str]:
+    """Yield a row per file of native/ that begins with a comment; a source without one has its header's."""
+    for path in sorted(NATIVE.rglob("*.[chi]*")):
+        lines = itertools.takewhile(lambda line: line.startswith("//"), path.read_text(encoding="utf-8").splitlines())
+        sentence, *_ = re.split(r"\.(?:\s|$)", " ".join(line.removeprefix("//").strip() for line in lines))
+        if sentence:
+            yield f"| `{path.relative_to(NATIVE)}` | {sentence} |"
 
 
 def drawing() -> str:
@@ -99,6 +111,7 @@ def page() -> str:
         if inside:
             lines += ["\n| file | what it is |", "| --- | --- |"]
             lines += [f"| `{name.partition('.')[2]}` | {first_sentence(known[name])} |" for name in inside]
+    lines += ["\n## native\n", "The C++ extension.", "\n| file | what it is |", "| --- | --- |", *native_rows()]
     return "\n".join(lines) + "\n"
 
 
