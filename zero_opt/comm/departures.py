@@ -1,4 +1,14 @@
-"""The ranks that have left training, as far as this rank has heard, and why they left."""
+"""The ranks that have left training, as far as this rank has heard, and why they left.
+
+[Note: words for ranks that do not come]
+- missing: a rank is not in the call in which this rank waits.
+- stopped, ended: the process of a rank of this host is suspended (SIGSTOP), or runs no more.
+- leave: take no further part in training, and break the connections for it, so that no rank waits.
+- departure: what is known of a rank that has left, or for which the others must not wait. :class:`How` has the kinds.
+- announce: tell the others of one's own departure.
+- notice: find out that another rank has departed, and tell the others.
+- hear: be told of a departure by another rank, through the ring. What is noticed is recorded alike.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +91,14 @@ class Departures:
         tell: tells the other ranks about a departure that this one has noticed.
         explain, lives: see :class:`Watch`.
         news: whether other ranks can tell this one about departures.
-        given_up: whether any rank is lost, silent or cut off. silent: the ranks that are silent.
+        unannounced: whether any rank is lost, silent or cut off. silent: the ranks that are silent.
     """
 
     def __init__(self) -> None:
         self.calls, self.news = 0, False
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
-        self.given_up, self.silent = False, list[int]()
+        self.unannounced, self.silent = False, list[int]()
         self.tell: Callable[[Departure], None] | None = None
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
@@ -98,14 +108,14 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            self.given_up |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
+            self.unannounced |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
             if departure.how is How.SILENT:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
                 return fresh
             return self._heard.setdefault(departure.rank, departure) is departure
 
-    def find(self, departure: Departure) -> None:
+    def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         if self.hear(departure) and self.tell is not None:
             self.tell(departure)
@@ -117,7 +127,7 @@ class Departures:
     def lost(self) -> Departure | None:
         """Return the first departure of a rank that was lost."""
         with self._lock:
-            return next((found for found in self._heard.values() if found.how is How.LOST), None)
+            return next((other for other in self._heard.values() if other.how is How.LOST), None)
 
     def first(self, call: int | None) -> Departure | None:
         """Return the departure to name: that of the first rank that was lost, else of the first that misses a call.
@@ -132,7 +142,7 @@ class Departures:
         if lost is not None:
             return lost
         with self._lock:
-            return next((found for found in self._heard.values() if call is None or found.calls < call), None)
+            return next((other for other in self._heard.values() if call is None or other.calls < call), None)
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

@@ -230,13 +230,13 @@ class Group:
         if self._watch is not None:
             self._watch.awaited = rank
 
-    def late(self, rank: int, text: str) -> PeerLost:
+    def leave_silent(self, rank: int, text: str) -> PeerLost:
         """Leave training, and return the error about a rank that has not come to an exchange in time."""
-        return PeerLost(text) if self._watch is None else self._watch.late(rank, text)
+        return PeerLost(text) if self._watch is None else self._watch.leave_silent(rank, text)
 
-    def broken(self, rank: int, text: str) -> PeerLost | None:
+    def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Return the error once a message to or from a rank has failed, given the backend's words."""
-        return self.explain(text) if self._watch is None else self._watch.broken(rank, text)
+        return self.explain(text) if self._watch is None else self._watch.message_failed(rank, text)
 
     def in_step(self, step: int) -> None:
         """Note, for messages, that this rank has completed so many steps."""

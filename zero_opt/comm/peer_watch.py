@@ -10,7 +10,7 @@ knows besides whether it is stopped or has ended, also where a process that it h
 A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
 cannot go on leaves too, so no rank waits for another that waits for one that has left. A connection breaks at once,
 before the reason is known; the error names the rank that the news is about. A rank that was killed, or whose host does
-not answer, announces nothing: its neighbor tells the others; see [Note: the ring].
+not answer, announces nothing: its neighbor tells the others; see [Note: the ring]. The words are in ``departures.py``.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Watch:
                 patience.look()
                 departure = self.departures.first(self._entered)
                 if departure is not None:
-                    raise self.explain("", self._entered, _CLOSING_S) or self._left(departure)
+                    raise self.explain("", self._entered, _CLOSING_S) or self._leave_departed(departure)
         except PeerLost:
             raise
         except BaseException as error:
             if isinstance(error, RuntimeError) and (work is None or work.is_completed()):
-                raise self._lost(error, patience.waited) or error from error
+                raise self._explain_error(error, patience.waited) or error from error
             self.interrupted(error)
             raise
 
@@ -167,10 +167,10 @@ class Watch:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
         return [r for r, near in self._near.items() if not self.departures.knows(r) and near.state() in _ENDED]
 
-    def gone(self, rank: int) -> PeerLost:
+    def leave_lost(self, rank: int) -> PeerLost:
         """Leave, and return the error, once a rank has ended and its connections have not broken."""
-        self.departures.find(Departure(rank, How.LOST))
-        return self._left(self.departures.lost() or Departure(rank, How.LOST))
+        self.departures.notice(Departure(rank, How.LOST))
+        return self._leave_departed(self.departures.lost() or Departure(rank, How.LOST))
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -216,28 +216,28 @@ class Watch:
         """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
         if seconds < self._hang_timeout_s:
             return None
-        self._give_up(ranks)
+        self._notice_silent(ranks)
         have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
         if waiting:
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
         return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
 
-    def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
+    def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
         timed_out = _TIMED_OUT in text
         # An exchange on another thread may know to which rank the connection has broken, and says so after _NEWS_S.
         patience_s = min(_NEWS_S + _ANNOUNCED_S, self._timeout_s)
-        found = self.explain(text, self._entered, patience_s=0.0 if timed_out else patience_s)
-        if found is not None:
-            return found
+        known = self.explain(text, self._entered, patience_s=0.0 if timed_out else patience_s)
+        if known is not None:
+            return known
         if self._rank in self.departures.silent:
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
-        self._give_up(missing)
+        self._notice_silent(missing)
         have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return self._leave(
@@ -246,12 +246,12 @@ class Watch:
             f"{self.timeout} ({text})"
         )
 
-    def late(self, rank: int, text: str) -> PeerSilent:
+    def leave_silent(self, rank: int, text: str) -> PeerSilent:
         """Leave, tell the others, and return the error, once a rank has not come to an exchange in time."""
-        self._give_up([rank])
+        self._notice_silent([rank])
         return self._leave(text)
 
-    def broken(self, rank: int, text: str) -> PeerLost | None:
+    def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Leave, and return the error, once a message to or from a rank has failed; ``None`` if nothing is known.
 
         Args:
@@ -265,7 +265,7 @@ class Watch:
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         silent = self.departures.silent or ([rank] if timed_out else [])
         if silent:
-            self._give_up(silent)
+            self._notice_silent(silent)
             have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
             return self._leave(
                 f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
@@ -274,8 +274,8 @@ class Watch:
         if not self.departures.news:
             return None
         apart = Departure(rank, How.CUT_OFF, from_rank=self._rank)
-        self.departures.find(apart)
-        return self._left(apart, text)
+        self.departures.notice(apart)
+        return self._leave_departed(apart, text)
 
     def warn(self) -> None:
         """Say, once per step, that an exchange waits long."""
@@ -295,10 +295,10 @@ class Watch:
         if self._given_up is not None:
             raise self.explain("") or self._given_up
 
-    def _give_up(self, ranks: Sequence[int]) -> None:
+    def _notice_silent(self, ranks: Sequence[int]) -> None:
         """Tell the other ranks that this one has given up waiting for these."""
         for rank in list(ranks):
-            self.departures.find(Departure(rank, How.SILENT))
+            self.departures.notice(Departure(rank, How.SILENT))
 
     def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
@@ -314,17 +314,17 @@ class Watch:
         while True:
             waited, ended = time.monotonic() - begun, self.ended()
             if ended and self.departures.lost() is None:
-                self.departures.find(Departure(ended[0], How.LOST))
+                self.departures.notice(Departure(ended[0], How.LOST))
             departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
-                return self._left(departure, text)
-            more = self.departures.news and not self.departures.given_up
+                return self._leave_departed(departure, text)
+            more = self.departures.news and not self.departures.unannounced
             if waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
-                return self._held() if call is None and _TIMED_OUT in text else None
+                return self._stopped_error() if call is None and _TIMED_OUT in text else None
             time.sleep(0.01)
 
-    def _held(self) -> PeerSilent | None:
+    def _stopped_error(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
         stopped = self.stopped()
         if not stopped:
@@ -340,7 +340,7 @@ class Watch:
             time.sleep(0.01)
         return False
 
-    def _left(self, departure: Departure, text: str = "") -> PeerLost:
+    def _leave_departed(self, departure: Departure, text: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
@@ -424,7 +424,7 @@ class Stops:
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
         for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
             if now - since >= _ANNOUNCED_S:
-                raise self._watch.gone(rank)
+                raise self._watch.leave_lost(rank)
         self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
         if self._since:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)

@@ -140,7 +140,7 @@ class HostExchange(Exchange):
                 if state == _NOT_YET and still == rank:
                     raise self._lost(rank, ident)
             elif time.monotonic() > deadline:
-                raise self._group.late(
+                raise self._group.leave_silent(
                     rank,
                     f"rank {rank} (pid {self._peers[rank].pid}) has not come to the same exchange of step {ident.step} "
                     f"in {self._group.timeout_s:.0f} s; look at what it does (py-spy dump), or give it longer with "

@@ -68,10 +68,10 @@ class _CallWatch(Watch):
             self._say(self._why or text)
         return super()._leave(text)
 
-    def _lost(self, error: RuntimeError, waited: float) -> PeerLost | None:
+    def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         text = first_line(error)
         if "Timed out" in text:
-            return super()._lost(error, waited)
+            return super()._explain_error(error, waited)
         known = self.explain(text, self._entered)
         if known is not None:
             return known
@@ -93,7 +93,7 @@ class _CallWatch(Watch):
                 return PeerSilent(why)
             absent = [rank for rank in others if rank not in said]
             if len(absent) < 2 or time.monotonic() > end:
-                return self._left(Departure(absent[0], How.LOST), text) if len(absent) == 1 else None
+                return self._leave_departed(Departure(absent[0], How.LOST), text) if len(absent) == 1 else None
             time.sleep(0.01)
 
     def _said(self, ranks: Sequence[int]) -> dict[int, str]:

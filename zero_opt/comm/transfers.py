@@ -30,7 +30,7 @@ class MessageGroup(Protocol):
 
     timeout_s: float
 
-    def broken(self, rank: int, text: str) -> PeerLost | None:
+    def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Return the error once a message to or from a rank has failed; ``None`` if nothing is known beside that.
 
         Args:
@@ -106,7 +106,7 @@ class Message(Transfer):
             yield
         except PeerLost as error:
             words = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            raise self._group.broken(self._peer, first_line(words)) or error from error
+            raise self._group.message_failed(self._peer, first_line(words)) or error from error
 
 
 class TransferQueue:

@@ -227,7 +227,7 @@ class StateService:
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
         if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
-            self._departures.find(Departure(self._left, How.LOST))
+            self._departures.notice(Departure(self._left, How.LOST))
             self._departures.leave()
 
     def _bid_farewell(self) -> None:
@@ -492,7 +492,7 @@ class StateService:
         self._flats = self._capture = None
 
     def join(self, failed: bool) -> None:
-        if not (failed or self._departures.given_up):
+        if not (failed or self._departures.unannounced):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
         self._thread.join(_INTERRUPTION_S)

@@ -40,7 +40,7 @@ def test_stopped_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch)
 @pytest.mark.parametrize("step", [0, 4])
 def test_missing_ranks_are_named_in_the_plural(watch: Watch, step: int) -> None:
     watch.step = step
-    both = str(watch._lost(RuntimeError("Timed out waiting 60000ms"), 60.0))
+    both = str(watch._explain_error(RuntimeError("Timed out waiting 60000ms"), 60.0))
     last = "their last step is 3" if step else "they have taken no step"
     assert both.startswith(f"rank 1, rank 2 have not come to step {step} in 60.0 s, and {last}: rank 0 called")
     assert "look at what they do" in both
@@ -51,7 +51,7 @@ def test_missing_ranks_are_named_in_the_plural(watch: Watch, step: int) -> None:
 def test_a_missing_rank_is_named_in_the_singular(watch: Watch, step: int) -> None:
     watch.step = step
     watch.departures.silent[:] = [2]
-    one = str(watch._lost(RuntimeError("Timed out waiting 60000ms"), 0.0))
+    one = str(watch._explain_error(RuntimeError("Timed out waiting 60000ms"), 0.0))
     last = "its last step is 3" if step else "it has taken no step"
     assert one.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
     assert "look at what it does" in one
