@@ -94,7 +94,7 @@ SIDE_WAITS = "            for event in after:\n                side.wait_event(e
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
 REDUCED = "            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()\n"
 GATHERED = "            return Transfer(ALL, start(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank]))).wait\n"
-FETCH = "        with streams.side([], []):\n            try:\n                self._found"
+FETCH = "        with streams.side([], []):\n            try:\n                self._grads"
 IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
 OVERLAPPED, HOST = "device, Overlapped, float32", "host, Overlapped, bfloat16"
 OWN = "comm, a stream of its own"
@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies to the host do not wait for the reduction",
         "placement/in_process/host_offload.py",
-        (("        with streams.side([self._link.start], []):\n            try:\n                self._found", FETCH),),
+        (("        with streams.side([self._link.start], []):\n            try:\n                self._grads", FETCH),),
         HOST,
     ),
     Mutant(

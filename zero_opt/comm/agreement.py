@@ -205,8 +205,8 @@ class Agreement:
         uneven = [index for index, by_rank in counts.items() if len(set(by_rank)) > 1]
         with self.together():
             digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
-        found = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
-        apart = [index for index, *others in zip(uneven, *found, strict=True) if len(set(others)) > 1]
+        digests_by_rank = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
+        apart = [index for index, *others in zip(uneven, *digests_by_rank, strict=True) if len(set(others)) > 1]
         if not apart:
             return set(uneven)
         by_rank = counts[apart[0]]
@@ -254,12 +254,12 @@ class Agreement:
     @contextmanager
     def together(self, call: str = "") -> Iterator[None]:
         """Raise on all ranks, at the end of the context, what fails in it on one. Collective."""
-        error: Exception | None = None
+        failure: Exception | None = None
         try:
             yield
-        except Exception as found:  # whatever it is, the other ranks must not wait for this one
-            error = found
-        self.raise_first_error(error, call)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            failure = error
+        self.raise_first_error(failure, call)
 
     def on_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
         """Compare what the ranks hold, as (name of the thing, its JSON value), in order.

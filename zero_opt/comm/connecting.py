@@ -150,12 +150,12 @@ class Connecting:
         Raises:
             ProcessGroupError: they are not there in time. ZeroOptError: a rank cannot connect.
         """
-        found: list[bytes] = []
+        published: list[bytes] = []
 
         def find() -> bool:
             if store.check(list(keys)):
-                found.extend(values(store, keys))
-            return len(found) == len(keys)
+                published.extend(values(store, keys))
+            return len(published) == len(keys)
 
         if not until(lambda: self.ask(find), lambda _: self.look(), self.patience_s):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
@@ -163,7 +163,7 @@ class Connecting:
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"
             )
-        return found
+        return published
 
     def meet(self) -> None:
         """Wait until all ranks have made their groups.
@@ -219,22 +219,22 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
         if connecting is not None:
             connecting.meet()
     except BaseException as error:
-        found = error if connecting is None else _found(error, connecting)
+        meaning = error if connecting is None else _meaning_of(error, connecting)
         if connecting is not None:
             with suppress(RuntimeError):  # before a connection closes, which the other ranks would report instead
-                connecting.fail(found)
+                connecting.fail(meaning)
         for group in made:
             group.close()
         if connecting is None:
             raise
-        connecting.fail(found)  # if that took descriptors or threads that the groups have given back
-        raise found from (None if found is error else error)
+        connecting.fail(meaning)  # if that took descriptors or threads that the groups have given back
+        raise meaning from (None if meaning is error else error)
     finally:
         if connecting is not None:
             connecting.ask.close()
 
 
-def _found(error: BaseException, connecting: Connecting) -> BaseException:
+def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
     """Return what an error while groups are made means: another rank's error, if that came first, else this one's."""
     if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
         return error

@@ -65,14 +65,14 @@ class HostLimits:
 
 def _sockets() -> dict[int, str]:
     """Return the kernel's names of this process's sockets, by file descriptor."""
-    found = {}
+    names = {}
     with contextlib.suppress(OSError):  # not on every platform
         for fd in os.listdir(_OPEN_FILES):
             with contextlib.suppress(OSError):
                 name = os.readlink(f"{_OPEN_FILES}/{fd}")
                 if name.startswith("socket:"):
-                    found[int(fd)] = name
-    return found
+                    names[int(fd)] = name
+    return names
 
 
 def _end_with_host(fd: int, silent_s: float, probe_s: float) -> list[int]:

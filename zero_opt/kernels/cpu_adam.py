@@ -162,13 +162,13 @@ class _NativeStep(torch.optim.Adam):
         A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
         master, and a warning says so.
         """
-        found: list[tuple[Parameter, Mapping[str, Any]]] = []
+        fitting: list[tuple[Parameter, Mapping[str, Any]]] = []
         with (
-            self.register_load_state_dict_pre_hook(lambda _, loaded: found.extend(self._checked(loaded))),  # the last
-            self.register_load_state_dict_post_hook(lambda _: self._revive(found), prepend=True),
+            self.register_load_state_dict_pre_hook(lambda _, loaded: fitting.extend(self._checked(loaded))),  # the last
+            self.register_load_state_dict_post_hook(lambda _: self._revive(fitting), prepend=True),
         ):
             super().load_state_dict(dict(state_dict))
-        without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in found)
+        without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in fitting)
         if without_master:
             warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
 
@@ -182,8 +182,8 @@ class _NativeStep(torch.optim.Adam):
                 yield param, saved
 
     @torch.no_grad()
-    def _revive(self, found: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
-        for param, saved in found:
+    def _revive(self, fitting: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
+        for param, saved in fitting:
             if self._is_compact(param):
                 self.state[param] = live_state(saved, param, self._form)
 

@@ -41,7 +41,7 @@ def placement_policy(offload: object, inputs: PlacementInputs) -> PlacementPolic
     Raises:
         ConfigTypeError: it is none.
     """
-    policy = next((found for known, found in _POLICIES.items() if isinstance(offload, known)), None)
+    policy = next((kind for known, kind in _POLICIES.items() if isinstance(offload, known)), None)
     if policy is None:
         called = f"; write {offload.__name__}(...)" if isinstance(offload, type) else ""
         raise ConfigTypeError(

@@ -35,6 +35,11 @@ class GradShard(NamedTuple):
     grads: Sequence[Tensor | None]
     used: bool
 
+    @property
+    def with_grad(self) -> list[int]:
+        """Positions of the slices that have a gradient."""
+        return [position for position, grad in enumerate(self.grads) if grad is not None]
+
 
 @dataclass
 class StepCount:

@@ -88,19 +88,19 @@ def _torch() -> Iterator[Finding]:
 
 def _native() -> Iterator[Finding]:
     try:
-        found = native_isas()
+        isas = native_isas()
     except NativeUnavailable as error:
         off = "CPUAdam, WorkerOffload, NVMeOffload, Selective, split masters and exchange in shared memory are off"
         yield Finding(OFF, "native", f"no kernels: {off}", str(error))
         return
     forced = " by ZERO_OPT_ISA" if os.environ.get("ZERO_OPT_ISA") else ""
-    built = ", ".join(map(_isa, found.compiled))
+    built = ", ".join(map(_isa, isas.compiled))
     advice = ""
-    if found.processor not in found.compiled:
-        advice = f"steps are slower than this processor allows: build zero_opt with kernels for {_isa(found.processor)}"
-    elif found.chosen != found.processor:
-        advice = f"steps are slower than this processor allows, which runs {_isa(found.processor)}: unset ZERO_OPT_ISA"
-    yield Finding(OK, "native", f"kernels for {_isa(found.chosen)}{forced}; built for {built}", advice)
+    if isas.processor not in isas.compiled:
+        advice = f"steps are slower than this processor allows: build zero_opt with kernels for {_isa(isas.processor)}"
+    elif isas.chosen != isas.processor:
+        advice = f"steps are slower than this processor allows, which runs {_isa(isas.processor)}: unset ZERO_OPT_ISA"
+    yield Finding(OK, "native", f"kernels for {_isa(isas.chosen)}{forced}; built for {built}", advice)
 
 
 def _isa(name: str) -> str:
@@ -113,7 +113,7 @@ def _cores() -> Iterator[Finding]:
     sharers = torchrun_sharers()
     threads = fair_threads(allowed_threads(len(usable)), sharers)
     shared = f", which {sharers} ranks share" if sharers > 1 else ""
-    found = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"
+    text = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"
     own, physical = torch.get_num_threads(), len({first_sibling(core) for core in usable})
     advice = ""
     if own > threads:
@@ -124,7 +124,7 @@ def _cores() -> Iterator[Finding]:
             f"torch has {own} threads, fewer than may run, for forward and backward on the CPU (and for steps, unless "
             f"because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
         )
-    yield Finding(OK, "cores", found, advice)
+    yield Finding(OK, "cores", text, advice)
 
 
 def _memory() -> Iterator[Finding]:
@@ -154,18 +154,18 @@ def _shm() -> Iterator[Finding]:
 
 
 def _huge_pages() -> Iterator[Finding]:
-    found = {}
+    modes = {}
     for name in ("enabled", "shmem_enabled"):
         try:
             text = (_THP / name).read_text(encoding="ascii")
-            found[name] = text[text.index("[") + 1 : text.index("]")]
+            modes[name] = text[text.index("[") + 1 : text.index("]")]
         except (OSError, ValueError):
-            found[name] = "unknown"
+            modes[name] = "unknown"
     advice = ""
-    if found["enabled"] not in ("always", "madvise"):
+    if modes["enabled"] not in ("always", "madvise"):
         advice = f"steps over large state are slower: echo madvise > {_THP / 'enabled'}, as root"
     yield Finding(
-        OK if not advice else OFF, "huge pages", f"{found['enabled']}; shared {found['shmem_enabled']}", advice
+        OK if not advice else OFF, "huge pages", f"{modes['enabled']}; shared {modes['shmem_enabled']}", advice
     )
 
 
@@ -248,8 +248,8 @@ def _backends() -> Iterator[Finding]:
 def _accelerators() -> Iterator[Finding]:
     accelerator = torch.accelerator.current_accelerator()  # the one that torch was built for
     if accelerator is None:
-        found = f"torch {torch.__version__} was built without"
-        yield Finding(OFF, "accelerator", found, "for a GPU: install a torch that was built for it")
+        text = f"torch {torch.__version__} was built without"
+        yield Finding(OFF, "accelerator", text, "for a GPU: install a torch that was built for it")
         return
     kind = accelerator.type
     for number in range(torch.accelerator.device_count()):

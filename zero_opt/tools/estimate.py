@@ -100,7 +100,7 @@ class Estimate:
         hosts = f", {self.ranks_per_host} to a host" if self.ranks_per_host < self.world_size else ""
         lines = [self.title, f"rank {self.rank} of {self.world_size}{hosts}, in MiB"]
         lines.append(_line("", "", PLACES))
-        lines += [_line(kind, name, map(_mib, map(found.get, PLACES))) for (kind, name), found in cells.items()]
+        lines += [_line(kind, name, map(_mib, map(nbytes.get, PLACES))) for (kind, name), nbytes in cells.items()]
         lines.append(_line("total", "", map(_mib, (self.nbytes(where=place) for place in PLACES))))
         return "\n".join(lines)
 
@@ -182,13 +182,13 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
 
 
 def _title(sizing: Sizing) -> str:
-    found = [sketch.flat.param for sketch in sizing.sketches.values()]
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in found})
+    params = [sketch.flat.param for sketch in sizing.sketches.values()]
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in params})
     devices = sorted({sketch.device.type for sketch in sizing.sketches.values()})
     config = sizing.config
     offload = "no offload" if config.offload is None else repr(config.offload)
     return (
-        f"{config.optimizer_class.__name__}, {sum(param.numel() for param in found):,} elements of {', '.join(dtypes)} "
+        f"{config.optimizer_class.__name__}, {sum(p.numel() for p in params):,} elements of {', '.join(dtypes)} "
         f"on {', '.join(devices)}; {offload}; {config.reduction!r}; {config.precision!r}"
     )
 
@@ -214,12 +214,12 @@ def _checked_device(device: object) -> torch.device | None:
     if device is None:
         return None
     try:
-        found = torch.device(device)  # type: ignore[call-overload]
+        parsed = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {device!r}") from error
-    if is_meta(found):
+    if is_meta(parsed):
         raise ConfigError("device must be where parameters will be, such as 'cuda' or 'cpu', not 'meta'")
-    return torch.device(found.type)
+    return torch.device(parsed.type)
 
 
 class _Target(NamedTuple):

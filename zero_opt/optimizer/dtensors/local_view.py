@@ -92,18 +92,18 @@ class PlainState(MutableMapping[Tensor, ParamState]):
 
     def __getitem__(self, plain: Tensor) -> ParamState:
         """The live state, or what the user has put in its place."""
-        found = self._user.state.get(self._twins[plain].param)
-        if not found:
+        shown = self._user.state.get(self._twins[plain].param)
+        if not shown:
             raise KeyError(plain)
         pairs = self._pairs.get(plain, {})
-        kept = {key: pairs[key][0] for key, value in found.items() if key in pairs and pairs[key][1] is value}
+        kept = {key: pairs[key][0] for key, value in shown.items() if key in pairs and pairs[key][1] is value}
         live = self._live.get(plain)
-        if live is not None and len(kept) == len(found) == len(live):
+        if live is not None and len(kept) == len(shown) == len(live):
             return live
-        edited = {key: value for key, value in found.items() if key not in kept}
+        edited = {key: value for key, value in shown.items() if key not in kept}
         taken = {**kept, **state_of_part(edited, self._twins[plain].param)}
-        live = self._live[plain] = {key: taken[key] for key in found}
-        self._pairs[plain] = {key: (live[key], found[key]) for key in found}
+        live = self._live[plain] = {key: taken[key] for key in shown}
+        self._pairs[plain] = {key: (live[key], shown[key]) for key in shown}
         return live
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:

@@ -158,23 +158,23 @@ class InHost(Mastered):
             return [self._blank(at, torch.float32, HOST) for at in range(len(self.pieces))]
         return self._results
 
-    def fetch(self, found: SliceGrads) -> None:
+    def fetch(self, grads: SliceGrads) -> None:
         """Enqueue copies of gradients to host memory, and hold their sources until the copies are over."""
         self._return_buffer()  # a step that was interrupted has left it
-        sizes = [_aligned(grad.numel() * grad.element_size()) for _, grad in found if not grad.is_sparse]
-        self._buffer, self._sources = self._link.take(sum(sizes)), found
+        sizes = [_aligned(grad.numel() * grad.element_size()) for _, grad in grads if not grad.is_sparse]
+        self._buffer, self._sources = self._link.take(sum(sizes)), grads
         streams = self._link.arriving
         with streams.side([self._link.start], []):
             try:
-                self._found = list(self._copied(found, self._buffer.bytes))
+                self._grads = list(self._copied(grads, self._buffer.bytes))
             finally:
                 _, self._arrived = streams.produced()
                 self._buffer.used(self._arrived)
 
-    def _copied(self, found: SliceGrads, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _copied(self, grads: SliceGrads, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Enqueue copies of gradients to host memory, and yield these."""
         start = 0
-        for position, grad in found:
+        for position, grad in grads:
             if grad.is_sparse:
                 yield position, grad.cpu()
                 continue
@@ -326,7 +326,7 @@ class CPUPlacement(BucketwisePlacement):
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         works: Mapping[int, list[Work]] = {shard.bucket: list(self._works([shard])) for shard in grads}
-        everything = [work for found in works.values() for work in found]
+        everything = [work for of_bucket in works.values() for work in of_bucket]
         coming = deque(work for work in everything if isinstance(work.unit, InHost))
         early = [work for work in everything if coming and not isinstance(work.unit, InHost)]
         self._fetch_next(coming)

@@ -66,10 +66,10 @@ class NativeSteps:
 
     def step(self, unit: Unit, group: Mapping[str, Any], states: StatesByTensor, grad_scale: float) -> None:
         """One step of the slices of which there are gradients, in one native call."""
-        found = unit.grads()
+        grads = unit.grads()
         hypers = adam_hypers(group)
         batches: dict[int, list[Slot]] = {}
-        for position, grad in found:
+        for position, grad in grads:
             slots = batches.setdefault(unit.gradients.get(position, 1), [])
             if position in unit.stretches:
                 slots.extend(self._stretches(unit, position, grad, group, states))

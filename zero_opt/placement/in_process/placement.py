@@ -135,14 +135,14 @@ class DevicePlacement(StretchPlacement):
         """What there is to step."""
         for shard in grads:
             for unit in self._units[shard.bucket]:
-                found = [
+                grads_of_unit = [
                     (position, grad)
                     for position, member in enumerate(unit.members)
                     if (grad := shard.grads[member]) is not None
                 ]
-                if found:
-                    unit.read_params([position for position, _ in found])
-                    yield Work(unit, found)
+                if grads_of_unit:
+                    unit.read_params([position for position, _ in grads_of_unit])
+                    yield Work(unit, grads_of_unit)
 
     def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
         """Step units whose gradients are being fetched, by the wrapped class."""

@@ -62,14 +62,14 @@ class Unit(ABC):
     def read_params(self, positions: Sequence[int]) -> None:
         """Follow what the user has written to parameters since the last step."""
 
-    def fetch(self, found: SliceGrads) -> None:
+    def fetch(self, grads: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
-        self._found = found
+        self._grads = grads
 
     def grads(self) -> SliceGrads:
         """The fetched gradients by position, ready to be read."""
-        found, self._found = self._found, ()
-        return found
+        grads, self._grads = self._grads, ()
+        return grads
 
     @abstractmethod
     def target(self, position: int) -> Tensor:
@@ -255,7 +255,7 @@ class DeviceUnits(UnitMaker):
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
         members = ((bucket, self._members_of(bucket)) for bucket in buckets)
-        return [[self._unit(bucket, found)] if found else [] for bucket, found in members]
+        return [[self._unit(bucket, positions)] if positions else [] for bucket, positions in members]
 
     def _unit(self, bucket: GradBucket, members: Sequence[int]) -> Unit:
         if bucket.params[0].param.dtype not in HALVES or self._master_dtype is None:

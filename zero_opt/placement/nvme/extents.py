@@ -125,7 +125,7 @@ class Extent:
             start += self.nbytes
         for at, shard in self.shards:
             where = slice(at, at + shard.bucket.shard_numel)
-            arrays = {role: found.view(torch.float32)[where] for role, found in self._bytes.items()}
+            arrays = {role: array.view(torch.float32)[where] for role, array in self._bytes.items()}
             shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
 
     def require_writable(self, file: StateFile) -> None:
@@ -173,7 +173,7 @@ class Extent:
 
     def _segments(self, step: int) -> dict[int, list[Segment]]:
         """Per window of so many elements, the parts of slices in it."""
-        found: dict[int, list[Segment]] = {}
+        by_window: dict[int, list[Segment]] = {}
         for at, shard in self.shards:
             for position, piece in enumerate(shard.pieces):
                 start, stop = at + piece.in_shard.start, at + piece.in_shard.stop
@@ -182,8 +182,8 @@ class Extent:
                     where = slice(first - window * step, last - window * step)
                     if first < last:
                         part = Segment(shard, position, where, slice(first - start, last - start))
-                        found.setdefault(window, []).append(part)
-        return found
+                        by_window.setdefault(window, []).append(part)
+        return by_window
 
 
 def extents_of(buckets: Sequence[GradBucket]) -> list[Extent]:

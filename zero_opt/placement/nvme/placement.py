@@ -147,8 +147,8 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     ) -> FileStep:
         """Return a step of which nothing has been done."""
         amsgrad = [bool(group["amsgrad"]) for group in groups]
-        for found in grads:
-            shard = self._shards[found.bucket]
+        for grad_shard in grads:
+            shard = self._shards[grad_shard.bucket]
             self._uses_maximum(shard, groups[shard.bucket.layout.group])
         hypers = [adam_hypers(group) for group in groups]
         given = Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals)

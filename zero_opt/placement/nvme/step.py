@@ -53,7 +53,7 @@ class FileStep:
         buffers: Sequence[Buffer],
         disk: Disk,
     ) -> None:
-        self.buckets = [found.bucket for found in grads if found.used]
+        self.buckets = [grad_shard.bucket for grad_shard in grads if grad_shard.used]
         self.segments: dict[int, list[Segment]] = {}
         self._hypers = hypers
         self._used: dict[int, tuple[FileShard, list[int]]] = {}
@@ -61,13 +61,13 @@ class FileStep:
         self._following: set[tuple[int, int]] = set()
         self._dropped: set[tuple[int, int]] = set()
         self._kept = False
-        for found in grads:
-            shard = shards[found.bucket]
-            positions = [position for position, grad in enumerate(found.grads) if grad is not None]
+        for grad_shard in grads:
+            shard = shards[grad_shard.bucket]
+            positions = grad_shard.with_grad
             if positions:
-                self._used[found.bucket] = (shard, positions)
+                self._used[grad_shard.bucket] = (shard, positions)
             for position in positions:
-                self._take(shard, position, found.grads[position])
+                self._take(shard, position, grad_shard.grads[position])
         used = []
         for window, parts in windows:
             stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]

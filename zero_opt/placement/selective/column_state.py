@@ -74,19 +74,19 @@ class SavedColumns(Mapping[str, Any]):
         return len(list(iter(self)))
 
     def __getitem__(self, key: str) -> Any:
-        found, shape = self._shard.slices[self._position], self._shard.flats[self._position].param.shape
+        column_slice, shape = self._shard.slices[self._position], self._shard.flats[self._position].param.shape
         if key == "step":
-            return found.counts.max()
+            return column_slice.counts.max()
         if key == COLUMN_STEPS:
-            return found.counts.view(column_shape(shape)).clone()
+            return column_slice.counts.view(column_shape(shape)).clone()
         if key == COLUMN_SELECTED:
             selected = torch.zeros(column_shape(shape), dtype=torch.bool, device="cpu")
-            selected.view(-1)[found.chosen] = True
+            selected.view(-1)[column_slice.chosen] = True
             return selected
         if key == WINDOW:
-            return torch.tensor([*self._schedule.position(), found.gathered], dtype=torch.float64, device="cpu")
-        if key == WAITING and found.gathered:
-            return self._shard.shaped(found.waiting.clone(), self._position)
+            return torch.tensor([*self._schedule.position(), column_slice.gathered], dtype=torch.float64, device="cpu")
+        if key == WAITING and column_slice.gathered:
+            return self._shard.shaped(column_slice.waiting.clone(), self._position)
         home = self._home_of()
         if key not in home:
             raise KeyError(key)

@@ -111,7 +111,7 @@ class SelectivePlacement(Placement):
 
     @property
     def staging_nbytes(self) -> int:
-        waiting = (found.waiting for shard in self._shards.values() for found in shard.slices)
+        waiting = (column_slice.waiting for shard in self._shards.values() for column_slice in shard.slices)
         own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
         return own + self._inner.staging_nbytes + self._small.staging_nbytes
 
@@ -119,7 +119,7 @@ class SelectivePlacement(Placement):
     def spare_nbytes(self) -> int:
         """Bytes of selected columns beside their places at home, and those of the inner placements."""
         compact = (
-            array for shard in self._shards.values() for found in shard.slices for array in found.compact.values()
+            a for shard in self._shards.values() for column_slice in shard.slices for a in column_slice.compact.values()
         )
         own = sum(array.numel() * array.element_size() for array in compact)
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
@@ -161,8 +161,8 @@ class SelectivePlacement(Placement):
     def resident(self) -> Iterator[Tensor]:
         yield from self._small.resident()
         for shard in self._shards.values():
-            for found in shard.slices:
-                yield from found.compact.values()
+            for column_slice in shard.slices:
+                yield from column_slice.compact.values()
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         if index not in self._places:
@@ -178,12 +178,12 @@ class SelectivePlacement(Placement):
                 f"the state of {shard.flats[position].label} was changed while a step for it was pending; call "
                 "opt.flush() before that"
             )
-        found = shard.slices[position]
-        chosen, waiting, gathered = found.chosen, found.waiting, found.gathered
+        column_slice = shard.slices[position]
+        chosen, waiting, gathered = column_slice.chosen, column_slice.waiting, column_slice.gathered
         saved = {} if state is None else dict(state)
         self._load_slice(index, saved, chosen)
         if not is_trusted(saved):  # what is selected and what waits is not the user's
-            found.waiting, found.gathered = waiting, gathered
+            column_slice.waiting, column_slice.gathered = waiting, gathered
         if state is shown is not None:
             shown.forget()
             return False
@@ -240,17 +240,18 @@ class SelectivePlacement(Placement):
             chosen: the selected columns, if the state does not say so itself.
         """
         shard, position = self._places[index]
-        found, flat = shard.slices[position], shard.flats[position]
-        found.forget()
-        found.stepped = bool(saved)
-        found.counts.fill_(float(saved.get("step", 0.0)))
-        found.choose(chosen)
+        column_slice, flat = shard.slices[position], shard.flats[position]
+        column_slice.forget()
+        column_slice.stepped = bool(saved)
+        column_slice.counts.fill_(float(saved.get("step", 0.0)))
+        column_slice.choose(chosen)
         runs = {key: self._run_of(shard, position, value) for key, value in saved.items() if _is_shaped(value)}
         if is_trusted(saved):
-            found.counts = saved[COLUMN_STEPS].detach().to(HOST, torch.float32).reshape(-1).clone()
-            found.choose(saved[COLUMN_SELECTED].detach().cpu().reshape(-1).nonzero().view(-1))
+            column_slice.counts = saved[COLUMN_STEPS].detach().to(HOST, torch.float32).reshape(-1).clone()
+            column_slice.choose(saved[COLUMN_SELECTED].detach().cpu().reshape(-1).nonzero().view(-1))
             if WAITING in saved:
-                found.waiting, found.gathered = runs[WAITING].float().clone(), int(saved[WINDOW].reshape(-1)[4])
+                column_slice.waiting = runs[WAITING].float().clone()
+                column_slice.gathered = int(saved[WINDOW].reshape(-1)[4])
         flat.load()
         blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
         self._inner.adopt_state(index, blank)
@@ -312,10 +313,10 @@ class SelectivePlacement(Placement):
 
     def _used(self, grads: Sequence[GradShard]) -> Iterator[tuple[ColumnShard, int, Tensor]]:
         """The slices that have a gradient."""
-        for found in grads:
-            shard = self._shards.get(found.bucket)
+        for grad_shard in grads:
+            shard = self._shards.get(grad_shard.bucket)
             for position, member in enumerate(() if shard is None else shard.members):
-                grad = found.grads[member]
+                grad = grad_shard.grads[member]
                 if shard is not None and grad is not None:
                     yield shard, position, grad
 
@@ -330,15 +331,15 @@ class SelectivePlacement(Placement):
             pass
         self._waiting |= {shard.bucket for shard in grads if shard.used}
         for shard, position, grad in self._used(grads):
-            found, run = shard.slices[position], shard.flat_grad(position, grad)
+            column_slice, run = shard.slices[position], shard.flat_grad(position, grad)
             # Columns are counted that are elsewhere, too: any rank can say of all how often they were stepped.
-            if found.chosen.numel() < found.columns.total:
-                found.gather(run, grad_scale)
-            if found.compact:
-                self._steps.step(found, run, groups[shard.pieces[position].group], grad_scale)
+            if column_slice.chosen.numel() < column_slice.columns.total:
+                column_slice.gather(run, grad_scale)
+            if column_slice.compact:
+                self._steps.step(column_slice, run, groups[shard.pieces[position].group], grad_scale)
                 shard.write_selected(position)
-            if found.chosen.numel():
-                found.count(selected=True)
+            if column_slice.chosen.numel():
+                column_slice.count(selected=True)
         if not self._schedule.closes:
             self._schedule.stepped()
             yield from updated
@@ -368,11 +369,11 @@ class SelectivePlacement(Placement):
         waiting: list[GradShard] = []
         self._submitted = {}
         for bucket, shard in self._shards.items():
-            positions = [at for at, found in enumerate(shard.slices) if found.gathered]
+            positions = [at for at, column_slice in enumerate(shard.slices) if column_slice.gathered]
             for position in positions:
-                found = shard.slices[position]
-                stretches = list(found.stretches(found.at_home, found.gathered))
-                self._inner.set_stretches(shard.pieces[position].param, stretches, found.gathered)
+                column_slice = shard.slices[position]
+                stretches = list(column_slice.stretches(column_slice.at_home, column_slice.gathered))
+                self._inner.set_stretches(shard.pieces[position].param, stretches, column_slice.gathered)
             means = shard.means(positions) if positions else [None] * len(shard.pieces)
             waiting.append(GradShard(bucket, shard.home.slices, means, bool(positions)))
             self._submitted[bucket] = positions
@@ -405,15 +406,15 @@ class SelectivePlacement(Placement):
         self._pending_buckets = set()
 
     def conflict(self) -> ZeroOptError | None:
-        found = self._inner.conflict()
-        for bucket, positions in self._submitted.items() if self.pending and found is None else ():
+        conflict = self._inner.conflict()
+        for bucket, positions in self._submitted.items() if self.pending and conflict is None else ():
             shard = self._shards[bucket]
             for position in filter(shard.edited, positions):
                 return StepPending(
                     f"{shard.flats[position].label} was changed while a step for it was pending; call opt.flush() "
                     "before changing parameters. A flush() after it keeps the change and drops the update"
                 )
-        return found
+        return conflict
 
 
 def matrices_of(bucket: GradBucket) -> dict[int, int]:

@@ -150,8 +150,8 @@ class ArenaShard(StateShard):
         roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
         whole = [position for position in positions if position not in self.stretches]
         for (_, step, bank), members in groupby(enumerate(whole), kind):
-            found = [position for _, position in members]
-            start, stop = self.pieces[found[0]].in_shard.start, self.pieces[found[-1]].in_shard.stop
+            neighbors = [position for _, position in members]
+            start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
                 yield self._run(roles, slice(start, stop), step, bank), slice(start, stop)
         for position in filter(self.stretches.__contains__, positions):

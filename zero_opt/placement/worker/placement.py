@@ -257,13 +257,12 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         """Return what is used here, with the gradients of its shard in the arena, where copies may be on their way."""
         taken = []
         try:
-            for found in grads:
-                shard = self._shards[found.bucket]
-                positions = [position for position, grad in enumerate(found.grads) if grad is not None]
-                if positions:
-                    taken.append((Used(shard, positions), shard.take_grads(found.grads)))
+            for grad_shard in grads:
+                shard = self._shards[grad_shard.bucket]
+                if positions := grad_shard.with_grad:
+                    taken.append((Used(shard, positions), shard.take_grads(grad_shard.grads)))
         finally:
-            self._note_copies(self._shards[found.bucket] for found in grads)
+            self._note_copies(self._shards[grad_shard.bucket] for grad_shard in grads)
         return taken
 
     def _send(self, batches: Batches) -> int:

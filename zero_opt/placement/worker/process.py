@@ -345,7 +345,7 @@ class WorkerProcess:
             OverflowError: no room until it has done more.
         """
         arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
-        squares = [found.data_ptr() for found in sums]
+        squares = [array.data_ptr() for array in sums]
         return self.control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
 
     def wait_drafts(self, drafts: int) -> None:

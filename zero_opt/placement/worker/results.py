@@ -113,27 +113,27 @@ class LateDelivery(ResultDelivery):
         return self._turns[index]
 
     def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        late = [found for found in made if is_host(found.shard.bucket.device)]
-        self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
+        late = [used for used in made if is_host(used.shard.bucket.device)]
+        self._left.update({used.shard.bucket.layout.index: (used, writer) for used in late})
         if len(late) < len(made):
-            writer.write([found for found in made if not is_host(found.shard.bucket.device)])
+            writer.write([used for used in made if not is_host(used.shard.bucket.device)])
 
     def await_result(self, bucket: int) -> None:
         """Copy a bucket's result, if it has not been copied, while the trainer computes."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
-                found, writer = self._left.get(bucket, (None, None))
-                if found is not None and writer is not None:
-                    writer.write_beside(self._current([found]))
+                used, writer = self._left.get(bucket, (None, None))
+                if used is not None and writer is not None:
+                    writer.write_beside(self._current([used]))
                     del self._left[bucket]
 
     def await_results(self) -> None:
         """Copy all results that are left, on all cores: the trainer waits."""
         if self._left:
             with uninterrupted(), self._lock:
-                found = list(self._left.values())
-                if found:
-                    found[0][1].write(self._current([used for used, _ in found]))
+                left = list(self._left.values())
+                if left:
+                    left[0][1].write(self._current([used for used, _ in left]))
                     self._left.clear()
 
     def _current(self, made: Sequence[Used]) -> list[Used]:

@@ -269,14 +269,9 @@ class SpeculativePlacement(WorkerPlacement):
             self._as_zero = native.flushes_denormals()
             self._flushes = self._flush_denormals or self._as_zero
             self._sums, self._asked = self._asked, False
-            used = {
-                found.bucket: Used(
-                    self._shards[found.bucket], [at for at, g in enumerate(found.grads) if g is not None]
-                )
-                for found in grads
-            }
-            drafted = {index: found for index, found in used.items() if found.positions and index in self._drafts}
-            if not all(self._was_drafted(found, groups, grad_scale) for found in drafted.values()):
+            used = {shard.bucket: Used(self._shards[shard.bucket], shard.with_grad) for shard in grads}
+            drafted = {index: one for index, one in used.items() if one.positions and index in self._drafts}
+            if not all(self._was_drafted(one, groups, grad_scale) for one in drafted.values()):
                 self.redone += len(drafted)
                 drafted = {}
             self.kept += len(drafted)
@@ -284,21 +279,21 @@ class SpeculativePlacement(WorkerPlacement):
             if not drafted:
                 self._void()
             try:
-                made = super()._submit([found for found in grads if found.bucket not in drafted], groups, grad_scale)
+                made = super()._submit([shard for shard in grads if shard.bucket not in drafted], groups, grad_scale)
             except BaseException:
                 self._void()
                 raise
-            for found in drafted.values():
-                found.shard.lend_grads()
+            for shard, _ in drafted.values():
+                shard.lend_grads()
             self._drafts.clear()
             self._summed.clear()
             # All that was submitted ends before a result is brought in: then the banks that do not count are free.
             sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
             return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
 
-    def _was_drafted(self, found: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
+    def _was_drafted(self, used: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""
-        shard, positions = found
+        shard, positions = used
         index = shard.bucket.layout.index
         scaled = self._scaled.get(index, [])
         draft = self._drafts[index].step
@@ -312,7 +307,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _learn(self, grads: Sequence[GradShard], grad_scale: float) -> None:
         """A step is taken: what it was multiplied by, and how many rounds there were of each bucket."""
-        scaled = next((self._scaled.get(found.bucket, []) for found in grads if found.used), None)
+        scaled = next((self._scaled.get(shard.bucket, []) for shard in grads if shard.used), None)
         if scaled is not None:
             self._factors.learn(scaled, grad_scale)
         self._rounds_before.update(self._rounds)
