@@ -76,18 +76,6 @@ def carries(config: str, device: torch.device) -> bool:
     return device.type in (entry.split(":", 1)[0] for entry in config.split(","))
 
 
-def own_device(bound: torch.device | None, config: str) -> torch.device:
-    """Return the accelerator that this rank uses with a process group that carries no tensors in host memory.
-
-    Args:
-        bound: the device that the group was made for, if the user said which.
-        config: as for :func:`device_backends`.
-    """
-    if bound is not None:
-        return bound
-    return torch.device(config.split(":", 1)[0], torch.accelerator.current_device_index())
-
-
 def thread_device() -> Callable[[], None]:
     """Return a call for a new thread to make first, which gives it the current device of this thread.
 
