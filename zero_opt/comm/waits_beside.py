@@ -17,14 +17,16 @@ class WaitingThread:
     """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
 
     Args:
-        interrupt: ends a wait that is under way.
+        interrupt: ends a wait that is under way, at the interpreter's exit. leaves: whether a wait that its caller
+            leaves goes on; else it is interrupted.
     """
 
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
+    def __init__(self, interrupt: Callable[[], None], *, leaves: bool = False) -> None:
+        self._interrupt, self._leaves = interrupt, leaves
+        self._thread = SerialThread("zero_opt wait", interrupt)
 
     def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
-        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
+        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it, or leaves it."""
         try:
             if self._thread.ended:
                 raise RuntimeError
@@ -37,10 +39,11 @@ class WaitingThread:
                 look()
             future.result(0)
         finally:
-            if not future.done():  # the ranks are not at one point any more
+            if not future.done():
                 self._thread.close()
                 self._thread = SerialThread("zero_opt wait", self._interrupt)
-                self._interrupt()
+                if not self._leaves:  # the ranks are not at one point any more
+                    self._interrupt()
 
     def close(self) -> None:
         """Wait for nothing more."""

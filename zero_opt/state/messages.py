@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..comm.transfers import Transfer
+from ..errors import PeerLost, StepDesync
+from .guard import Verdict
 
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
@@ -58,6 +60,19 @@ class Answer(NamedTuple):
     step: int
     nbytes: int
     pull: int
+
+    def require_ready(self, rank: int, mine: int) -> None:
+        """Raise an error unless the answering rank has the state of the asking one's step, ``mine``."""
+        if self.code == Verdict.AHEAD.value:
+            raise StepDesync(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {self.step + 1}, or "
+                "loaded or added what this one has not; call it between steps"
+            )
+        if self.code == Verdict.BEHIND.value:
+            raise PeerLost(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {self.step}; let every "
+                "rank take this step, or give them longer with checks=Checks(timeout=...)"
+            )
 
 
 def words_of(*numbers: int) -> Tensor:

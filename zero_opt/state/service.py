@@ -38,18 +38,11 @@ import torch
 from torch import Tensor
 
 from ..comm.departures import Departure, Departures, How
-from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.groups import ASKS, SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
 from ..comm.transfers import Message, Transfer, TransferQueue
-from ..errors import (
-    OptimizerClosed,
-    PeerLost,
-    StateNotConsolidated,
-    StepDesync,
-    ZeroOptError,
-    error_of_rank,
-    name_and_text,
-)
+from ..comm.waits_beside import WaitingThread
+from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
 from ..sharding.flat_param import FlatParam
 from ..system.devices import thread_device
 from ..system.log import log
@@ -113,11 +106,11 @@ class StateService:
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
-        self._asking = OnePull()
+        self._asking, self._waits = OnePull(), WaitingThread(side.interrupt, leaves=True)
         self._pulls = 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
-        # rank has at most three under way. The others may have no receiver.
-        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
+        # rank has at most three under way, and more while a rank is stopped. The others may have no receiver.
+        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=64 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._answering: set[threading.Thread] = set()
         self._serving = process_exit.Serving()
@@ -190,6 +183,7 @@ class StateService:
             self._capture = self._final = None
         self._serving.end()
         self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
+        self._waits.close()
         self._passed, self._sent = deque(), deque()  # messages keep the connections open
         self._side.close()
         process_exit.running.discard(self)
@@ -242,7 +236,7 @@ class StateService:
     def _answer(self, message: RingMessage) -> None:
         """Answer one pull from beginning to end."""
         self._use_device()
-        with self._served(message.origin), self._side.looking():
+        with self._served(message.origin), self._side.looking(message.origin):
             offer = self._offer(message)
             if offer is not None:
                 self._deliver(offer)
@@ -312,6 +306,8 @@ class StateService:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change(self._guard.edits()):
                     self._send_elements(offer, offer.state)
+            else:  # a pull that was left may still take the listing: gloo cancels a message that nobody holds
+                self._sent.append((offer.sending, offer.text))
         finally:
             self._guard.leave()
 
@@ -360,13 +356,13 @@ class StateService:
             self._pulls += 1
             unasked = set(self._others)
             try:
-                with self._side.looking():
-                    payloads = self._ask(changes)
-                    result = IncomingState(flats)
-                    targets = [self._place(result, own, payload) for payload in payloads]
-                    for rank in self._others:
-                        unasked.discard(rank)
-                        self._fetch(rank, targets[rank])
+                payloads = self._beside(partial(self._ask, changes, self._pulls))
+                result = IncomingState(flats)
+                targets = [self._place(result, own, payload) for payload in payloads]
+                for rank in self._others:
+                    unasked.discard(rank)
+                    self._beside(partial(self._fetch, rank, targets[rank], self._pulls))
+                self._departures.answered(self._others)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
@@ -377,24 +373,35 @@ class StateService:
                         self._send(rank, answer_tag(self._pulls) + 1, STOP, self._pulls)
             return result.by_param()
 
+    def _beside(self, call: Callable[[], Any]) -> Any:
+        """Return what a call on another thread returns, which waits for other ranks.
+
+        Where this thread leaves, by Ctrl-C or since a rank is stopped, the call goes on to its end: gloo cannot cancel
+        a wait, but end all connections.
+        """
+        results: list[Any] = []
+        self._waits.run(lambda: results.append(call()), self._side.lookout(ASKS))
+        return results[0]
+
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
             raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
-                f"this rank holds only a shard of the state, and another has ended: {self._lost}; restart all ranks "
-                "from a checkpoint"
+                f"the ranks' connections for state_dict() have broken ({self._lost}): call opt.consolidate_state_dict("
+                "to=rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
 
-    def _ask(self, changes: int) -> list[bytes | None]:
+    def _ask(self, changes: int, pull: int) -> list[bytes | None]:
         """Ask all ranks; return their listings, ``None`` for this rank."""
         heard: dict[int, int | None] = dict.fromkeys(self._others)
         warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
         process_exit.started(warning)
         try:
-            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes)))
-            return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
+            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull, changes)))
+            ranks = range(self._side.world_size)
+            return [None if rank == self._side.rank else self._answer_of(rank, pull, heard) for rank in ranks]
         finally:
             warning.cancel()
 
@@ -404,25 +411,16 @@ class StateService:
         )
         log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
 
-    def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
+    def _answer_of(self, rank: int, pull: int, heard: dict[int, int | None]) -> bytes:
         """Return a rank's listing. ``heard`` has the step of each rank that has not sent one."""
-        tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
-        while answer.code == LATER or answer.pull != self._pulls:
+        tag, mine, answer = answer_tag(pull), self._guard.step, Answer(LATER, 0, 0, 0)
+        while answer.code == LATER or answer.pull != pull:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
             words = words_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
             heard[rank] = answer.step
-        if answer.code == Verdict.AHEAD.value:
-            raise StepDesync(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {answer.step + 1}, or "
-                "loaded or added what this one has not; call it between steps"
-            )
-        if answer.code == Verdict.BEHIND.value:
-            raise PeerLost(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
-                "every rank take this step, or give them longer with checks=Checks(timeout=...)"
-            )
+        answer.require_ready(rank, mine)
         payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(payload))
@@ -441,10 +439,10 @@ class StateService:
                 runs.extend(target[span] for span in spans(entry))
         return runs
 
-    def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete, size = answer_tag(self._pulls), TransferQueue(), False, words_of(0)
+    def _fetch(self, rank: int, runs: list[Tensor], pull: int) -> None:
+        tag, window, complete, size = answer_tag(pull), TransferQueue(), False, words_of(0)
         try:
-            self._send(rank, tag + 1, GO, self._pulls)
+            self._send(rank, tag + 1, GO, pull)
             for run in runs:
                 window.add(self._side.receive_from(run, rank, tag), run)
             window.drain()
