@@ -32,7 +32,7 @@ types: setup
 
 unit: setup
 	@echo "== pytest"
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal test
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 test
 
 # Training programs of others, which need packages that nothing else does: in an environment of their own.
 test-clients: $(CLIENTS)/.installed setup

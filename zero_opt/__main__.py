@@ -14,7 +14,7 @@ import torch
 
 from . import kernels
 from .errors import ConfigConflict, ZeroOptError
-from .placement import Policy as Offload
+from .placement import Offload
 from .policies import (
     AlreadyReduced,
     AtStep,

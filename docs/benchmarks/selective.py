@@ -98,7 +98,7 @@ def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
 def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     """Have the elements counted that are stepped where the offload policy has them."""
     engine: Any = optimizer._engine
-    home = getattr(engine.placement, "_home", engine.placement)
+    home = getattr(engine.placement, "_inner", engine.placement)
     whole = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     step, set_stretches = home.step, getattr(home, "set_stretches", None)
 

@@ -65,7 +65,7 @@ def starting(rounds: int) -> dict[str, str]:
     for _ in range(rounds):
         worker = WorkerProcess(WorkerOffload(), cores(), len(cores()))
         ready.append(timed(worker.start))
-        memory = private_mb(worker._held.child.pid)  # type: ignore[union-attr]
+        memory = private_mb(worker._handles.child.pid)  # type: ignore[union-attr]
         steps += [timed(lambda: worker.wait(worker.submit([]))) * 1e3 for _ in range(200)]  # noqa: B023
         worker.close()
     return {
@@ -104,8 +104,8 @@ class Arrays:
 
     def logged(self) -> None:
         """Through the redo log, in this process, by the function that the worker calls."""
-        control = self.worker._control
-        control.submit(self.batches, self.worker._held.wake)
+        control = self.worker.control
+        control.submit(self.batches, self.worker._handles.wake)
         control.finish(self.threads)
 
     def worked(self) -> None:

@@ -161,11 +161,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "sharding/background_gather.py",
         (
             (
-                "            self._results.bring_in(bucket.layout.index)\n"
+                "            self._results.await_result(bucket.layout.index)\n"
                 "            self._gather(bucket, ident, failed=failed)()\n"
                 "            return bucket.streams.produced()[1]\n",
                 "            event = bucket.streams.produced()[1]\n"
-                "            self._results.bring_in(bucket.layout.index)\n"
+                "            self._results.await_result(bucket.layout.index)\n"
                 "            self._gather(bucket, ident, failed=failed)()\n"
                 "            return event\n",
             ),
@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies to the host do not wait for the reduction",
         "placement/in_process/host_offload.py",
-        (("        with streams.side([self._lane.start], []):\n            try:\n                self._found", FETCH),),
+        (("        with streams.side([self._link.start], []):\n            try:\n                self._found", FETCH),),
         HOST,
     ),
     Mutant(

@@ -16,7 +16,6 @@ from test.support.harness import run_processes
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-SECONDS = 600  # nothing hangs
 NUMELS = (704, 320, 512)
 BUCKET_MB = 2 / 1024
 
@@ -60,7 +59,7 @@ def _fails_first(rank: int, world_size: int, steps: int) -> set[float]:
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("backend", [BACKEND, "gloo"])
 def test_a_window_of_one_rank_alone_leaves_nothing(backend: str, steps: int) -> None:
-    assert run_processes(2, _fails_first, steps, backend=backend, timeout=SECONDS) == [{-4.0 - steps}] * 2
+    assert run_processes(2, _fails_first, steps, backend=backend) == [{-4.0 - steps}] * 2
 
 
 def _leaves(rank: int, world_size: int, offload: Any, again: bool) -> set[float]:
@@ -91,7 +90,7 @@ def _leaves(rank: int, world_size: int, offload: Any, again: bool) -> set[float]
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()])
 def test_state_leaves_after_a_window_of_one_rank_alone(offload: Any, again: bool) -> None:
-    assert run_processes(2, _leaves, offload, again, backend=BACKEND, timeout=SECONDS) == [{-6.0}] * 2
+    assert run_processes(2, _leaves, offload, again, backend=BACKEND) == [{-6.0}] * 2
 
 
 def _drops_on_two_devices(rank: int, world_size: int) -> int:
@@ -119,7 +118,7 @@ def _drops_on_two_devices(rank: int, world_size: int) -> int:
 
 
 def test_gradients_that_another_thread_has_brought_do_not_hide_a_drop() -> None:
-    assert run_processes(2, _drops_on_two_devices, backend=BACKEND, timeout=SECONDS) == [40, 40]
+    assert run_processes(2, _drops_on_two_devices, backend=BACKEND) == [40, 40]
 
 
 def _leaves_alone(rank: int, world_size: int, skips: bool) -> set[float]:
@@ -147,7 +146,7 @@ def _host_group() -> Any:
 @pytest.mark.parametrize("backend", [BACKEND, "gloo"])
 def test_state_leaves_on_one_rank_without_waiting_for_another(backend: str, skips: bool) -> None:
     expected = {-1.5 if skips else -3.0}
-    assert run_processes(2, _leaves_alone, skips, backend=backend, timeout=SECONDS) == [expected] * 2
+    assert run_processes(2, _leaves_alone, skips, backend=backend) == [expected] * 2
 
 
 def _edits(rank: int, world_size: int, closes: bool) -> list[Tensor]:
@@ -186,7 +185,7 @@ def _edits(rank: int, world_size: int, closes: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_state_that_another_rank_reads_has_an_edit_of_its_owner(closes: bool) -> None:
-    _, [master] = run_processes(2, _edits, closes, backend=BACKEND, timeout=SECONDS)
+    _, [master] = run_processes(2, _edits, closes, backend=BACKEND)
     assert set(master.tolist()) == {0.125}
 
 
@@ -224,7 +223,7 @@ def _accumulates(rank: int, world_size: int, ways: int) -> set[float]:
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_a_gradient_that_waits_is_not_freed_while_another_stream_reads_it() -> None:
-    assert run_processes(1, _accumulates, 5, backend=None, timeout=SECONDS) == [{-8.0}]
+    assert run_processes(1, _accumulates, 5, backend=None) == [{-8.0}]
 
 
 def _moves(rank: int, world_size: int) -> None:
@@ -244,4 +243,4 @@ def _moves(rank: int, world_size: int) -> None:
 
 def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> None:
     """module.to() asks whether each gradient's data can be replaced."""
-    run_processes(1, _moves, backend=None, timeout=SECONDS)
+    run_processes(1, _moves, backend=None)

@@ -15,18 +15,18 @@ from test.accelerator import C, enable, unavailable
 from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
 from test.support.device_cases.places import on_host
 from test.support.device_cases.training import BUCKET_MB
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-SECONDS = 600  # nothing hangs
 LUCK = (None, 0, 1, 2)  # seeds of what no race shows
 OFFLOADS = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload())
 
 
 def _assert_right(world_size: int, places: str, *names: str, seeds: tuple[int | None, ...] = (0,)) -> None:
     """Fail unless cases have the bits of the CPU, and no race, at the places."""
-    wrong = wrong_lines(world_size, Plan(names, seeds, places=places), timeout=SECONDS)
+    wrong = wrong_lines(world_size, Plan(names, seeds, places=places), timeout=PATIENCE_S)
     lines = [f"{name}: {line}" for name, found in wrong.items() for line in found]
     assert not lines, "\n".join(lines[:12])
 
@@ -106,7 +106,7 @@ def _asks_first(rank: int, world_size: int) -> Any:
 
 
 def test_f3_state_was_served_only_after_collectives_that_waited_for_who_asked() -> None:
-    (state, mine), _ = run_processes(2, _asks_first, backend=BACKEND, timeout=SECONDS)
+    (state, mine), _ = run_processes(2, _asks_first, backend=BACKEND)
     assert_bitwise(mine, torch.full((8,), 2.0))
     assert_bitwise([float(entry["momentum_buffer"][0]) for entry in state.values()], [1.5] * 5)
 
@@ -145,7 +145,7 @@ def _raise(_: Tensor) -> None:
 
 
 def test_f4_the_reductions_that_a_failed_backward_has_left_are_those_of_a_communicator() -> None:
-    for values, communicators in run_processes(2, _fails_once, backend=COUNTED, timeout=SECONDS):
+    for values, communicators in run_processes(2, _fails_once, backend=COUNTED):
         assert communicators == 1
         for value in values:
             assert_bitwise(value, torch.full_like(value, 1.0 - 4 * 0.25 * 1.5))
@@ -182,7 +182,7 @@ def _contexts(rank: int, world_size: int, offload: Any, late: bool) -> list[bool
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda offload: type(offload).__name__)
 @pytest.mark.parametrize("backend", [BACKEND, "gloo"], ids=["comm", "relay"])
 def test_f6_r12_a_rank_on_device_1_had_a_context_on_device_0(backend: str, offload: Any, late: bool) -> None:
-    for contexts in run_processes(2, _contexts, offload, late, backend=backend, timeout=SECONDS):
+    for contexts in run_processes(2, _contexts, offload, late, backend=backend):
         assert contexts == [False, True]
 
 
@@ -212,7 +212,7 @@ def _closes_alone(rank: int, world_size: int) -> int:
 
 
 def test_r1_a_rank_that_closes_alone_waited_for_the_others() -> None:
-    assert run_processes(2, _closes_alone, backend=COUNTED, timeout=SECONDS) == [2] * 2
+    assert run_processes(2, _closes_alone, backend=COUNTED) == [2] * 2
 
 
 def _large_mean(rank: int, world_size: int, reduction: Any) -> tuple[list[Tensor], int]:
@@ -229,7 +229,7 @@ def _large_mean(rank: int, world_size: int, reduction: Any) -> tuple[list[Tensor
     "reduction", [zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)], ids=["Overlapped", "AtStep"]
 )
 def test_r2_a_sum_in_fp16_overflowed_where_the_mean_did_not(reduction: Any) -> None:
-    for values, communicators in run_processes(2, _large_mean, reduction, backend=COUNTED, timeout=SECONDS):
+    for values, communicators in run_processes(2, _large_mean, reduction, backend=COUNTED):
         assert communicators == 1
         for value in values:
             assert_bitwise(value, torch.full_like(value, -0.5))
@@ -272,7 +272,7 @@ def _launched(rank: int, world_size: int) -> list[int]:
 
 
 def test_r4_collectives_were_launched_by_a_thread_of_ours() -> None:
-    for counts in run_processes(2, _launched, backend=BACKEND, timeout=SECONDS):
+    for counts in run_processes(2, _launched, backend=BACKEND):
         assert min(counts) >= 3  # 700 and 500 elements are buckets of their own
 
 
@@ -295,8 +295,8 @@ def _host_waits(rank: int, world_size: int, count: int) -> int:
 
 
 def test_r9_the_norm_took_a_host_wait_per_slice() -> None:
-    few = run_processes(2, _host_waits, 4, backend=BACKEND, timeout=SECONDS)
-    many = run_processes(2, _host_waits, 40, backend=BACKEND, timeout=SECONDS)
+    few = run_processes(2, _host_waits, 4, backend=BACKEND)
+    many = run_processes(2, _host_waits, 40, backend=BACKEND)
     assert many == few
     assert 1 <= max(many) <= 2
 
@@ -324,7 +324,7 @@ def _communicators_of(rank: int, world_size: int) -> list[int]:
 
 
 def test_r13_an_optimizer_had_two_communicators() -> None:
-    counted = run_processes(2, _communicators_of, backend=COUNTED, timeout=SECONDS)
+    counted = run_processes(2, _communicators_of, backend=COUNTED)
     assert counted == [[1, 2]] * 2
 
 
@@ -370,7 +370,7 @@ class _SomeUsed(torch.nn.Module):
 
 
 def test_gradients_that_leave_in_the_step_were_read_beside_what_ddp_writes_to_them() -> None:
-    for races, values in run_processes(2, _hook_on_a_stream, backend=BACKEND, timeout=SECONDS):
+    for races, values in run_processes(2, _hook_on_a_stream, backend=BACKEND):
         assert not races
         for value, kept in zip(values, (0.75, 0.875, 0.75), strict=True):
             assert_bitwise(value, torch.full((64,), kept**4))

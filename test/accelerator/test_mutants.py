@@ -9,10 +9,9 @@ import pytest
 from test.accelerator import unavailable
 from test.accelerator.mutants import MUTANTS, Mutant, noticed
 from test.accelerator.runner import Plan, wrong_lines
+from test.support.failures import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-
-SECONDS = 600  # nothing hangs
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -26,4 +25,4 @@ def test_it_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", sorted({(m.world_size, m.case, m.place) for m in MUTANTS}), ids=str)
 def test_the_library_itself_shows_nothing(plan: tuple[int, str, str]) -> None:
     world_size, case, place = plan
-    assert wrong_lines(world_size, Plan((case,), (None,), places=place), timeout=SECONDS) == {case: []}
+    assert wrong_lines(world_size, Plan((case,), (None,), places=place), timeout=PATIENCE_S) == {case: []}

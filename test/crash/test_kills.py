@@ -31,7 +31,7 @@ WAYS = pytest.mark.parametrize("way", [{}, {"delay": 1}, {"speculate": True}], i
 
 def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, int, int], None]:
     def strike(optimizer: zero_opt.ShardedOptimizer, step: int, rank: int) -> None:
-        child = worker_of(optimizer)._held.child
+        child = worker_of(optimizer)._handles.child
         if random.Random(f"{step} {rank}").random() < 0.5 and child is not None:
             os.kill(child.pid, signals[step % len(signals)])
 
@@ -46,7 +46,7 @@ def test_workers_die_and_stop_in_training(way: dict[str, Any]) -> None:
         strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
         return train_ranks(rank, world_size, 12, meanwhile=strike, offload=offload)
 
-    found = run_processes(2, run, timeout=SECONDS)
+    found = run_processes(2, run)
     assert_as_simulated(found, simulate(2, 12, way.get("delay", 0)))
     assert all(deaths for _, _, deaths in found)
 
@@ -58,7 +58,7 @@ def test_workers_are_stopped_between_steps(way: dict[str, Any]) -> None:
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, STOPPED_STEPS, meanwhile=_killer((signal.SIGSTOP,)), offload=offload)
 
-    found = run_processes(2, run, timeout=SECONDS)
+    found = run_processes(2, run)
     assert_as_simulated(found, simulate(2, STOPPED_STEPS, way.get("delay", 0)))
     stops = [deaths for _, _, deaths in found]
     assert sum(stops) >= (50 if LONG else 2)
@@ -75,7 +75,7 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
     def fire() -> None:
         chance = random.Random(rank)
         while not over.wait(chance.random() * 0.01):
-            child = worker._held.child
+            child = worker._handles.child
             if child is not None and worker.deaths < kills:
                 with contextlib.suppress(OSError):  # it is being replaced already
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
@@ -98,7 +98,7 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
 @WAYS
 def test_workers_are_killed_at_any_time(way: dict[str, Any]) -> None:
     offload, begin = zero_opt.WorkerOffload(**way, max_deaths=1000), time.monotonic()
-    calm, fired = (run_processes(2, _train_under_fire, offload, kills, timeout=SECONDS) for kills in (0, KILLS))
+    calm, fired = (run_processes(2, _train_under_fire, offload, kills) for kills in (0, KILLS))
     for (one, _), (other, deaths) in zip(calm, fired, strict=True):
         assert_bitwise(one, other)
         assert deaths > (0.95 * KILLS if LONG else 0)

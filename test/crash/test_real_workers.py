@@ -44,7 +44,7 @@ class RealWorkers(RuleBasedStateMachine):
             self.trainer.worker.close()
 
     def _strike(self, sent: int) -> None:
-        child = self.trainer.worker._held.child
+        child = self.trainer.worker._handles.child
         if child is not None:
             self.struck = True
             os.kill(child.pid, sent)  # not reaped, so the number is still its own
@@ -55,7 +55,7 @@ class RealWorkers(RuleBasedStateMachine):
 
     @rule()
     def kill_and_wait_for_its_end(self) -> None:
-        child = self.trainer.worker._held.child
+        child = self.trainer.worker._handles.child
         self._strike(signal.SIGKILL)
         assert child is None or child.dead(60_000)
 
@@ -69,7 +69,7 @@ class RealWorkers(RuleBasedStateMachine):
 
     @rule()
     def ask_to_go(self) -> None:
-        self.trainer.worker._control.stop(self.trainer.worker._held.wake)
+        self.trainer.worker.control.stop(self.trainer.worker._handles.wake)
         self.struck = True
 
     @precondition(lambda self: not self.pending)
@@ -91,7 +91,7 @@ class RealWorkers(RuleBasedStateMachine):
     @precondition(lambda self: not self.pending)
     @rule()
     def extend(self) -> None:
-        before = self.trainer.worker._held.child
+        before = self.trainer.worker._handles.child
         self.trainer.worker.extend(1 << 16)
         assert before is None or gone(before.pid)
         self.trainer.worker.start()
@@ -100,7 +100,7 @@ class RealWorkers(RuleBasedStateMachine):
     def one_step_at_most_is_pending(self) -> None:
         trainer: Any = getattr(self, "trainer", None)
         if trainer is not None:
-            control = trainer.worker._control
+            control = trainer.worker.control
             assert control.submitted == trainer.steps
             assert control.submitted - 1 <= control.completed <= control.submitted
             if not self.pending:

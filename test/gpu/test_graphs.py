@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zero_opt
-from test.gpu.processes import NCCL, SECONDS, own_gpu, two_gpus
+from test.gpu.processes import NCCL, own_gpu, two_gpus
 from test.support.device_cases.places import on_host
 from test.support.harness import assert_bitwise, run_processes
 
@@ -83,8 +83,8 @@ def captured(rank: int, world_size: int, backend: str) -> Any:
 
 @BACKENDS
 def test_at_step_takes_the_gradients_of_a_captured_backward(backend: str) -> None:
-    expected = run_processes(2, eager, backend, zero_opt.AtStep(BUCKET_MB), backend=backend, timeout=SECONDS)
-    assert_bitwise(run_processes(2, captured, backend, backend=backend, timeout=SECONDS), expected)
+    expected = run_processes(2, eager, backend, zero_opt.AtStep(BUCKET_MB), backend=backend)
+    assert_bitwise(run_processes(2, captured, backend, backend=backend), expected)
 
 
 def graphed_callable(rank: int, world_size: int, backend: str, reduction: Any) -> Any:
@@ -104,8 +104,8 @@ def graphed_callable(rank: int, world_size: int, backend: str, reduction: Any) -
 @BACKENDS
 @pytest.mark.parametrize("reduction", [zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)], ids=repr)
 def test_graphed_callables_are_reduced_outside_of_their_graphs(reduction: Any, backend: str) -> None:
-    expected = run_processes(2, eager, backend, reduction, backend=backend, timeout=SECONDS)
-    assert_bitwise(run_processes(2, graphed_callable, backend, reduction, backend=backend, timeout=SECONDS), expected)
+    expected = run_processes(2, eager, backend, reduction, backend=backend)
+    assert_bitwise(run_processes(2, graphed_callable, backend, reduction, backend=backend), expected)
 
 
 def refused(rank: int, world_size: int, backend: str) -> Any:
@@ -127,5 +127,5 @@ def refused(rank: int, world_size: int, backend: str) -> Any:
 
 @BACKENDS
 def test_capture_of_a_backward_that_is_reduced_is_refused(backend: str) -> None:
-    first, second = run_processes(2, refused, backend, backend=backend, timeout=SECONDS)
+    first, second = run_processes(2, refused, backend, backend=backend)
     assert_bitwise(first, second)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
-from test.gpu.processes import NCCL, SECONDS, nccl_ranks, own_gpu, two_gpus
+from test.gpu.processes import NCCL, nccl_ranks, own_gpu, two_gpus
 from test.support.device_cases.places import on_host
 from test.support.harness import assert_bitwise, run_processes
 
@@ -67,7 +67,7 @@ def beside_the_plain_class(rank: int, world_size: int, policy: Any, kind: Any) -
 @pytest.mark.parametrize("kind", [ADAMW, ADAFACTOR], ids=["AdamW", "Adafactor"])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_the_bits_of_the_plain_class(policy: Any, kind: Any, world_size: int) -> None:
-    for ours, plain in run_processes(world_size, beside_the_plain_class, policy, kind, backend=NCCL, timeout=SECONDS):
+    for ours, plain in run_processes(world_size, beside_the_plain_class, policy, kind, backend=NCCL):
         assert_bitwise(ours, plain)
 
 
@@ -90,7 +90,7 @@ def asks_first(rank: int, world_size: int) -> Any:
 
 @two_gpus
 def test_one_rank_asks_for_the_state_while_the_other_is_in_a_collective() -> None:
-    (state, mine), _ = run_processes(2, asks_first, backend=NCCL, timeout=SECONDS)
+    (state, mine), _ = run_processes(2, asks_first, backend=NCCL)
     assert_bitwise(mine, torch.full((8,), 2.0))
     assert_bitwise([float(entry["momentum_buffer"][0]) for entry in state.values()], [1.5] * len(SIZES))
 
@@ -115,7 +115,7 @@ def closes_alone(rank: int, world_size: int) -> str:
 
 @two_gpus
 def test_a_rank_that_closes_alone_waits_for_nobody() -> None:
-    assert run_processes(2, closes_alone, backend=NCCL, timeout=SECONDS) == ["closed"] * 2
+    assert run_processes(2, closes_alone, backend=NCCL) == ["closed"] * 2
 
 
 def goes_on_after_a_failure(rank: int, world_size: int) -> list[Tensor]:
@@ -136,7 +136,7 @@ def goes_on_after_a_failure(rank: int, world_size: int) -> list[Tensor]:
 
 @nccl_ranks
 def test_a_window_that_was_dropped_leaves_nothing(world_size: int) -> None:
-    first, *others = run_processes(world_size, goes_on_after_a_failure, backend=NCCL, timeout=SECONDS)
+    first, *others = run_processes(world_size, goes_on_after_a_failure, backend=NCCL)
     assert_bitwise(others, [first] * (world_size - 1))
     plain = make_params(torch.device("cpu"))
     reference = torch.optim.SGD(plain, lr=0.25, momentum=0.9, foreach=False)
@@ -161,7 +161,7 @@ def large_mean(rank: int, world_size: int, reduction: Any) -> list[Tensor]:
 @nccl_ranks
 @pytest.mark.parametrize("reduction", POLICIES[:2], ids=repr)
 def test_a_mean_in_fp16_whose_sum_would_overflow(reduction: Any, world_size: int) -> None:
-    for values in run_processes(world_size, large_mean, reduction, backend=NCCL, timeout=SECONDS):
+    for values in run_processes(world_size, large_mean, reduction, backend=NCCL):
         for value in values:
             assert_bitwise(value, torch.full_like(value, -0.5))
 
@@ -188,8 +188,8 @@ def late_parameters(rank: int, world_size: int, offload: Any, late: bool) -> lis
 @nccl_ranks
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1)], ids=repr)
 def test_parameters_that_arrive_late_have_the_same_bits(offload: Any, world_size: int) -> None:
-    late = run_processes(world_size, late_parameters, offload, True, backend=NCCL, timeout=SECONDS)
-    assert_bitwise(late, run_processes(world_size, late_parameters, offload, False, backend=NCCL, timeout=SECONDS))
+    late = run_processes(world_size, late_parameters, offload, True, backend=NCCL)
+    assert_bitwise(late, run_processes(world_size, late_parameters, offload, False, backend=NCCL))
 
 
 def scaled(rank: int, world_size: int) -> Any:
@@ -212,7 +212,7 @@ def scaled(rank: int, world_size: int) -> Any:
 
 @nccl_ranks
 def test_grad_scaler_skips_the_step_of_all_ranks(world_size: int) -> None:
-    answers = run_processes(world_size, scaled, backend=NCCL, timeout=SECONDS)
+    answers = run_processes(world_size, scaled, backend=NCCL)
     mean = 1.0 + (world_size - 1) / 2
     for scale, params in answers:
         assert scale == 2.0**9
@@ -232,5 +232,5 @@ def contexts(rank: int, world_size: int, offload: Any, late: bool) -> list[bool]
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1)], ids=repr)
 @pytest.mark.parametrize("backend", [NCCL, "gloo"], ids=["NCCL", "relay"])
 def test_a_rank_has_a_context_on_its_own_gpu_alone(backend: str, offload: Any, late: bool) -> None:
-    for rank, found in enumerate(run_processes(2, contexts, offload, late, backend=backend, timeout=SECONDS)):
+    for rank, found in enumerate(run_processes(2, contexts, offload, late, backend=backend)):
         assert [index for index, made in enumerate(found) if made] == [rank]

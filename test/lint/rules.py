@@ -93,6 +93,9 @@ TESTS, SUPPORT, UNIT = "test", "support", "unit"
 MIRRORS = (UNIT, "distributed")
 TESTS_ALONE = (*MIRRORS, "whole")
 
+# Names that a module may define though another one does.
+DEFINED_ANYWHERE = {"__all__", "main"}
+
 Finding = tuple[int, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -323,6 +326,25 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
         yield from import_findings(tree, ".".join(parts), len(parts) - 1, submodules)
 
 
+def defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a module defines at its top level."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((node.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+
+
+def repeated_names(modules: Mapping[str, ast.Module]) -> Iterator[tuple[str, Finding]]:
+    """(module, finding) of every top-level name that a module before it defines too."""
+    home: dict[str, str] = {}
+    for module, tree in modules.items():
+        for line, name in defined_names(tree):
+            if name not in DEFINED_ANYWHERE and home.setdefault(name, module) != module:
+                yield module, (line, f"{name} is defined in {home[name]} too: one name, one thing")
+
+
 def source_files(root: Path) -> list[Path]:
     """Every file that the limits are for."""
     python = [path for folder in (PACKAGE, "test", "docs") for path in (root / folder).rglob("*.py")]
@@ -332,10 +354,16 @@ def source_files(root: Path) -> list[Path]:
 
 def findings(root: Path = ROOT) -> list[str]:
     """Everything that is wrong under ``root``, one line each."""
+    modules = {
+        str(p.relative_to(root)): ast.parse(p.read_text("utf-8")) for p in sorted((root / PACKAGE).rglob("*.py"))
+    }
     return [
-        f"{path.relative_to(root)}:{line}: {message}"
-        for path in source_files(root)
-        for line, message in check_file(path, root)
+        *(
+            f"{path.relative_to(root)}:{line}: {message}"
+            for path in source_files(root)
+            for line, message in check_file(path, root)
+        ),
+        *(f"{module}:{line}: {message}" for module, (line, message) in repeated_names(modules)),
     ]
 
 

@@ -196,6 +196,18 @@ def test_tests_lie_as_what_they_test_does(path: str, message: str | None) -> Non
     assert [text.startswith(message or "-") for text in found] == [True] * (message is not None)
 
 
+def test_names_that_two_modules_define() -> None:
+    sources = {
+        "a": "X = 1\n__all__ = []\ndef f(): y = 1",
+        "b": "y = 2\n__all__ = []\nclass f: ...",
+        "c": "X: int = 2\nX = 3",
+    }
+    modules = {name: ast.parse(source) for name, source in sources.items()}
+    expected = [("b", 3, "f is defined in a"), ("c", 1, "X is defined in a"), ("c", 2, "X is defined in a")]
+    found = [(name, line, text.partition(" too")[0]) for name, (line, text) in rules.repeated_names(modules)]
+    assert found == expected
+
+
 def test_native_waits_without_a_bound() -> None:
     source = "poll(&fd, 1, kSliceMs);\npoll(&fd, 1, -1);\nfcntl(fd, F_SETLK, &lock);\nfcntl(fd, F_SETLKW, &lock);\n"
     assert [line for line, _ in rules.native_wait_findings(source)] == [2, 4]

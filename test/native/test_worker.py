@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from test.native.forms import FORMS, group_of
-from test.native.workers import PATIENCE_S, Arena, Group, all_same, arena_for, copied, worker_on
+from test.native.workers import Arena, Group, all_same, arena_for, copied, worker_on
+from test.support.failures import PATIENCE_S
 from zero_opt import _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd and pidfd")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import zero_opt
 from test.native.kernels import HYPERS, run_of
+from test.support.failures import PATIENCE_S
 from zero_opt import _native
 
 MAIN = Path(zero_opt.__file__).parent / "placement/worker/worker_main.py"
-PATIENCE_S = 60.0  # a safety net: nothing here depends on time
 MAX_RUNS = 64
 ALIGN = 64
 

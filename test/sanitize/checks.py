@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from test.support.failures import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitize"
-PATIENCE_S = 600  # nothing hangs
 # The trainer's side with the word that publishes a step ordering nothing.
 PUBLISHED = "block.submitted.store(sequence + 1, std::memory_order_release);"
 UNORDERED = PUBLISHED.replace("release", "relaxed")

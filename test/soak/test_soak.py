@@ -82,7 +82,7 @@ def _train(rank: int, world_size: int) -> tuple[list[Sample], int, int]:
 
     def kill() -> None:
         while not over.wait(KILL_S):
-            child = worker_of(opt)._held.child
+            child = worker_of(opt)._handles.child
             if child is not None:
                 with contextlib.suppress(OSError):  # it is being replaced already
                     os.kill(child.pid, signal.SIGKILL)

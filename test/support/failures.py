@@ -6,6 +6,9 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
+# A test that hangs fails after so long. Enough for a machine with ten times the load of a quiet one.
+PATIENCE_S = 600.0
+
 
 class RankFailed(RuntimeError):
     """A rank died, or raised an exception that could not be carried to the test."""

@@ -28,7 +28,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from .failures import Failure, RankFailed, RanksHang
+from .failures import PATIENCE_S, Failure, RankFailed, RanksHang
 
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 1.0
@@ -60,7 +60,7 @@ def run_processes(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = PATIENCE_S,
     expect_errors: bool = False,
     may_hang: Collection[int] = (),
     backend: str | None = "gloo",

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from .failures import Failure, RanksHang
+from .failures import PATIENCE_S, Failure, RanksHang
 
 # Private parts of torch, which carry no types.
 _threaded: Any = multi_threaded_pg
@@ -29,7 +29,7 @@ _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
-def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE_S) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` threads and return the results in rank order.
 
     The first exception that a rank raises itself is raised here with its rank in a note; the others are woken

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
 from zero_opt import WorkerOffload
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
 from zero_opt.kernels.runs import BoundRun
 from zero_opt.placement.worker.process import WorkerProcess
 
-PATIENCE_S = 60  # nothing hangs
 HYPERS = AdamHypers(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 ROLES = ("param", "exp_avg", "exp_avg_sq", "grad")
 NUMEL = 5000
@@ -45,7 +45,7 @@ class Trainer:
 
     @property
     def pid(self) -> int:
-        child = self.worker._held.child
+        child = self.worker._handles.child
         assert child is not None
         return child.pid
 

@@ -16,7 +16,6 @@ from test.support.harness import assert_bitwise
 from test.support.scenario import BUCKET_MB, values
 from zero_opt.placement.worker import process
 
-SECONDS = 60  # nothing hangs
 SHAPES = ((130, 7), (65,), (1000,), ())
 NOW, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)

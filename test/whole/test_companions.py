@@ -145,8 +145,8 @@ def _train_synchronised(rank: int, world_size: int, reduction: Any) -> list[Tens
 
 
 def test_collectives_inside_and_between_backwards() -> None:
-    at_step = run_processes(3, _train_synchronised, zero_opt.AtStep(), timeout=30)
-    for bits in run_processes(3, _train_synchronised, OVERLAPPED, timeout=30):
+    at_step = run_processes(3, _train_synchronised, zero_opt.AtStep())
+    for bits in run_processes(3, _train_synchronised, OVERLAPPED):
         assert_bitwise(bits, at_step[0])
 
 
@@ -328,7 +328,7 @@ def _overflow_at_step(rank: int, world_size: int) -> str:
 
 def test_at_step_with_a_scaler_ranks_that_disagree_on_an_overflow_are_told() -> None:
     """p.grad is plain, so GradScaler looks at each rank's own; here each rank in turn does not step."""
-    for message in run_processes(2, _overflow_at_step, timeout=20):
+    for message in run_processes(2, _overflow_at_step):
         assert "with GradScaler use reduction=zero_opt.Overlapped()" in message
 
 
@@ -370,7 +370,7 @@ def _double_reduction(rank: int, world_size: int, views: bool) -> str:
 
 @pytest.mark.parametrize("views", [False, True])
 def test_two_reducers_are_refused_and_the_way_out_is_named(views: bool) -> None:
-    for message in run_processes(2, _double_reduction, views, timeout=20):
+    for message in run_processes(2, _double_reduction, views):
         assert "AlreadyReduced()" in message
 
 

@@ -14,8 +14,6 @@ from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import groups, pairwise_exchange
 from zero_opt.state import messages
 
-SECONDS = 300  # nothing hangs
-
 
 def _make(exchange: str) -> tuple[Any, list[torch.nn.Parameter]]:
     generator = torch.Generator().manual_seed(1)
@@ -63,9 +61,9 @@ STARTS = [
 
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 def test_exchanges_go_on_past_any_number(exchange: str) -> None:
-    expected = run_processes(2, _train, exchange, "", 0, timeout=SECONDS)
+    expected = run_processes(2, _train, exchange, "", 0)
     for counter, start in STARTS:
-        found = run_processes(2, _train, exchange, counter, start, timeout=SECONDS)
+        found = run_processes(2, _train, exchange, counter, start)
         for ours, theirs in zip(found, expected, strict=True):
             assert_bitwise(ours, theirs)
 
@@ -86,8 +84,8 @@ def _tags(rank: int, world_size: int) -> tuple[list[int], list[torch.Tensor]]:
 
 
 def test_tags_of_messages_come_back_and_none_is_that_which_nobody_sends() -> None:
-    expected = run_processes(2, _train, "backend", "", 0, timeout=SECONDS)
-    for (tags, params), theirs in zip(run_processes(2, _tags, timeout=SECONDS), expected, strict=True):
+    expected = run_processes(2, _train, "backend", "", 0)
+    for (tags, params), theirs in zip(run_processes(2, _tags), expected, strict=True):
         assert_bitwise(params, theirs)
         assert 0 in tags
         *_, last, elements, failures = tags
@@ -126,4 +124,4 @@ def _given_up(rank: int, world_size: int) -> Any:
 
 
 def test_what_a_pull_leaves_behind_is_not_taken_for_a_later_ones() -> None:
-    assert run_processes(3, _given_up, timeout=SECONDS)[0] == [3.0, 4.0, 5.0, 6.0]
+    assert run_processes(3, _given_up)[0] == [3.0, 4.0, 5.0, 6.0]

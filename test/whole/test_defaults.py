@@ -83,6 +83,6 @@ def _train(rank: int, world_size: int, name: str, default: str, folder: Path) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_default_device_or_dtype_changes_nothing(name: str, tmp_path: Path) -> None:
-    plain, *others = (run_processes(2, _train, name, default, tmp_path, timeout=300) for default in ("", *DEFAULTS))
+    plain, *others = (run_processes(2, _train, name, default, tmp_path) for default in ("", *DEFAULTS))
     for default, found in zip(DEFAULTS, others, strict=True):
         assert_bitwise(found, plain, default)

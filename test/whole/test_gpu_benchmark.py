@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from test.support.failures import PATIENCE_S
+
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "gpu.py"
-SECONDS = 240
 
 
 def smoke(*options: str) -> list[str]:
     command = [sys.executable, str(SCRIPT), "--smoke", "--device", "cpu", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests have the other cores
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

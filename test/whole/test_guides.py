@@ -61,7 +61,7 @@ def _saving_again(rank: int, world_size: int, folder: str) -> Any:
 
 def test_saving_again_leaves_what_is_mapped(tmp_path: Path) -> None:
     """A file that is written over in place ends the process that has it mapped."""
-    assert run_processes(2, _saving_again, str(tmp_path), timeout=300) == [(2, True, True, False)] * 2
+    assert run_processes(2, _saving_again, str(tmp_path)) == [(2, True, True, False)] * 2
 
 
 def _checkpointing(rank: int, world_size: int, folder: str) -> Any:
@@ -248,7 +248,7 @@ def _shards_within_a_host(rank: int, world_size: int, folder: str) -> Any:
 
 def test_shards_within_a_host(tmp_path: Path) -> None:
     """Every rank trains as under DDP, and has half of the state where two of four ranks share it."""
-    runs = run_processes(4, _shards_within_a_host, str(tmp_path), timeout=300)
+    runs = run_processes(4, _shards_within_a_host, str(tmp_path))
     for (ours, plain), held in runs:
         assert_bitwise(ours, plain)
         assert held < 0.6 * 8 * sum(param.numel() for param in plain)

@@ -42,6 +42,6 @@ def _steps(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, in
 
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 def test_one_of_many_ranks_steps_its_part(options: dict[str, Any]) -> None:
-    [(_, state)] = run_processes(1, _steps, options, backend=None, timeout=600)
+    [(_, state)] = run_processes(1, _steps, options, backend=None)
     numel = 64 * 1024 * 2 + 1024 + 64
     assert 0 < state < 16 * numel // WORLD_SIZE

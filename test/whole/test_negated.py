@@ -68,7 +68,5 @@ def _train(rank: int, world_size: int, name: str, negates: bool, folder: Path) -
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_negated_gradients_and_state_are_their_values(name: str, world_size: int, tmp_path: Path) -> None:
-    plain, negated = (
-        run_processes(world_size, _train, name, negates, tmp_path, timeout=300) for negates in (False, True)
-    )
+    plain, negated = (run_processes(world_size, _train, name, negates, tmp_path) for negates in (False, True))
     assert_bitwise(negated, plain)

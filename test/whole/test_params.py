@@ -359,7 +359,7 @@ def test_a_parameter_spoilt_on_one_rank_is_named_on_all_and_nothing_is_half_done
     oracle = plain_actor(2, reduction)
     oracle.backward(1, everyone=True)
     oracle.optimizer.step()
-    for message, params in run_processes(2, _spoil_on_one_rank, reduction, clip, timeout=20):
+    for message, params in run_processes(2, _spoil_on_one_rank, reduction, clip):
         assert "parameter 1 " in message and "66" in message
         assert_bitwise(params, [param.detach() for param in oracle.params])
 

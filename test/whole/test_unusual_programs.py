@@ -14,7 +14,6 @@ import zero_opt
 from test.support.actors import AT_STEP, OVERLAPPED
 from test.support.harness import assert_bitwise, run_processes
 
-SECONDS = 300  # nothing hangs
 OFFLOADS = {"device": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}
 NATIVE = {name: offload for name, offload in OFFLOADS.items() if offload is not None}
 
@@ -98,7 +97,7 @@ def _assigning(rank: int, world_size: int, reduction: Any, offload: Any) -> list
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
 def test_a_class_that_assigns_data_trains(reduction: Any, offload: Any) -> None:
-    run_processes(2, _assigning, reduction, offload, timeout=SECONDS)
+    run_processes(2, _assigning, reduction, offload)
 
 
 def _counting(rank: int, world_size: int) -> None:
@@ -110,7 +109,7 @@ def _counting(rank: int, world_size: int) -> None:
 
 
 def test_state_that_is_no_parameters_is_refused_where_it_would_be_lost() -> None:
-    run_processes(2, _counting, timeout=SECONDS)
+    run_processes(2, _counting)
 
 
 def _count_alone(rank: int, world_size: int) -> None:
@@ -129,7 +128,7 @@ def _count_alone(rank: int, world_size: int) -> None:
 
 
 def test_at_world_size_1_it_is_saved_and_loaded_as_in_torch() -> None:
-    run_processes(1, _count_alone, timeout=SECONDS)
+    run_processes(1, _count_alone)
 
 
 # -- hyperparameters and state ----------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def _without_lr(rank: int, world_size: int, offload: Any) -> None:
 
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 def test_a_hyperparameter_that_is_deleted_is_missed(offload: Any) -> None:
-    run_processes(2, _without_lr, offload, timeout=SECONDS)
+    run_processes(2, _without_lr, offload)
 
 
 def _spoilt_state(rank: int, world_size: int, offload: Any, spoil: str) -> str:
@@ -200,7 +199,7 @@ def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tupl
 @pytest.mark.parametrize("how", ["all", "one"])
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 def test_state_that_one_rank_drops_is_refused_on_all(offload: Any, how: str, who: tuple[int, ...]) -> None:
-    run_processes(2, _dropped_state, offload, how, who, timeout=SECONDS)
+    run_processes(2, _dropped_state, offload, how, who)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def _dropped_by_a_hook(rank: int, world_size: int, offload: Any) -> None:
 
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 def test_a_gradient_that_a_hook_drops_is_none(offload: Any) -> None:
-    run_processes(2, _dropped_by_a_hook, offload, timeout=SECONDS)
+    run_processes(2, _dropped_by_a_hook, offload)
 
 
 def _fails(grad: Tensor) -> None:
@@ -253,7 +252,7 @@ def _ddp_backward_fails(rank: int, world_size: int) -> None:
 
 
 def test_a_backward_that_failed_before_ddp_called_its_hook_is_not_stepped() -> None:
-    run_processes(2, _ddp_backward_fails, timeout=SECONDS)
+    run_processes(2, _ddp_backward_fails)
 
 
 def _clipped_and_kept(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
@@ -277,7 +276,7 @@ def _clipped_and_kept(rank: int, world_size: int, reduction: Any, offload: Any) 
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_next_backward_adds_to_the_clipped_gradient(world_size: int, reduction: Any, offload: Any) -> None:
-    run_processes(world_size, _clipped_and_kept, reduction, offload, timeout=SECONDS)
+    run_processes(world_size, _clipped_and_kept, reduction, offload)
 
 
 def _not_reduced(rank: int, world_size: int, first: float) -> None:
@@ -292,7 +291,7 @@ def _not_reduced(rank: int, world_size: int, first: float) -> None:
 
 @pytest.mark.parametrize("first", [float("nan"), float("inf"), 3.0])
 def test_gradients_that_are_not_finite_on_one_rank_alone_are_not_reduced(first: float) -> None:
-    run_processes(2, _not_reduced, first, timeout=SECONDS)
+    run_processes(2, _not_reduced, first)
 
 
 def _nothing_to_compare(rank: int, world_size: int, first: float) -> None:
@@ -307,7 +306,7 @@ def _nothing_to_compare(rank: int, world_size: int, first: float) -> None:
 
 @pytest.mark.parametrize("first", [float("nan"), 0.0])
 def test_gradients_that_show_nothing_are_compared_again_in_the_next_step(first: float) -> None:
-    run_processes(2, _nothing_to_compare, first, timeout=SECONDS)
+    run_processes(2, _nothing_to_compare, first)
 
 
 def _stale_graphs(rank: int, world_size: int, options: dict[str, Any]) -> None:
@@ -329,7 +328,7 @@ def _stale_graphs(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_graph_that_was_kept_over_a_step_is_stale(world_size: int, offload: Any, exchange: str) -> None:
     options = {"offload": offload, "reduction": zero_opt.Overlapped(exchange=exchange)}
-    run_processes(world_size, _stale_graphs, options, timeout=SECONDS)
+    run_processes(world_size, _stale_graphs, options)
 
 
 # -- inference mode ---------------------------------------------------------------------------------------------------
@@ -354,7 +353,7 @@ def _in_inference_mode(rank: int, world_size: int, offload: Any) -> list[Tensor]
 
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 def test_an_optimizer_is_made_and_loaded_in_inference_mode(offload: Any) -> None:
-    first, second = run_processes(2, _in_inference_mode, offload, timeout=SECONDS)
+    first, second = run_processes(2, _in_inference_mode, offload)
     assert_bitwise(first, second, "parameters")
 
 
@@ -366,4 +365,4 @@ def _made_in_inference_mode(rank: int, world_size: int) -> None:
 
 
 def test_parameters_that_were_made_in_inference_mode_are_refused() -> None:
-    run_processes(2, _made_in_inference_mode, timeout=SECONDS)
+    run_processes(2, _made_in_inference_mode)

@@ -176,10 +176,12 @@ def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:
     Args:
         buffer: has room for the span.
     """
-    parts = [(run, run.values, part) for run, part in parts_within(runs, span)]
-    known = [(run, values, part) for run, values, part in parts if values is not None]
-    of_runs = [values[part.start - run.start : part.stop - run.start] for run, values, part in known]
-    return of_runs, [buffer[part.start - span.start : part.stop - span.start] for _, _, part in known]
+    of_runs, places = list[Tensor](), list[Tensor]()
+    for run, (low, high) in parts_within(runs, span):
+        if run.values is not None:
+            of_runs.append(run.values[low - run.start : high - run.start])
+            places.append(buffer[low - span.start : high - span.start])
+    return of_runs, places
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -192,9 +194,8 @@ def put_together(runs: Sequence[Run], span: Span, buffer: Tensor) -> Tensor:
     """Copy the elements within a span of the bucket to ``buffer``, zeros where there are no values, and return it."""
     values, places = paired(runs, span, buffer)
     copy_all(places, values)
-    for run, part in parts_within(runs, span):
-        if run.values is None:
-            buffer[part.start - span.start : part.stop - span.start].zero_()
+    for _, (low, high) in parts_within([run for run in runs if run.values is None], span):
+        buffer[low - span.start : high - span.start].zero_()
     return buffer
 
 
@@ -261,7 +262,7 @@ class Exchange(ABC):
             StepDesync: another rank skipped this exchange.
         """
 
-    def fail(self, step: int) -> None:  # noqa: B027  (most exchanges tell no rank)
+    def fail(self, step: int) -> None:
         """Have the following gathers tell the other ranks that this step failed on this rank."""
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
@@ -273,10 +274,10 @@ class Exchange(ABC):
         """
         return tuple
 
-    def leave(self) -> None:  # noqa: B027  (breaking the connections is enough)
+    def leave(self) -> None:
         """Leave all future exchanges: no rank waits for this one in them, and this one waits for no other."""
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
+    def close(self) -> None:
         """Release what is held."""
 
 

@@ -161,6 +161,7 @@ class Group:
     device_backends: Mapping[str, str] = MappingProxyType({})
     _mesh: DeviceMesh | None = None
     _watch: Watch | None = None
+    _departures: Departures | None = None
 
     def __init__(
         self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
@@ -171,7 +172,6 @@ class Group:
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
-        self._departures: Departures | None = None
         self._waits = WaitingThread(self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
             parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting

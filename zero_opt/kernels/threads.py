@@ -19,7 +19,7 @@ import torch
 from ..system.extension import native, native_available
 from ..system.log import log
 
-_THREADS_LIMIT = 1 << 20
+_UNLIMITED_THREADS = 1 << 20
 # The most ranks that have ever told each other that they share the cores of this process, this one included.
 _most_sharers = 1
 
@@ -65,7 +65,7 @@ def meet_sharers(count: int) -> int:
 
 def default_threads() -> int:
     """Return how many threads step by default; see [Note: a fair part of the cores]."""
-    fair = fair_threads(allowed_threads(_THREADS_LIMIT), max(_most_sharers, launched_sharers()))
+    fair = fair_threads(allowed_threads(_UNLIMITED_THREADS), max(_most_sharers, launched_sharers()))
     own = torch.get_num_threads()
     if own == 1 and os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() == "1":
         return fair
@@ -84,7 +84,7 @@ def checked_threads(threads: int | None) -> int:
         raise TypeError(f"threads must be a positive integer or None, got {threads!r}")
     if threads < 1:
         raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
-    return min(threads, _THREADS_LIMIT)
+    return min(threads, _UNLIMITED_THREADS)
 
 
 @contextlib.contextmanager

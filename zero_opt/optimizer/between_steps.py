@@ -1,4 +1,4 @@
-"""The engine between steps: parameters taken in, a pending step brought in, state shown, saved and loaded, the end."""
+"""The engine between steps: param groups added, a pending step brought in, state shown, saved and loaded, the end."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class BetweenSteps(Engine):
                 begun = self.placement.pending
                 self._behind |= begun
                 with self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
-                    list(self.placement.land())
+                    list(self.placement.bring_in())
         except Exception as error:
             self._behind = True
             if begun and not isinstance(error, PeerLost):

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ..errors import ConfigTypeError, StateDictError
-from ..placement import is_by_columns
 from ..state.state_dict import StateDict, pack_groups
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
@@ -47,7 +46,7 @@ def _state_by_rows(optimizer: ShardedOptimizer) -> StateDict:
     groups = pack_groups(optimizer.param_groups)
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
-            if param.requires_grad and (index not in state or is_by_columns(optimizer._config.offload, param)):
+            if param.requires_grad and (index not in state or optimizer._config.placement.steps_by_columns(param)):
                 state[index] = {**places(optimizer._config, optimizer._group, packed, param), **state.get(index, {})}
     return {"state": state, "param_groups": groups, _WITH_STATE: known}
 
@@ -63,8 +62,8 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     """
     _check(optimizer)
     with optimizer._together("load_sharded_state_dict()"):
-        saved: StateDict = {**state_dict, "state": _real_state(state_dict)}
-        saved.pop(_WITH_STATE, None)
+        real = _real_state(state_dict)
+        saved = {key: real if key == "state" else value for key, value in state_dict.items() if key != _WITH_STATE}
     optimizer.load_state_dict(saved)
 
 

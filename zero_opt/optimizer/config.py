@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..placement import Policy as Offload
-from ..placement import check_params, home_of
-from ..placement import check_policy as check_offload
+from ..placement import Offload, PlacementInputs, PlacementPolicy, placement_policy
 from ..policies import Checks, MixedPrecision
 from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
@@ -26,6 +24,7 @@ class Config:
 
     Attributes:
         defaults: the wrapped class's own arguments.
+        placement: what ``offload`` decides.
     """
 
     optimizer_class: type[torch.optim.Optimizer]
@@ -35,6 +34,7 @@ class Config:
     precision: MixedPrecision
     max_grad_norm: float | None
     checks: Checks
+    placement: PlacementPolicy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check each argument by itself.
@@ -43,7 +43,8 @@ class Config:
             ConfigError, ConfigTypeError, UnsupportedOptimizer: an argument is wrong.
         """
         check_reduction_policy(self.reduction)
-        check_offload(self.offload)
+        inputs = PlacementInputs(self.optimizer_class, self.defaults, self.precision, self.reduction)
+        object.__setattr__(self, "placement", placement_policy(self.offload, inputs))
         check_type("precision", self.precision, MixedPrecision)
         check_type("checks", self.checks, Checks)
         check_wrapped_class(self.optimizer_class)
@@ -57,13 +58,13 @@ class Config:
 
     def widens(self, bucket: GradBucket) -> bool:
         """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
-        stepped, _ = home_of(self.offload, self.precision, bucket.params[0].param)
+        stepped, _ = self.placement.stepped_as(bucket.params[0].param)
         return stepped.itemsize > bucket.shard_dtype.itemsize
 
     def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
         checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
-        check_params(self.offload, self.precision, self.optimizer_class, param_groups, describe)
+        self.placement.check(param_groups, describe)
         model = self.reduction.overlap_param_gather
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)

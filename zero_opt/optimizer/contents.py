@@ -1,4 +1,4 @@
-"""The contents that ranks check and compare when an optimizer or a param group is made, or state is loaded."""
+"""What ranks compare: param groups when they are made, hyperparameters at every step, and what is loaded."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket as DDPBucket
 
 from ..comm.groups import Group
 from ..state.state_dict import StateDict, StatesByIndex
@@ -74,7 +74,7 @@ class Engine(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context within which backward exchanges nothing."""
 
-    def take_bucket(self, bucket: GradBucket) -> None:
+    def take_bucket(self, bucket: DDPBucket) -> None:
         """Take gradients from DistributedDataParallel's communication hook."""
 
     def flush(self) -> None:

@@ -12,7 +12,6 @@ from ..comm.groups import AloneGroup, Group
 from ..errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
-from ..placement import check_state, extra_places, home_of, is_by_columns, taken_states
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
@@ -44,12 +43,10 @@ def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tenso
     require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
-    hypers, home = hypers_of(packed), home_of(config.offload, config.precision, param)
+    hypers, (dtype, _) = hypers_of(packed), config.placement.stepped_as(param)
     if is_dtensor(param):
-        return state_like(config, hypers, param, home[0])
-    made = first_state(config.optimizer_class, hypers, param, home[0])
-    if is_by_columns(config.offload, param):
-        made |= extra_places(param)
+        return state_like(config, hypers, param, dtype)
+    made = {**first_state(config.optimizer_class, hypers, param, dtype), **config.placement.column_places(param)}
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value
         for key, (value, shape) in made.items()
@@ -153,9 +150,9 @@ def fitted_shards(
 ) -> Loaded:
     """Return the part of a full state dict that a placement can load, after the checks of :func:`fitted_whole`."""
     loaded = fitted_whole(saved, param_groups, config, strict=strict, whole=False)
-    states = taken_states(config.offload, loaded.states)
+    states = dict(config.placement.loadable(loaded.states))
     try:
-        check_state(config.offload, config.precision, config.optimizer_class, loaded.groups, states)
+        config.placement.check_state(loaded.groups, states)
     except UnsupportedOptimizer as error:
         raise StateDictError(f"in the state dict, {error}") from error
     return loaded._replace(states=states)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.exchange import Exchange, close_all
-from ..placement import Placement, Results, build_placement, build_results
+from ..placement import Placement
 from ..reduction import ReductionParts, StepCount, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.partition import Geometry, Partition
@@ -68,21 +68,18 @@ class EngineParts:
         self.pool = of_reduction.pool
         self.reduction = build_reduction(config.reduction, of_reduction)
         late = config.reduction.overlap_param_gather
-        results = build_results(late)
-        self.placement = self._built_placement(results)
-        lookout = groups.control.lookout
-        self.gather = build_gather(self.partition, self.exchanges, self.thread, late, results, lookout)
+        self.placement, lookout = self._built_placement(), groups.control.lookout
+        self.gather = build_gather(self.partition, self.exchanges, self.thread, late, self.placement, lookout)
         stand_ins = StandIns(config.optimizer_class, config.defaults, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
         self.full = FullState(self.agreement, self.partition, self.placement, self.guard)
 
-    def _built_placement(self, results: Results) -> Placement:
+    def _built_placement(self) -> Placement:
         """Return the placement, or raise on all ranks if one has none. Collective."""
-        config, placement = self.config, None
+        placement = None
         try:
             with self.agreement.together("ShardedOptimizer()"):
-                stepped = (config.offload, config.precision, config.optimizer_class, config.defaults)
-                placement = build_placement(*stepped, self.groups.neighbors, config.reduction, results)
+                placement = self.config.placement.build(self.groups.neighbors)
         except BaseException:
             if placement is not None:
                 placement.close()

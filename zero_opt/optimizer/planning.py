@@ -97,7 +97,7 @@ class Planner:
         parts.reduction.watch(added)
         parts.gather.watch()
         with parts.visible.lock:
-            parts.visible.add(kinds_of(config.offload, config.precision, of_group))
+            parts.visible.add(kinds_of(config.placement, of_group))
 
     def _connect(self) -> None:
         """Make an exchange for each device type that has none yet."""

@@ -1,9 +1,11 @@
 """The engine over several ranks, or with an offload or masters: a step as the journey of a gradient.
 
 [Note: what one step() does]
-1. Report: every rank tells the others of its gradients, hyperparameters and edits, in one exchange of messages.
+1. Report: this rank takes over the user's edits, and sends gradients that backward has not. Every rank tells the others
+   what it has, in one message; where edits of parameters differ, values are compared.
 2. Plan: parameters that became trainable, or got a gradient, are planned into buckets.
-3. Collect: gradients that backward has not exchanged are exchanged. Each rank has its shards of the mean gradients.
+3. Collect: what the ranks have not had equally often is exchanged. Each rank has its shards of the mean gradients.
+   Where hyperparameters differ, every rank raises the error now.
 4. Norm: its value, and whether gradients are finite, take one more exchange of messages, if they are asked for.
 5. Step and gather: the placement steps this rank's shards bucket by bucket. Each stepped bucket starts to be gathered.
 6. End: the gather ends, or goes on in the background. If the step failed on a rank, every rank hears of it.
@@ -73,7 +75,7 @@ class ShardedEngine(BetweenSteps):
         """
         self.placement.require_own()
         self.gather.flush()
-        report = self.reduction.report(error or self._wrong_here(), absent=absent)
+        report = self.reduction.report(error or self._take_over_edits(), absent=absent)
         agreed = self.agree(report, clip_to, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
         shards = self.reduction.collect(agreed)
@@ -84,7 +86,7 @@ class ShardedEngine(BetweenSteps):
             self.agreement.on_contents(edit_contents(self.parts.param_groups, dropped))
         return agreed, shards
 
-    def _wrong_here(self) -> ZeroOptError | None:
+    def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
         error = self._parked.error() or self._guard.untold() or self._adopt_edits()
         try:
@@ -147,18 +149,18 @@ class ShardedEngine(BetweenSteps):
         """Step this rank's shards, and gather the updated parameters. Collective.
 
         Args:
-            grad_scale: what gradients are multiplied by first.
+            grad_scale: what gradients are multiplied by first, for GradScaler; the reduction's factor comes on top.
 
         Raises:
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
-        limit, look = self._config.max_grad_norm, cache(partial(self.measure, shards))
+        limit, measured = self._config.max_grad_norm, cache(partial(self.measure, shards))  # collective, once, if asked
         grad_scale *= self.reduction.grad_scale
-        if skips_step(self._config.checks, look, self._describe):
+        if skips_step(self._config.checks, measured, self._describe):  # the window stays open, until zero_grad()
             self.skips, self.begun = self.skips + 1, False
             return
         if limit is not None:
-            grad_scale *= float(clip_factor(look().norm * grad_scale, limit))
+            grad_scale *= float(clip_factor(measured().norm * grad_scale, limit))
         with self._guard.telling_why():
             self.gather.begin(self.count.step)
             for bucket in self._step_buckets(shards, grad_scale):
@@ -172,7 +174,7 @@ class ShardedEngine(BetweenSteps):
         :meth:`_end_step` raises the error.
         """
         buckets = self.partition.buckets
-        left = list(self.placement.landing(shards))
+        left = list(self.placement.updated_buckets(shards))
         if self._behind:
             left += [index for index in range(len(buckets)) if index not in left]
         try:
@@ -220,7 +222,7 @@ class ShardedEngine(BetweenSteps):
             raise failure
 
     def clip(self, max_norm: object) -> Tensor:
-        limit, error = 0.0, None
+        limit, error = 0.0, None  # 0: this clips, though not to what was given; None would be a step
         try:  # all ranks raise the error of one
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:

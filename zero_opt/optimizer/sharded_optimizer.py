@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
-from ..placement import Policy as Offload
+from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
@@ -211,11 +211,12 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         losses: list[Any] = []
 
         def noted() -> Any:
-            losses.append(closure() if closure is not None else None)
+            assert closure is not None
+            losses.append(closure())
             return losses[-1]
 
-        try:
-            return self._engine.step(None if closure is None else noted, options)
+        try:  # a class may take something else than a closure
+            return self._engine.step(noted if callable(closure) else closure, options)
         except ParamsReplaced:
             self._replan()
         return self._engine.step(losses.pop if losses else None, options)

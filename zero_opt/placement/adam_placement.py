@@ -1,11 +1,8 @@
-"""What placements have in common that keep the state of native Adam steps in arrays of their own, away from parameters.
-
-They differ in where those arrays lie, and in how a step is taken and brought in.
-"""
+"""The common part of placements that step Adam natively, with its state in arrays of their own."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,7 +13,7 @@ from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
-from .interface import ParamState, Stretch, load_mirrors
+from .interface import ParamState, Stretch, StretchPlacement
 
 
 class PendingStep(Protocol):
@@ -30,8 +27,11 @@ ShardT = TypeVar("ShardT", bound=StateShard)
 StepT = TypeVar("StepT", bound=PendingStep)
 
 
-class NativePlacement(ABC, Generic[ShardT, StepT]):
-    """See the module and :class:`Placement`."""
+class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
+    """A placement whose state lies in arrays away from the parameters, one :class:`StateShard` per bucket.
+
+    Subclasses say where the arrays lie, and how a step is taken and brought in.
+    """
 
     _policy_name: str
     # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
@@ -44,22 +44,22 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         self._places: dict[int, tuple[ShardT, int]] = {}  # by parameter: shard, position in it
         self._pending: StepT | None = None
 
-    # -- what a kind of them has --------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _make_room(self) -> None:
-        """Give all arrays a place that the groups need and that have none yet."""
+        """Give a place to all arrays that the groups need and that have none yet."""
 
     @abstractmethod
     def _written(self) -> None:
-        """State was written to: make that last, and let autograd know."""
+        """Make what was written to the state last, and let autograd know of it."""
 
     @abstractmethod
     def _drop_pending(self) -> None:
-        """Let what is under way end, and forget the step."""
+        """Wait for transfers that are under way, and forget the pending step."""
 
     def _await_copies(self) -> None:
-        """Return when no accelerator reads or writes arrays any more."""
+        """Return when no accelerator reads or writes the arrays."""
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -87,23 +87,18 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
-        """See :class:`Placement`. Tensors are views of the arrays; nothing of those is read before the views are."""
+        """Yield views of the arrays, of which nothing is read before the views are."""
         for index, (shard, position) in self._places.items():
             if position in shard.stepped:
                 yield index, shard.state(position)
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """See :class:`Placement`; it is plain."""
         for index, state in self.state():
             shard, position = self._places[index]
             yield index, shard.saved_state(position, state)
 
-    def resident(self) -> Iterator[Tensor]:
-        """See :class:`Placement`; none is."""
-        return iter(())
-
-    def adopt(self, index: int, state: ParamState | None) -> bool:
-        """See :class:`Placement`. Values are copied to the arrays."""
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
+        """Copy the values of an edited state to the arrays."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
             return False
@@ -121,11 +116,8 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
         self._written()
         return True
 
-    def require_writable(self) -> None:
-        """See :class:`Placement`; memory can be."""
-
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`; what is under way ends, and is forgotten."""
+        """Replace all state; a step under way ends, and is forgotten."""
         self._drop_pending()
         self._await_copies()
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
@@ -154,7 +146,8 @@ class NativePlacement(ABC, Generic[ShardT, StepT]):
 
     def _load_mirrors(self) -> None:
         """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
-        load_mirrors(self._places.values())
+        for shard, position in self._places.values():
+            shard.flats[position].load()
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""

@@ -18,8 +18,9 @@ from ..system.log import log
 NATIVE_CLASSES = (CPUAdam, CPUAdamW)
 ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
 MAXIMUM = "max_exp_avg_sq"
-# What a state may hold besides: of masters, and of parameters that are stepped by columns.
-_MORE_KEYS = ("master", "column_steps", "column_selected", "waiting", "window")
+# State of parameters that are stepped by columns, which a plain optimizer has no use for.
+COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
+_KNOWN_KEYS = ("step", *MOMENTS, MAXIMUM, "master", *COLUMN_KEYS)
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 
 
@@ -70,6 +71,14 @@ def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
                 raise StateDictError(f"state {key!r} of parameter {index} is missing")
 
 
+def without_column_keys(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """States for an optimizer that steps no columns, and must not save again what it did not keep."""
+    return {
+        index: {key: value for key, value in state.items() if COLUMN_STEPS not in state or key not in COLUMN_KEYS}
+        for index, state in states.items()
+    }
+
+
 def say_without_masters(count: int) -> None:
     """So many loaded parameters in bf16 or fp16 came without a master."""
     if count:
@@ -78,7 +87,7 @@ def say_without_masters(count: int) -> None:
 
 def require_known(label: str, state: Mapping[str, Any]) -> None:
     """Raise StateDictError if a state that the user has edited has keys that the placement has no place for."""
-    unknown = [key for key in state if key not in ("step", *MOMENTS, MAXIMUM, *_MORE_KEYS)]
+    unknown = [key for key in state if key not in _KNOWN_KEYS]
     if unknown:
         raise StateDictError(
             f"opt.state of {label} has {unknown[0]!r}, which has no place outside the parameters' device; keep it "

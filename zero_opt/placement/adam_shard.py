@@ -16,7 +16,7 @@ from .masters import MasterShard
 
 
 class StateShard(MasterShard):
-    """See the module. Slices are those of this rank in the bucket.
+    """One bucket's shard of Adam's state. Slices are those of this rank in the bucket.
 
     Arrays are (shard numel,), fp32: exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; master, where the parameter is not
     that itself.
@@ -108,7 +108,7 @@ class StateShard(MasterShard):
         return MAXIMUM in self._arrays
 
     def count_step(self, positions: Collection[int]) -> None:
-        """These slices have been stepped."""
+        """Count a step of these slices."""
         if len(positions) == len(self.pieces):
             self.steps += 1
         else:

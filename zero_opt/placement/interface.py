@@ -1,17 +1,16 @@
-"""The seam between the reduced gradient and where the shard lives."""
+"""The interface of placements, which take reduced gradients and step this rank's shards."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..errors import ZeroOptError
 from ..reduction.interface import GradShard
 from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam
 
 ParamState = MutableMapping[str, Any]
 
@@ -25,70 +24,77 @@ class Stretch(NamedTuple):
 
 
 class ReadThrough(ABC, MutableMapping[str, Any]):
-    """A state that is put together when it is read, since it does not lie in memory as users see it."""
+    """A state that is put together when it is read, because it lies in memory in another form."""
 
     @abstractmethod
     def held(self) -> list[Tensor]:
-        """The tensors that it has given out; what is written to them is taken over with the next step."""
+        """The tensors that this state has given out; the next step takes over what is written to them."""
 
 
-def tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of a live state that somebody may have written to."""
+def live_tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of a live state that the user may have written to."""
     if isinstance(state, ReadThrough):
         return state.held()
     return [value for value in state.values() if isinstance(value, Tensor)]
 
 
-class Slices(Protocol):
-    """Slices of parameters, named by their position."""
+class Placement(ABC):
+    """Where this rank's shard of the parameters and optimizer state lives, and how it is stepped.
+
+    The engine calls all methods on the user's thread, except :meth:`await_result`. Param groups come first
+    (:meth:`add_group`), then buckets of their parameters (:meth:`add`), at any time between steps. Every step is a call
+    of :meth:`updated_buckets`, then one of :meth:`step`.
+
+    A placement may take a step whose result is in the parameters only later: until then the step is *pending*. What is
+    implemented here suits a placement that never has a pending step.
+    """
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add_group(self, hypers: Mapping[str, Any]) -> None:
+        """Take in a param group, whose parameters follow through :meth:`add`."""
+
+    @abstractmethod
+    def drop_groups(self, kept: int) -> None:
+        """Forget all but the first ``kept`` groups, of which nothing was planned."""
+
+    @abstractmethod
+    def add(self, buckets: Sequence[GradBucket]) -> None:
+        """Take charge of this rank's slices of new buckets.
+
+        Raises:
+            OutOfMemory, WorkerFailed, StorageFull, StorageFailed: there is no room; nothing was taken in.
+        """
+
+    @abstractmethod
+    def repoint(self, params: Sequence[int]) -> None:
+        """Follow parameters, given by global index, whose data moved."""
 
     @property
-    def flats(self) -> Sequence[FlatParam]:
-        """The parameter of each."""
-
-
-def load_mirrors(places: Iterable[tuple[Slices, int]]) -> None:
-    """Bring mirrors of the parameters of these slices up to date with what the user has written to those."""
-    for slices, position in places:
-        slices.flats[position].load()
-
-
-class Placement(Protocol):
-    """Where this rank's shard of the parameters and optimizer state lives, and how it is stepped."""
-
-    def add_group(self, hypers: Mapping[str, Any]) -> None:
-        """A param group was added; its parameters follow through :meth:`add`."""
-
-    def drop_groups(self, kept: int) -> None:
-        """Only the first ``kept`` groups are there after all; nothing was planned of the others."""
-
-    def add(self, buckets: Sequence[GradBucket]) -> None:
-        """Buckets were planned; take charge of this rank's slices of them."""
-
-    def repoint(self, params: Sequence[int]) -> None:
-        """The data of these parameters moved."""
+    def spare_nbytes(self) -> int:
+        """Bytes of this rank's memory for state beside those that :meth:`state` shows."""
+        return 0
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of memory that state passes through when it is stepped."""
+        """Bytes of memory that gradients or state pass through when they are stepped."""
+        return 0
 
     def require_own(self) -> None:
         """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether a step has been taken whose result is not in the parameters yet."""
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held."""
 
-    @property
-    def spare_nbytes(self) -> int:
-        """Bytes of this rank's memory for state beside those that :meth:`adam_state` shows."""
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """The buckets that :meth:`step` will update, the same on every rank.
+    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """The buckets that :meth:`step` will update, the same on every rank. Collective."""
+        return [shard.bucket for shard in grads if shard.used]
 
-        Called once before each step, on every rank: it may be collective.
-        """
-
+    @abstractmethod
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
@@ -96,33 +102,49 @@ class Placement(Protocol):
 
         Gradients are multiplied by ``grad_scale`` first, in the same pass over memory where the step is native.
 
-        Yields the index of each bucket of :meth:`landing`, in order, once its parameters are updated here; must be run
-        to the end.
+        Yields the index of each bucket of :meth:`updated_buckets`, in order, once its parameters are updated here; must
+        be run to the end.
         """
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has been taken whose result is not in the parameters yet."""
+        return False
+
+    def await_result(self, bucket: int) -> None:
+        """Return when the result of a bucket is in the parameters; on any thread, which may have to copy it."""
+
+    def await_results(self) -> None:
+        """Return when the results of all buckets are in the parameters."""
 
     def wait(self) -> None:
         """Let a pending step end; it stays pending."""
 
-    def require_writable(self) -> None:
-        """Raise StorageFailed if the state cannot be written where it is. Called before a load, after :meth:`wait`."""
-
-    def land(self) -> Iterator[int]:
+    def bring_in(self) -> Iterator[int]:
         """Bring a pending step into the parameters, as :meth:`step` yields them; those changed since are left alone."""
+        return iter(())
 
     def conflict(self) -> ZeroOptError | None:
         """What is wrong if the user has changed a parameter that a pending step updates."""
+        return None
 
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
+    @abstractmethod
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """As :meth:`adam_state`, in the form that a state dict has: what is kept in a compact form is made plain."""
+        """As :meth:`state`, in the form that a state dict has: what is kept in a compact form is made plain."""
 
     def resident(self) -> Iterator[Tensor]:
         """What of the state lies on the parameters' device, or may; it is read and written there at every step."""
+        return iter(())
 
-    def adopt(self, index: int, state: ParamState | None) -> bool:
-        """The user may have edited the live state of a parameter, put another in its place, or (``None``) dropped it.
+    @abstractmethod
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
+        """Follow what the user made of a parameter's live state: edited it, replaced it, or (``None``) dropped it.
 
         Returns:
             Whether the live state is another object than ``state`` after that.
@@ -131,48 +153,27 @@ class Placement(Protocol):
             StepPending: it is not as it was while a step that changes it is pending.
         """
 
+    @abstractmethod
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""
 
+    def require_writable(self) -> None:
+        """Raise StorageFailed if the state cannot be written where it is. Called before a load, after :meth:`wait`."""
+
+    @abstractmethod
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state, given per parameter of this rank, and the groups' hyperparameters."""
 
-    def close(self) -> None:
-        """Release what is held."""
 
-
-class Home(Placement, Protocol):
+class StretchPlacement(Placement):
     """A placement that can be told to step parts of slices, so that another can be built around it."""
 
+    @abstractmethod
     def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
         """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
 
         Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
 
         Args:
-            gradients: what the slice's gradient is the mean of, see :meth:`AdamHypers.over`.
+            gradients: how many gradients the slice's gradient is the mean of, see :meth:`AdamHypers.over`.
         """
-
-
-class AtOnce:
-    """The part of a :class:`Placement` that is about pending steps, for one that never has any."""
-
-    pending = False
-
-    def require_own(self) -> None:
-        """See :class:`Placement`."""
-
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        return [shard.bucket for shard in grads if shard.used]
-
-    def wait(self) -> None:
-        """See :class:`Placement`."""
-
-    def require_writable(self) -> None:
-        """See :class:`Placement`; memory can be."""
-
-    def land(self) -> Iterator[int]:
-        return iter(())
-
-    def conflict(self) -> None:
-        """See :class:`Placement`."""

@@ -1,4 +1,4 @@
-"""Parameters and what they are stepped as, where the two are not the same memory: who was written last, and copies."""
+"""Masters and other copies of parameters: which of the two was written last, and copies between them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def follow_param(master: Tensor, param: Tensor) -> None:
     if param.dtype not in HALVES:
         master.copy_(param)
         return
-    # Where the parameter is what the master rounds to, nobody has written, and the master knows better.
+    # Where the parameter is what the master rounds to, the user has not written to it, and the master is more exact.
     same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
     torch.where(same, master, param.float(), out=master)
 
 
 class FollowedParams:
-    """Slices of one bucket whose parameters others may write to. They are named by their position among those given.
+    """Slices of one bucket whose parameters the user may write to, named by their position among those given.
 
     A write to a parameter raises its version counter. :func:`share_counters` finds parameters that share one.
 
@@ -59,7 +59,7 @@ class FollowedParams:
         return self.flats[position].flatten(grad) if self.is_whole(position) else grad
 
     def repoint(self, position: int) -> None:
-        """The parameter's data moved: whatever lies there is the user's."""
+        """Follow a parameter whose data moved: what lies there is the user's."""
         self._stale.add(position)
 
     def edited(self, position: int) -> bool:
@@ -82,7 +82,7 @@ class FollowedParams:
         return {**state, "master": self.saved_master(position, state["master"])}
 
     def follow(self, position: int) -> None:
-        """What was made of the parameter is right as it is, whatever was written to that."""
+        """Let what was made of the parameter be right as it is, whatever was written to that."""
         self._stale.discard(position)
         self._known[position] = self.flats[position].edits
 

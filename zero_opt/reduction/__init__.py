@@ -1,4 +1,4 @@
-"""Reductions, which turn gradients into shards; the type of the policy picks one."""
+"""Reductions, which turn gradients into shards. Here: the table that selects one by its policy's type."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class GradReduction(ABC):
             absent: this rank has run out of inputs (torch's ``Join``), and takes part with zeros.
         """
 
-    def disagreed(self) -> None:  # noqa: B027
+    def disagreed(self) -> None:
         """Note that the ranks are at different points of training: the engine does not call :meth:`collect`."""
 
     @abstractmethod
@@ -164,14 +164,14 @@ class GradReduction(ABC):
     def scale_in_step(self, factor: Tensor) -> None:
         """Multiply :attr:`grad_scale` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
 
-    def reset(self) -> None:  # noqa: B027
+    def reset(self) -> None:
         """Forget the gradients of this window: ``zero_grad`` was called."""
 
     @abstractmethod
     def end_step(self) -> None:
         """Note that a step was taken with the shards of the last :meth:`collect`."""
 
-    def watch(self, buckets: Sequence[GradBucket]) -> None:  # noqa: B027
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Take in buckets that were added to the partition."""
 
     @property
@@ -179,5 +179,5 @@ class GradReduction(ABC):
         """Whether the shards hold gradients that a step may use. Else they are void, and may be still to be written."""
         return True
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stop listening to gradients."""

@@ -7,7 +7,8 @@ backward is a round of its own: its mean is added to the shard. A rank that has 
 
 [Note: launch order]
 Buckets are exchanged in one order on all ranks, or two ranks could each wait for the other's bucket. A bucket that is
-complete waits for those before it. The order is the one in which rank 0 saw buckets complete in its first backward.
+complete waits for those before it. The order is that of the plan, last parameters first, until a backward after
+parameters were planned: then it is the one in which rank 0 saw buckets complete.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class OverlappedReduction(GradReduction):
         self._order: list[int] = []
         self._launched: list[int] = []  # the order of what was launched before the ranks agreed, which may plan more
         self._seen: list[int] | None = []
+        self._planned_in_step = False
         self._spoiled = False
         self._forget_rounds()
         self._forget_backwards()
@@ -87,7 +89,7 @@ class OverlappedReduction(GradReduction):
                 bucket.reader = ShardSquares(bucket)
                 self._squares.append(bucket.reader)
             self._ranked.append(bucket.layout.index)
-        self._seen = []
+        self._seen, self._planned_in_step = [], True
         if not self._fills:
             self._activate()
 
@@ -261,7 +263,7 @@ class OverlappedReduction(GradReduction):
             # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        self._launched = self._order
+        self._launched, self._planned_in_step = self._order, False
         flats = self._partition.flats
         dropped = {index for index in self._in_round if flats[index].param.grad is None}
         return ReductionReport(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
@@ -286,7 +288,9 @@ class OverlappedReduction(GradReduction):
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._forget_rounds()
-        if self._seen is not None and agreed.rounds:
+        if self._planned_in_step:  # what came of those buckets came now: a backward shows when they are complete
+            self._seen = []
+        elif self._seen is not None and agreed.rounds:
             self._learn_order()
         self._activate()
         self._settle(agreed.used)

@@ -31,10 +31,10 @@ def finish_gathers(params: Collection[torch.Tensor]) -> None:
 class PendingResults(Protocol):
     """The results of a step that have yet to be copied into the parameters; of a placement."""
 
-    def bring_in(self, bucket: int) -> None:
+    def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
 
-    def bring_in_all(self) -> None:
+    def await_results(self) -> None:
         """Return when all results have arrived."""
 
 
@@ -117,7 +117,7 @@ class BackgroundGather(ParamGather):
     def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Any:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
-            self._results.bring_in(bucket.layout.index)
+            self._results.await_result(bucket.layout.index)
             self._gather(bucket, ident, failed=failed)()
             return bucket.streams.produced()[1]
 
@@ -185,7 +185,7 @@ class BackgroundGather(ParamGather):
         if index in self._arrived:  # every stream waits for itself
             self._partition.buckets[index].streams.wait(self._arrived[index])
         # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
-        self._results.bring_in(index)
+        self._results.await_result(index)
 
     def flush(self) -> None:
         """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts."""
@@ -194,9 +194,9 @@ class BackgroundGather(ParamGather):
                 self._arrive(index)
         except Exception:
             self._arriving.clear()
-            self._results.bring_in_all()
+            self._results.await_results()
             raise
-        self._results.bring_in_all()
+        self._results.await_results()
 
     def forget(self) -> None:
         self.flush()
@@ -256,7 +256,7 @@ def build_gather(
     """Gather in the background if a model is given whose modules can wait, else within ``step()``.
 
     Args:
-        results: where ``step()`` leaves what is to be copied first; see :func:`build_results`, given the same model.
+        results: where ``step()`` leaves what is to be copied first; the placement.
         lookout: see :meth:`Group.lookout`.
     """
     if model is None:

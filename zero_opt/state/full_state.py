@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm.agreement import Agreement
 from ..comm.connecting import require_descriptors
 from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
-from ..placement import Placement, tensors_of
+from ..placement import Placement, live_tensors
 from ..sharding.flat_param import is_dtensor
 from ..sharding.partition import Partition
 from .consolidate import consolidated
@@ -51,7 +51,7 @@ class FullState:
 
     def _version(self) -> tuple[int, ...]:
         """Return numbers that are others once a step or the user has changed this rank's state."""
-        live = (value for _, state in self._placement.state() for value in tensors_of(state))
+        live = (value for _, state in self._placement.state() for value in live_tensors(state))
         return (self._guard.changes, *(value._version for value in live))
 
     def _current(self) -> StatesByIndex | None:

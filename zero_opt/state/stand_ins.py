@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..placement import Policy, home_of, is_by_columns
-from ..policies import MixedPrecision
+from ..placement import PlacementPolicy
 from ..sharding.param_groups import hypers_of
 from .state_dict import apart
 from .trial import Trial, is_known
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 class StateOwner(Protocol):
@@ -46,15 +47,15 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-def kinds_of(offload: Policy, precision: MixedPrecision, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
+def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
     """Return the kinds of ``params``, which are (global index, number of the group, parameter).
 
     By global index, without parameters that are stepped by columns.
     """
     return {
-        index: Kind(group, param.dim(), *home_of(offload, precision, param))
+        index: Kind(group, param.dim(), *policy.stepped_as(param))
         for index, group, param in params
-        if not is_by_columns(offload, param)
+        if not policy.steps_by_columns(param)
     }
 
 
@@ -96,9 +97,6 @@ class StandIns:
         like = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
         return Trial(self._class, like, hypers_of(self._owner.param_groups[kind.group]), **self._defaults)
 
-    def _entry(self, index: int) -> Mapping[str, Any]:
-        return self._owner.state.get(self._params[index]) or {}
-
     def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> None:
         """Let the user see this state of ``members``."""
         for index in members if entry else ():
@@ -111,10 +109,11 @@ class StandIns:
         Args:
             used: bit per global index, whether any rank had a gradient.
         """
+        state, params = self._owner.state, self._params
         for kind, members in self._members.items():
             sharing: dict[tuple[Any, ...], list[int]] = {}
             for index in members:
-                entry = self._entry(index)
+                entry = state.get(params[index]) or _NOTHING
                 sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
             for alike in sharing.values():
                 stepped = [index for index in alike if used >> index & 1]
@@ -123,7 +122,7 @@ class StandIns:
 
     def _step(self, kind: Kind, members: Sequence[int], *, copies: bool) -> None:
         """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""
-        trial, entry = self._trials[kind], self._entry(members[0])
+        trial, entry = self._trials[kind], self._owner.state.get(self._params[members[0]]) or _NOTHING
         state = _with_elements(entry, trial)
         trial.optimizer.param_groups[0].update(hypers_of(self._owner.param_groups[kind.group]))
         trial.optimizer.state[trial.param] = {k: apart(v) for k, v in state.items()} if copies else state
@@ -135,8 +134,9 @@ class StandIns:
 
     def take_dropped(self) -> set[int]:
         """Return the parameters whose entries the user has dropped since the last call."""
-        before = self._entered
-        self._entered = {index for index in chain(*self._members.values()) if self._entry(index).keys()}
+        before, state, params = self._entered, self._owner.state, self._params
+        indices = chain(*self._members.values())
+        self._entered = {index for index in indices if (state.get(params[index]) or _NOTHING).keys()}
         return before - self._entered
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Plain ``torch.optim`` state dicts with full-shape tensors: checked, and cut into a rank's slices."""
+"""Plain ``torch.optim`` state dicts: whether one fits, and the slice of one parameter's full-shape tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import StateDictError
 from ..layout import ParamSlice
-from ..placement.selective.column_state import COLUMN_STEPS, PER_COLUMN_KEYS, WINDOW, check_window, column_shape
+from ..placement.adam_rules import COLUMN_STEPS, WINDOW
+from ..placement.selective.column_state import PER_COLUMN_KEYS, check_window, column_shape
 from ..sharding.flat_param import FlatParam
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart

@@ -117,7 +117,7 @@ class VisibleState:
             shape = flat.param.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
-        replaced = self._placement.adopt(piece.param, entry)
+        replaced = self._placement.adopt_state(piece.param, entry)
         if replaced or entry is None:
             self._live.pop(piece.param, None)
         else:

@@ -131,7 +131,7 @@ def _memory() -> Iterator[Finding]:
     total, left = os.sysconf("SC_PHYS_PAGES") * PAGE, memory_left()
     if left == sys.maxsize:
         advice = "an offload cannot tell beforehand whether it fits: mount /proc"
-        yield Finding(OFF, "memory", f"{mib(total)}, of which nobody says how much is left", advice)
+        yield Finding(OFF, "memory", f"{mib(total)}, of which the system does not say how much is left", advice)
     else:
         yield Finding(OK, "memory", f"{mib(left)} may still be had (MemAvailable and cgroups) of {mib(total)}")
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -169,7 +169,7 @@ def _huge_pages() -> Iterator[Finding]:
     )
 
 
-def _made(make: Callable[[], int]) -> str:
+def _why_refused(make: Callable[[], int]) -> str:
     """Why a file descriptor of some kind cannot be had; empty if it can."""
     try:
         os.close(make())
@@ -189,7 +189,7 @@ def _descriptors() -> Iterator[Finding]:
         "eventfd": (lambda: os.eventfd(0), "eventfd2"),
     }
     for name, (make, call) in kinds.items():
-        reason = _made(make)
+        reason = _why_refused(make)
         if reason:
             yield Finding(OFF, name, f"refused ({reason})", off + allow.format(call))
         else:

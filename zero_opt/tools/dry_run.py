@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,16 +24,14 @@ from ..comm.pairwise_exchange import PairwiseExchange
 from ..comm.shared_memory_exchange import own_nbytes
 from ..comm.single_rank_exchange import AloneExchange
 from ..errors import UnsupportedParam
-from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..policies import AlreadyReduced
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
-from ..sharding.partition import Geometry
 from ..system.devices import is_host
 from ..system.extension import native_available
 
-# Messages that nobody sends hold zeros, and so this name.
+# The name of every exchange: messages that are not sent hold zeros.
 _IDENT = Ident(0, 0, 0)
 
 
@@ -54,11 +51,6 @@ class Sketch(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Of the parameter."""
         return self.flat.param.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of the parameter."""
-        return self.flat.param.numel() * self.dtype.itemsize
 
 
 def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sketch:
@@ -134,79 +126,53 @@ class _SharedMemory(Exchange):
         return self._fallback.gather_runs(ident, runs, bounds)
 
 
-class Rehearsal:
-    """The plan of sketched parameters, and what a step by it takes.
+def staging_nbytes(
+    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: ReductionPolicy, *, one_host: bool
+) -> int:
+    """Bytes of staging that a step takes of ``rank``'s buckets, which have all the shards they need after it.
 
     Args:
-        sketches: trainable parameters by global index. ranks: how many there are, and how many a host has.
-
-    Attributes:
-        layouts: the plan, as the optimizer would make it.
+        buckets: on the meta device, except that the layout says where their parameters will be.
+        one_host: whether all ranks are on one host.
     """
-
-    def __init__(
-        self, sketches: Mapping[int, Sketch], ranks: tuple[int, int], reduction: ReductionPolicy, geometry: Geometry
-    ) -> None:
-        (self._world_size, self._ranks_per_host), self._sketches, self._reduction = ranks, sketches, reduction
-        self._dtypes = (geometry.reduce_dtype, geometry.accumulate_dtype)
-        specs: dict[int, ParamSpec] = {
-            index: found.flat.spec(found.group)._replace(device=str(found.device)) for index, found in sketches.items()
-        }
-        planner = plan_whole_params if geometry.whole else plan_flat
-        self.layouts: list[BucketLayout] = planner(specs, self._world_size, geometry.bucket_mb * 2**20)
-
-    def fullest_rank(self) -> int:
-        """The rank whose shards have the most elements; of several the first."""
-        loads = [0] * self._world_size
-        for bounds in (plan.bounds for plan in self.layouts if not isinstance(plan.bounds, range)):  # else all alike
-            for rank, (start, stop) in enumerate(pairwise(bounds)):
-                loads[rank] += stop - start
-        return loads.index(max(loads))
-
-    def buckets(self, rank: int) -> list[GradBucket]:
-        """A rank's buckets, on the meta device but for what they call their device."""
-        return [
-            GradBucket(plan, [self._sketches[index].flat for index in plan.params], rank, *self._dtypes)
-            for plan in self.layouts
-        ]
-
-    def device_of(self, bucket: GradBucket) -> torch.device:
-        """Where a bucket's parameters are."""
-        return torch.device(bucket.layout.device)
-
-    def staging_nbytes(self, rank: int, buckets: Iterable[GradBucket]) -> int:
-        """Bytes of staging that a step takes, of ``rank``'s buckets, which have all the shards they need after it."""
-        by_device: dict[torch.device, list[GradBucket]] = {}
-        for bucket in buckets:
-            by_device.setdefault(self.device_of(bucket), []).append(bucket)
-        return sum(self._staging_on(device, rank, there) for device, there in by_device.items())
-
-    def _staging_on(self, device: torch.device, rank: int, buckets: Sequence[GradBucket]) -> int:
+    by_device: dict[torch.device, list[GradBucket]] = {}
+    for bucket in buckets:
+        by_device.setdefault(torch.device(bucket.layout.device), []).append(bucket)
+    total = 0
+    for device, there in by_device.items():
         pool = StagingPool()
-        exchange = self._exchange(device, rank, pool, max(bucket.staging_nbytes for bucket in buckets))
-        for bucket in buckets:
-            bucket.reserve_staging(pool)
-        if not isinstance(self._reduction, AlreadyReduced):
-            for bucket in buckets:
-                fill = bucket.fill()
-                for position, flat in enumerate(bucket.params):
-                    fill.put(position, torch.empty_like(flat.param))
-                bucket.launch(fill)
-                if not is_host(device):  # staged in memory that is given back
-                    fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
-                bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)
-        for turn, bucket in enumerate(buckets):
-            exchange.gather_runs(_IDENT._replace(sequence=turn), bucket.param_runs(), bucket.layout.bounds)()
-        return pool.nbytes + exchange.nbytes
+        shared = one_host and reduction.exchange == "auto" and native_available()
+        nbytes = own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there)) if shared else 0
+        exchange = _exchange(device, rank, world_size, pool, nbytes)
+        _play_step(device, there, exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
+        total += pool.nbytes + exchange.nbytes
+    return total
 
-    def _exchange(self, device: torch.device, rank: int, pool: StagingPool, largest_bytes: int) -> Exchange:
-        """Return the exchange that the ranks use: in shared memory on one host, unless the policy says otherwise."""
-        if self._world_size == 1:
-            return AloneExchange(pool, blocks=is_host(device))
-        if not is_host(device):
-            return _Backend(rank, pool)
-        post = _Silent(rank, self._world_size)
-        pairwise = PairwiseExchange(post, post, pool)
-        if self._reduction.exchange != "auto" or self._ranks_per_host < self._world_size or not native_available():
-            return pairwise
-        return _SharedMemory(pool, pairwise, own_nbytes(self._world_size, largest_bytes))
+
+def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, shared_nbytes: int) -> Exchange:
+    """Return the exchange that the ranks use, in shared memory if there is any."""
+    if world_size == 1:
+        return AloneExchange(pool, blocks=is_host(device))
+    if not is_host(device):
+        return _Backend(rank, pool)
+    post = _Silent(rank, world_size)
+    pairwise = PairwiseExchange(post, post, pool)
+    return _SharedMemory(pool, pairwise, shared_nbytes) if shared_nbytes else pairwise
+
+
+def _play_step(
+    device: torch.device, buckets: Sequence[GradBucket], exchange: Exchange, pool: StagingPool, *, reduces: bool
+) -> None:
+    """Reduce and gather all buckets of a device, as a step does."""
+    for bucket in buckets:
+        bucket.reserve_staging(pool)
+    for bucket in buckets if reduces else ():
+        fill = bucket.fill()
+        for position, flat in enumerate(bucket.params):
+            fill.put(position, torch.empty_like(flat.param))
+        bucket.launch(fill)
+        if not is_host(device):  # staged in memory that is given back
+            fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
+        bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)
+    for turn, bucket in enumerate(buckets):
+        exchange.gather_runs(_IDENT._replace(sequence=turn), bucket.param_runs(), bucket.layout.bounds)()

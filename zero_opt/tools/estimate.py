@@ -16,8 +16,7 @@ from ..errors import ConfigError, ConfigTypeError
 from ..layout import ALIGN
 from ..optimizer.config import Config
 from ..optimizer.contents import adopt_errors, template_of
-from ..placement import Policy as Offload
-from ..placement import check_params, check_reduction
+from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.param_groups import hypers_of, normalized, params_of
@@ -70,7 +69,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
-        _check_count("ranks_per_host", ranks)
+        _check_at_least_one("ranks_per_host", ranks)
         sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
         return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
@@ -147,25 +146,24 @@ def estimate(
             does, or because of the arguments that are only here.
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
-    check_reduction(offload, reduction)
-    _check_count("world_size", world_size)
-    home = _Home(_checked_dtype(param_dtype), _checked_device(device))
+    _check_at_least_one("world_size", world_size)
+    target = _Target(_checked_dtype(param_dtype), _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
-            groups = home.of_number(model_or_numel, config)
+            groups = target.of_number(model_or_numel, config)
         else:
-            groups = home.groups(model_or_numel)
-        sizing = _sizing(groups, home, world_size, config)
+            groups = target.groups(model_or_numel)
+        sizing = _sizing(groups, target, world_size, config)
     rank = sizing.fullest_rank()
     return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
 
-def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, config: Config) -> Sizing:
+def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, config: Config) -> Sizing:
     """The plan's input: sketches of all parameters, and param groups as the class completes them."""
     listed = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
     names = [f"parameter {index}" for index in range(len(listed))]
     sketches = {
-        index: sketch_of(param, number, home.device_of(param), names[index])
+        index: sketch_of(param, number, target.device_of(param), names[index])
         for index, (number, param) in enumerate(listed)
     }
     left = iter(sketches.values())
@@ -178,7 +176,7 @@ def _sizing(groups: list[dict[str, Any]], home: _Home, world_size: int, config: 
         placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
         for sketch in sketches.values():
             placed[sketch.group]["params"].append(sketch)
-        check_params(config.offload, config.precision, cls, placed, names.__getitem__)
+        config.placement.check(placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), config)
 
@@ -195,7 +193,7 @@ def _title(sizing: Sizing) -> str:
     )
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_at_least_one(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
     if not 1 <= value < 1 << 31:
@@ -224,7 +222,7 @@ def _checked_device(device: object) -> torch.device | None:
     return torch.device(found.type)
 
 
-class _Home(NamedTuple):
+class _Target(NamedTuple):
     """What parameters will be, where it is not what they are."""
 
     dtype: torch.dtype | None

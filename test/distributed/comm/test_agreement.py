@@ -14,8 +14,6 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.scenario import values
 
-SECONDS = 20  # nothing hangs
-
 
 def _params(rank: int) -> list[tuple[str, nn.Parameter]]:
     shapes = {"first.weight": (4, 6), "first.bias": (4,), "last.weight": (3, 4), "scale": ()}
@@ -112,7 +110,7 @@ def _construct(rank: int, world_size: int, change: Change, who: int) -> str:
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_a_difference_is_named_with_both_values_on_every_rank(difference: str) -> None:
     change, parts = DIFFERENCES[difference]
-    messages = run_threads(3, _construct, change, 1, timeout=SECONDS)
+    messages = run_threads(3, _construct, change, 1)
     assert len(set(messages)) == 1
     for part in parts:
         assert part in messages[0], messages[0]
@@ -123,7 +121,7 @@ def _construct_all_ways(rank: int, world_size: int) -> list[str]:
 
 
 def test_in_real_processes_too_and_one_after_the_other() -> None:
-    first, second = run_processes(2, _construct_all_ways, timeout=SECONDS)
+    first, second = run_processes(2, _construct_all_ways)
     assert first == second
     assert "agreed" not in first
 
@@ -169,7 +167,7 @@ def _explode() -> Any:
     ],
 )
 def test_a_mistake_of_one_rank_is_an_error_of_the_same_type_on_all(construct: Any, what: str) -> None:
-    messages = run_threads(2, construct, timeout=SECONDS)
+    messages = run_threads(2, construct)
     assert all(what in message for message in messages), messages
     assert messages[0].startswith("rank 1: ")
 
@@ -181,7 +179,7 @@ def _iterate_badly(rank: int, world_size: int) -> str:
 
 
 def test_an_error_of_the_users_own_code_reaches_every_rank() -> None:
-    for message in run_processes(2, _iterate_badly, timeout=SECONDS):
+    for message in run_processes(2, _iterate_badly):
         assert "no such layer" in message
 
 
@@ -223,7 +221,7 @@ def _add_differing_groups(rank: int, world_size: int) -> list[str]:
 
 
 def test_groups_added_differently_are_refused_and_leave_everything_as_it_was() -> None:
-    first, second = run_processes(2, _add_differing_groups, timeout=SECONDS)
+    first, second = run_processes(2, _add_differing_groups)
     for mine, other in zip(first, second, strict=True):  # the rank at fault raises its own error, without its number
         assert re.sub("^rank [01]: ", "", mine) == re.sub("^rank [01]: ", "", other)
     assert "[5]" in first[0] and "[6]" in first[0]
@@ -254,7 +252,7 @@ def _freeze_on_one_rank(rank: int, world_size: int, reduction: Any) -> str:
 
 @pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.AtStep()], ids=lambda p: type(p).__name__)
 def test_a_parameter_frozen_on_one_rank_is_named_at_the_step(reduction: Any) -> None:
-    for message in run_processes(2, _freeze_on_one_rank, reduction, timeout=SECONDS):
+    for message in run_processes(2, _freeze_on_one_rank, reduction):
         assert "parameter 1 " in message and "True on rank 0 and False on rank 1" in message
 
 
@@ -283,7 +281,7 @@ def _broadcast(rank: int, world_size: int, src: int) -> list[Tensor]:
 @pytest.mark.parametrize("src", [0, 2])
 def test_broadcast_params_is_the_way_out(src: int) -> None:
     model = _model(src)
-    for tensors in run_processes(3, _broadcast, src, timeout=SECONDS):
+    for tensors in run_processes(3, _broadcast, src):
         assert_bitwise(tensors, [tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
 
 
@@ -317,5 +315,5 @@ def _calls_of_one_rank(rank: int, world_size: int, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["consolidate_state_dict()", "load_state_dict()", "add_param_group()"])
 def test_ranks_in_different_calls_are_told_which_and_can_go_on(name: str) -> None:
-    for message in run_processes(2, _calls_of_one_rank, name, timeout=SECONDS):
+    for message in run_processes(2, _calls_of_one_rank, name):
         assert f"rank 0 called step() or clip_grad_norm_() where rank 1 called {name}" in message

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from zero_opt.comm import connecting
 from zero_opt.comm.connecting import made_by_all
 from zero_opt.comm.groups import Group, connect
 from zero_opt.system.background_thread import SerialThread
-
-SECONDS = 600  # nothing hangs
 
 
 def _made(**reduction: Any) -> zero_opt.ShardedOptimizer:
@@ -81,7 +80,7 @@ def _lacks(rank: int, world_size: int, take: Callable[[], Callable[[], None]]) -
 def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(
     world_size: int, take: Callable[[], Callable[[], None]], words: str
 ) -> None:
-    found = run_processes(world_size, _lacks, take, timeout=SECONDS)
+    found = run_processes(world_size, _lacks, take)
     for rank, (message, _) in enumerate(found):
         assert words in message and "ulimit" in message
         assert message.startswith(f"rank {world_size - 1}: ") == (rank != world_size - 1)
@@ -132,7 +131,7 @@ def _fails_after(rank: int, world_size: int, error: Exception, count: int) -> tu
     ids=lambda value: type(value).__name__,
 )
 def test_a_failure_in_the_middle_ends_the_waits_of_all(error: Exception, expected: str, count: int) -> None:
-    found = run_processes(3, _fails_after, error, count, timeout=SECONDS)
+    found = run_processes(3, _fails_after, error, count)
     text = "torchrun" if "refused" in str(error) else str(error)
     for rank, (message, closed) in enumerate(found):
         assert message.startswith(expected if rank == 1 else f"{expected}rank 1: ")
@@ -158,7 +157,7 @@ def _nothing(*_: Any) -> None:
 
 @pytest.mark.parametrize("place", ["addresses", "meet"])
 def test_a_rank_that_is_killed_while_ranks_connect_ends_the_waits_of_the_others(place: str) -> None:
-    for message, seconds in run_processes(3, _is_missing, place, timeout=SECONDS)[:-1]:
+    for message, seconds in run_processes(3, _is_missing, place)[:-1]:
         assert message.startswith("ProcessGroupError: ") and "not all ranks have connected within 3 s" in message
         assert seconds < 5.0
 
@@ -175,7 +174,7 @@ def _cannot_start(rank: int, world_size: int) -> str:
 
 
 def test_a_thread_that_cannot_be_started_under_way() -> None:
-    for message in run_processes(2, _cannot_start, timeout=SECONDS):
+    for message in run_processes(2, _cannot_start):
         assert "can't start new thread" in message and "ulimit -u" in message
 
 
@@ -191,7 +190,7 @@ def _closes_many(rank: int, world_size: int, exchange: str) -> list[tuple[int, i
             optimizer.close()
         _until_served()
         dist.barrier()
-        end = time.monotonic() + SECONDS / 4
+        end = time.monotonic() + PATIENCE_S / 4
         while found and _threads() > found[0][1] and time.monotonic() < end:
             time.sleep(0.01)  # the kernel takes a moment to forget a thread that has been joined
         found.append((_descriptors(), _threads()))
@@ -202,12 +201,12 @@ def _until_served() -> None:
     """Wait for the threads that serve state until all ranks have closed."""
     for thread in threading.enumerate():
         if thread.name.startswith("zero_opt"):
-            thread.join(SECONDS)
+            thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 def test_close_gives_back_descriptors_and_threads(exchange: str) -> None:
-    for before, one, ten in run_processes(2, _closes_many, exchange, timeout=SECONDS):
+    for before, one, ten in run_processes(2, _closes_many, exchange):
         assert one == before
         assert ten == before
 
@@ -252,5 +251,5 @@ def _late(rank: int, world_size: int) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_wait_for_each_other_longer_than_they_may_take_to_connect(world_size: int) -> None:
-    found = run_processes(world_size, _late, group_timeout=SECONDS, timeout=SECONDS)
+    found = run_processes(world_size, _late, group_timeout=PATIENCE_S)
     assert found == [found[0]] * world_size and len(set(found[0])) == 1

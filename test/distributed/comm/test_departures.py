@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import peer_watch, process_identity
 from zero_opt.state import process_exit
 
-SECONDS = 300  # nothing hangs
 WAYS = {
     "ends": "rank 1 has ended its program after step 1; do all ranks have the same number of batches?",
     "fails": "rank 1 has ended its program with an exception after step 1;",
@@ -86,7 +86,7 @@ def _one_leaves(rank: int, world_size: int, place: str, how: str, call: str) -> 
 @world_sizes
 @pytest.mark.parametrize("how", WAYS)
 def test_a_rank_that_leaves_is_named_with_its_last_step(how: str, world_size: int, place: str) -> None:
-    found = run_processes(world_size, _one_leaves, place, how, "step", timeout=SECONDS)
+    found = run_processes(world_size, _one_leaves, place, how, "step")
     for name, text in found[:1] + found[2:]:
         assert name == "PeerLost"
         assert text.startswith(WAYS[how])
@@ -94,7 +94,7 @@ def test_a_rank_that_leaves_is_named_with_its_last_step(how: str, world_size: in
 
 @pytest.mark.parametrize("call", list(CALLS)[1:])
 def test_every_call_of_all_ranks_names_it(call: str) -> None:
-    found = run_processes(3, _one_leaves, "hosts", "ends", call, timeout=SECONDS)
+    found = run_processes(3, _one_leaves, "hosts", "ends", call)
     for name, text in found[:1] + found[2:]:
         assert name == "PeerLost"
         assert text.startswith(WAYS["ends"])
@@ -111,7 +111,7 @@ def _has_no_step(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_has_taken_no_step() -> None:
-    found = run_processes(2, _has_no_step, timeout=SECONDS)[0]
+    found = run_processes(2, _has_no_step)[0]
     assert found[1].startswith("rank 1 has ended its program before its first step;")
 
 
@@ -127,7 +127,7 @@ def _asked_after_it_has_ended(rank: int, world_size: int) -> Any:
 
 
 def test_ranks_that_have_lost_one_that_ended_can_save_the_last_step() -> None:
-    assert run_processes(3, _asked_after_it_has_ended, timeout=SECONDS) == [2, None, 2]
+    assert run_processes(3, _asked_after_it_has_ended) == [2, None, 2]
 
 
 def _a_fork_closes(rank: int, world_size: int, place: str) -> Any:
@@ -146,7 +146,7 @@ def _a_fork_closes(rank: int, world_size: int, place: str) -> Any:
 
 @places
 def test_a_fork_that_closes_is_no_rank_that_leaves(place: str) -> None:
-    assert run_processes(2, _a_fork_closes, place, timeout=SECONDS) == [3, 3]
+    assert run_processes(2, _a_fork_closes, place) == [3, 3]
 
 
 def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
@@ -173,7 +173,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
 @places
 @world_sizes
 def test_an_exchange_that_waits_for_it_ends(world_size: int, place: str) -> None:
-    found = run_processes(world_size, _leaves_within_a_step, place, timeout=SECONDS)
+    found = run_processes(world_size, _leaves_within_a_step, place)
     for name, text in found[:1] + found[2:]:
         assert name == "PeerLost"
         assert text.startswith(WAYS["fails"])
@@ -196,7 +196,7 @@ def _one_is_silent(rank: int, world_size: int, place: str) -> Any:
 
 @places
 def test_a_rank_that_is_given_up_is_silent_to_all(place: str) -> None:
-    first, _, second = run_processes(3, _one_is_silent, place, timeout=SECONDS)
+    first, _, second = run_processes(3, _one_is_silent, place)
     for name, text in (first, second):
         assert name == "PeerSilent"
         assert re.match(r"rank 1 (\(pid \d+\) )?has not come to step 2 in [\d.]+ s, and its last step is 1", text), text
@@ -224,7 +224,7 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
 @places
 @world_sizes
 def test_a_killed_rank_is_named_and_not_the_one_that_noticed_first(world_size: int, place: str) -> None:
-    (name, text), pid = run_processes(world_size, _one_is_killed, place, timeout=SECONDS, expect_errors=True)[0]
+    (name, text), pid = run_processes(world_size, _one_is_killed, place, expect_errors=True)[0]
     assert name == "PeerLost"
     who = rf"rank 1 \(pid {pid}\) has ended" if PLACES[place][1] else "rank 1 has ended, or its host does not answer,"
     assert re.match(f"{who} while step 2 waits for it, and its last step is 1", text), text
@@ -267,7 +267,7 @@ def test_a_killed_rank_is_noticed_whose_child_holds_its_connections(call: str, t
     folder.mkdir()
     try:
         found = run_processes(
-            3, _one_is_killed_whose_child_lives, str(folder), call, timeout=SECONDS, expect_errors=True, may_hang={1}
+            3, _one_is_killed_whose_child_lives, str(folder), call, timeout=PATIENCE_S, expect_errors=True, may_hang={1}
         )
     finally:
         folder.rmdir()
@@ -295,7 +295,7 @@ def test_a_step_that_waits_for_a_killed_reader_ends(tmp_path: Path) -> None:
     folder.mkdir()
     try:
         (name, text), _ = run_processes(
-            2, _asked_by_one_that_is_killed, str(folder), timeout=SECONDS, expect_errors=True, may_hang={1}
+            2, _asked_by_one_that_is_killed, str(folder), timeout=PATIENCE_S, expect_errors=True, may_hang={1}
         )
     finally:
         folder.rmdir()
@@ -314,7 +314,9 @@ def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size, is_master=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S)
+    )
     params, optimizer = _stepped(rank, "hosts")
     if rank == 0:
         time.sleep(2)  # the others wait
@@ -324,9 +326,7 @@ def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:
 
 @world_sizes
 def test_rank_0_is_named_where_the_store_is_lost_with_it(world_size: int, tmp_path: Path) -> None:
-    found = run_processes(
-        world_size, _the_store_is_lost, str(tmp_path), timeout=SECONDS, expect_errors=True, backend=None
-    )
+    found = run_processes(world_size, _the_store_is_lost, str(tmp_path), expect_errors=True, backend=None)
     for name, text in found[1:]:
         assert name == "PeerLost"
         assert text.startswith("rank 0 has ended, or its host does not answer, while step 2 waits for it")
@@ -350,7 +350,7 @@ def _in_a_subgroup(rank: int, world_size: int, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["killed", "closes"])
 def test_a_rank_of_a_subgroup_is_named_by_its_global_rank_too(how: str) -> None:
-    found = run_processes(3, _in_a_subgroup, how, timeout=SECONDS, expect_errors=True)
+    found = run_processes(3, _in_a_subgroup, how, expect_errors=True)
     assert re.match(r"rank 1 \(global rank 2(, pid \d+)?\) has (ended|closed)", found[1]), found[1]
 
 
@@ -360,7 +360,7 @@ def test_a_rank_of_a_subgroup_is_named_by_its_global_rank_too(how: str) -> None:
 
 def _exits_without(rank: int, world_size: int, closes: bool) -> bool:
     """Rank 1 is stopped, so its connections live; rank 0 has given it up."""
-    process_exit._QUIET_S = 10.0 * SECONDS
+    process_exit._QUIET_S = 10.0 * PATIENCE_S
     params, optimizer = _stepped(rank, "shared memory", checks=zero_opt.Checks(hang_timeout=0.5))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -370,11 +370,11 @@ def _exits_without(rank: int, world_size: int, closes: bool) -> bool:
         optimizer.close()
     ending = threading.Thread(target=process_exit.serve_to_the_end, daemon=True)
     ending.start()
-    ending.join(SECONDS / 5)
+    ending.join(PATIENCE_S / 5)
     return not ending.is_alive()
 
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_rank_that_was_given_up_is_not_waited_for_at_exit(closes: bool) -> None:
-    found = run_processes(2, _exits_without, closes, timeout=SECONDS, expect_errors=True, may_hang={1})
+    found = run_processes(2, _exits_without, closes, timeout=PATIENCE_S, expect_errors=True, may_hang={1})
     assert found[0] is True

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import process_identity
-
-SECONDS = 300  # nothing hangs
 
 
 class _Alarm(RuntimeError):
@@ -90,7 +89,7 @@ def _require(found: list[Any], how: str) -> None:
 @pytest.mark.parametrize(("first", "second"), [("load", "step"), ("step", "load"), ("clip", "step"), ("add", "clip")])
 def test_a_wait_that_is_left_is_the_last(first: str, second: str, how: str) -> None:
     """gloo ends a process in which messages of two calls meet whose sizes differ."""
-    _require(run_processes(2, _one_is_interrupted, "agreement", how, first, second, True, timeout=SECONDS), how)
+    _require(run_processes(2, _one_is_interrupted, "agreement", how, first, second, True), how)
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -98,7 +97,7 @@ def test_a_wait_that_is_left_is_the_last(first: str, second: str, how: str) -> N
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_so_is_one_in_an_exchange(world_size: int, place: str, near: bool) -> None:
     arguments = (place, "Ctrl-C", "step", "step", near)
-    _require(run_processes(world_size, _one_is_interrupted, *arguments, timeout=SECONDS), "Ctrl-C")
+    _require(run_processes(world_size, _one_is_interrupted, *arguments), "Ctrl-C")
 
 
 def _interrupted_between_calls(rank: int, world_size: int) -> None:
@@ -114,9 +113,9 @@ def _interrupted_between_calls(rank: int, world_size: int) -> None:
 
 def _interrupt() -> float:
     os.kill(os.getpid(), signal.SIGINT)
-    threading.Event().wait(SECONDS)
+    threading.Event().wait(PATIENCE_S)
     return 0.0
 
 
 def test_outside_of_waits_nothing_is_given_up() -> None:
-    run_processes(2, _interrupted_between_calls, timeout=SECONDS)
+    run_processes(2, _interrupted_between_calls)

@@ -23,7 +23,6 @@ from test.support import fsdp_models
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 
-SECONDS = 40
 LONG = 300
 STEPS = 3
 
@@ -94,7 +93,7 @@ def test_what_every_rank_gets_is_what_a_plain_optimizer_gives(options: str, cons
     plain_model, plain = _plain(STEPS)
     same_on_one = StateDictOptions(flatten_optimizer_state_dict=options == "flat")
     wanted = get_optimizer_state_dict(plain_model, plain, options=same_on_one)
-    found = run_processes(2, _get, options, consolidated, timeout=SECONDS)
+    found = run_processes(2, _get, options, consolidated)
     for rank in (0, 1) if options != "full" else (0,):  # with cpu_offload, full state is on rank 0 alone
         assert_bitwise(found[rank], (wanted, wanted), f"rank {rank}")
 
@@ -115,7 +114,7 @@ def _get_of_one_param(rank: int, world_size: int) -> Any:
 
 
 def test_ranks_that_own_nothing_are_not_stepped() -> None:
-    found = run_processes(3, _get_of_one_param, timeout=SECONDS)
+    found = run_processes(3, _get_of_one_param)
     assert found[0]["state"]["weight"]["exp_avg"].shape == (4, 8)
     assert_bitwise(found[1], found[0])
     assert_bitwise(found[2], found[0])
@@ -150,7 +149,7 @@ def _resume(rank: int, world_size: int, folder: str, fresh: bool) -> Any:
 @pytest.mark.parametrize("fresh", [True, False])
 def test_training_goes_on_from_what_was_set(fresh: bool, tmp_path: Path) -> None:
     model, plain = _plain(2 * STEPS)
-    found = run_processes(2, _resume, str(tmp_path), fresh, timeout=SECONDS)
+    found = run_processes(2, _resume, str(tmp_path), fresh)
     for params, _ in found:
         assert_bitwise(params, [param.detach() for param in model.parameters()])
     assert_bitwise(found[0][1]["state"], plain.state_dict()["state"])
@@ -172,7 +171,7 @@ def _set_full(rank: int, world_size: int, given: Any, broadcast: bool) -> Any:
 def test_full_state_of_a_plain_optimizer_can_be_set(broadcast: bool) -> None:
     model, plain = _plain(STEPS)
     given: dict[str, Any] = get_optimizer_state_dict(model, plain)  # type: ignore[assignment]
-    found = run_processes(2, _set_full, given, broadcast, timeout=SECONDS)[0]
+    found = run_processes(2, _set_full, given, broadcast)[0]
     state: dict[int, dict[str, Tensor]] = found["state"]
     assert_bitwise(state, plain.state_dict()["state"])
 

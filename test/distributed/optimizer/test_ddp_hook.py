@@ -16,7 +16,6 @@ from test.support.scenario import BUCKET_MB
 
 HOOK = zero_opt.DDPHook(BUCKET_MB)
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-SECONDS = 300
 STEPS = 5
 
 
@@ -111,20 +110,20 @@ MODES = {
     ],
 )
 def test_it_gives_the_bits_of_overlapped(mode: str, script: str) -> None:
-    without = run_processes(2, _train, OVERLAPPED, script, None, timeout=SECONDS)
-    within = run_processes(2, _train, HOOK, script, MODES[mode], timeout=SECONDS)
+    without = run_processes(2, _train, OVERLAPPED, script, None)
+    within = run_processes(2, _train, HOOK, script, MODES[mode])
     assert_bitwise(within[1][0], within[0][0])
     assert_bitwise(within[0], without[0])
 
 
 def test_at_two_ranks_it_gives_the_bits_of_ddp() -> None:
-    reduced = run_processes(2, _train, zero_opt.AlreadyReduced(), "once", {}, timeout=SECONDS)
-    assert_bitwise(run_processes(2, _train, HOOK, "once", {}, timeout=SECONDS), reduced)
+    reduced = run_processes(2, _train, zero_opt.AlreadyReduced(), "once", {})
+    assert_bitwise(run_processes(2, _train, HOOK, "once", {}), reduced)
 
 
 def test_three_ranks() -> None:
-    without = run_processes(3, _train, OVERLAPPED, "twice", None, timeout=SECONDS)
-    assert_bitwise(run_processes(3, _train, HOOK, "twice", {}, timeout=SECONDS), without)
+    without = run_processes(3, _train, OVERLAPPED, "twice", None)
+    assert_bitwise(run_processes(3, _train, HOOK, "twice", {}), without)
 
 
 # -- what p.grad is ---------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def test_nobody_clips_nothing(views: bool) -> None:
     model = _model(False)
     model(torch.ones(4, 30), 2).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    for message, found in run_processes(2, _read_grads, views, timeout=SECONDS):
+    for message, found in run_processes(2, _read_grads, views):
         assert "opt.clip_grad_norm_" in message
         assert float(found) == pytest.approx(float(norm), rel=1e-5)
 
@@ -176,8 +175,8 @@ def _uneven(rank: int, world_size: int, reduction: Any) -> Any:
 
 
 def test_ranks_without_inputs_count_as_zero() -> None:
-    within = run_processes(3, _uneven, HOOK, timeout=SECONDS)
-    assert_bitwise(within, run_processes(3, _uneven, OVERLAPPED, timeout=SECONDS))
+    within = run_processes(3, _uneven, HOOK)
+    assert_bitwise(within, run_processes(3, _uneven, OVERLAPPED))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ def _refused(rank: int, world_size: int, what: str) -> str:
     ],
 )
 def test_misuse_is_told(what: str, message: str) -> None:
-    for found in run_processes(2, _refused, what, timeout=SECONDS):
+    for found in run_processes(2, _refused, what):
         assert message in found
 
 
@@ -247,7 +246,7 @@ def _failing(rank: int, world_size: int) -> Any:
 
 
 def test_a_backward_that_fails_is_no_gradient() -> None:
-    assert run_processes(2, _failing, timeout=SECONDS) == [[None] * 10] * 2
+    assert run_processes(2, _failing) == [[None] * 10] * 2
 
 
 def _views(rank: int, world_size: int) -> Any:
@@ -277,7 +276,7 @@ def test_a_forward_of_ddp_leaves_gradients_consumed() -> None:
     model = _model(False)
     model(torch.ones(4, 30), 2).sum().backward()
     norm = 3 * torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    for seen, found, hooks, same in run_processes(2, _views, timeout=SECONDS):
+    for seen, found, hooks, same in run_processes(2, _views):
         assert seen == ["TypeError"] * 2 + ["GradientConsumed"] * 4
         assert float(found) == pytest.approx(float(norm), rel=1e-5)
         assert hooks == 0 and same
@@ -304,8 +303,8 @@ def _joined_after_one(rank: int, world_size: int, reduction: Any) -> Any:
 
 
 def test_a_rank_that_runs_out_of_inputs_has_buckets_made_anew() -> None:
-    within = run_processes(2, _joined_after_one, HOOK, timeout=SECONDS)
-    assert_bitwise(within, run_processes(2, _joined_after_one, OVERLAPPED, timeout=SECONDS))
+    within = run_processes(2, _joined_after_one, HOOK)
+    assert_bitwise(within, run_processes(2, _joined_after_one, OVERLAPPED))
 
 
 def _goes_on(rank: int, world_size: int) -> list[list[torch.Tensor]]:
@@ -334,7 +333,7 @@ def _goes_on(rank: int, world_size: int) -> list[list[torch.Tensor]]:
 
 
 def test_ddp_goes_on_by_itself_once_the_optimizer_is_closed() -> None:
-    for hooked, usual in run_processes(2, _goes_on, timeout=SECONDS):
+    for hooked, usual in run_processes(2, _goes_on):
         assert_bitwise(hooked, usual)
 
 

@@ -19,7 +19,6 @@ from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.scenario import values
 from zero_opt.placement.worker import process
 
-SECONDS = 300  # nothing hangs
 BUCKET_MB = 0.001
 
 
@@ -125,7 +124,7 @@ def _fail(
 
 
 def _same_on_all(world_size: int, *args: Any) -> None:
-    first, *others = run_processes(world_size, _fail, *args, timeout=SECONDS)
+    first, *others = run_processes(world_size, _fail, *args)
     for other in others:
         assert_bitwise(first, other)
 
@@ -180,7 +179,7 @@ def _several(rank: int, world_size: int, fails: Sequence[int]) -> tuple[str, lis
 
 
 def test_each_rank_that_failed_raises_why_and_the_others_name_the_first() -> None:
-    found = run_processes(4, _several, [1, 3], timeout=SECONDS)
+    found = run_processes(4, _several, [1, 3])
     assert [message[:50] for message, _ in found[1::2]] == ["rank 1 grumbles", "rank 3 grumbles"]
     for message, _ in found[0::2]:
         assert message.startswith("rank 1: step 1 failed there with ValueError: rank 1 grumbles; parameters are the")
@@ -215,7 +214,7 @@ def _all_fail(rank: int, world_size: int) -> None:
 
 
 def test_a_class_that_fails_on_all_ranks() -> None:
-    run_threads(3, _all_fail, timeout=SECONDS)
+    run_threads(3, _all_fail)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def _load(rank: int, world_size: int, late: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("late", [False, True], ids=["gathered in step()", "gathered after it"])
 def test_a_checkpoint_makes_up_for_it(late: bool) -> None:
-    first, second = run_processes(2, _load, late, timeout=SECONDS)
+    first, second = run_processes(2, _load, late)
     assert_bitwise(first, second)
 
 
@@ -277,7 +276,7 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", folder / "main.py")
-            os.kill(optimizer._engine.placement._worker._held.child.pid, signal.SIGKILL)
+            os.kill(optimizer._engine.placement._worker._handles.child.pid, signal.SIGKILL)
             with pytest.raises(zero_opt.WorkerDied):
                 _train(model, optimizer, 2)
         elif not late:
@@ -297,8 +296,8 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
 @pytest.mark.parametrize("late", [False, True], ids=["gathered in step()", "gathered after it"])
 @pytest.mark.parametrize("name", ["Overlapped", "AtStep", "AlreadyReduced"])
 def test_a_worker_that_dies_on_one_rank(name: str, late: bool, tmp_path: Path) -> None:
-    found = run_processes(2, _worker_fails, name, late, tmp_path, timeout=SECONDS)
-    assert_bitwise(found, run_processes(2, _worker_fails, name, late, None, timeout=SECONDS))
+    found = run_processes(2, _worker_fails, name, late, tmp_path)
+    assert_bitwise(found, run_processes(2, _worker_fails, name, late, None))
 
 
 class EndsIteration(torch.optim.SGD):
@@ -328,4 +327,4 @@ def _ends_iteration(rank: int, world_size: int, offload: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_class_that_raises_stop_iteration_has_its_own_error(world_size: int, offload: Any) -> None:
     """Generators turn it into another."""
-    run_processes(world_size, _ends_iteration, offload, timeout=SECONDS)
+    run_processes(world_size, _ends_iteration, offload)

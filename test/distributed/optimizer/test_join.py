@@ -19,7 +19,6 @@ ADAM = case(torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}, lr=0.01)
 MUON = Case(torch.optim.Muon, (("lr", 0.01),), (("lr", 0.02),), ((130, 7), (40, 3), (5, 9), (8, 8)))
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 AT_STEP = zero_opt.AtStep(BUCKET_MB)
-SECONDS = 40
 
 
 def _inputs(rank: int, world_size: int) -> int:
@@ -89,7 +88,7 @@ def _train(rank: int, world_size: int, case: Case, options: dict[str, Any], max_
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
 @pytest.mark.parametrize("case", [ADAM, MUON], ids=lambda case: case.cls.__name__)
 def test_ranks_without_inputs_count_as_zero(case: Case, reduction: Any) -> None:
-    found = run_processes(3, _train, case, {"reduction": reduction}, None, timeout=SECONDS)
+    found = run_processes(3, _train, case, {"reduction": reduction}, None)
     params, state = _oracle(case, 3, None, at_step=reduction is AT_STEP, clipped=[])
     assert_bitwise(found[1][1]["state"], state["state"])
     for rank in range(3):
@@ -97,10 +96,10 @@ def test_ranks_without_inputs_count_as_zero(case: Case, reduction: Any) -> None:
 
 
 def test_they_clip_along() -> None:
-    found = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED}, 0.5, timeout=SECONDS)
+    found = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED}, 0.5)
     for rank in (0, 2):
         assert_bitwise(found[rank][0], found[1][0], f"rank {rank}")
-    within = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED, "max_grad_norm": 0.5}, None, timeout=SECONDS)
+    within = run_processes(3, _train, ADAM, {"reduction": OVERLAPPED, "max_grad_norm": 0.5}, None)
     for rank in range(3):
         assert_bitwise(within[rank][0], found[1][0], f"rank {rank}, max_grad_norm")
     assert len(found[1][2]) == 9 and max(found[1][2]) > 0.5
@@ -108,9 +107,9 @@ def test_they_clip_along() -> None:
 
 def test_a_worker_steps_their_shards() -> None:
     fused = case(torch.optim.AdamW, {"lr": 0.02}, lr=0.01, fused=True)
-    here = run_processes(2, _train, fused, {"reduction": OVERLAPPED}, None, timeout=SECONDS)
+    here = run_processes(2, _train, fused, {"reduction": OVERLAPPED}, None)
     options = {"reduction": OVERLAPPED, "offload": zero_opt.WorkerOffload(threads=1)}
-    there = run_processes(2, _train, fused, options, None, timeout=SECONDS)
+    there = run_processes(2, _train, fused, options, None)
     assert_bitwise([params for params, _, _ in there], [params for params, _, _ in here])
 
 
@@ -140,14 +139,14 @@ def _ddp(rank: int, world_size: int, sharded: bool, max_grad_norm: float | None)
 
 
 def test_under_ddp_they_are_sent_the_mean() -> None:
-    sharded = run_processes(3, _ddp, True, None, timeout=SECONDS)
-    plain = run_processes(3, _ddp, False, None, timeout=SECONDS)
+    sharded = run_processes(3, _ddp, True, None)
+    plain = run_processes(3, _ddp, False, None)
     assert_bitwise([params for params, _ in sharded], [params for params, _ in plain])
     assert_bitwise(sharded[2][1], plain[2][1])
 
 
 def test_under_ddp_they_clip_along() -> None:
-    clipped = run_processes(3, _ddp, True, 0.1, timeout=SECONDS)
+    clipped = run_processes(3, _ddp, True, 0.1)
     for params, _ in clipped[:2]:
         assert_bitwise(params, clipped[2][0])
     moments = [entry["exp_avg"] for entry in clipped[2][1].values()]
@@ -165,7 +164,7 @@ def _differing_calls(rank: int, world_size: int) -> str:
 
 
 def test_clipping_on_one_rank_alone_is_told_from_a_step() -> None:
-    for message in run_processes(2, _differing_calls, timeout=SECONDS):
+    for message in run_processes(2, _differing_calls):
         assert "rank 0 called clip_grad_norm_() where rank 1 called step()" in message
 
 
@@ -188,10 +187,10 @@ def _two_epochs(rank: int, world_size: int, reduction: Any, decay: bool) -> Any:
 
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
 def test_ranks_that_ran_out_go_on_in_another_epoch(reduction: Any) -> None:
-    found = run_processes(2, _two_epochs, reduction, False, timeout=SECONDS)
+    found = run_processes(2, _two_epochs, reduction, False)
     assert_bitwise(found[0], found[1])
 
 
 def test_a_scheduler_that_stood_still_is_noticed() -> None:
     with pytest.raises(zero_opt.RankMismatch, match=r"hyperparameter lr of group 0: '0.\d+' on rank 0"):
-        run_processes(2, _two_epochs, OVERLAPPED, True, timeout=SECONDS)
+        run_processes(2, _two_epochs, OVERLAPPED, True)

@@ -41,7 +41,7 @@ def _fork_between_steps(rank: int, world_size: int, forks: bool, exchange: str) 
 def test_a_forked_child_that_drops_it_does_not_disturb_the_parent() -> None:
     for exchange in ("auto", "backend"):
         plain = run_processes(2, _fork_between_steps, False, exchange)
-        for ours, theirs in zip(run_processes(2, _fork_between_steps, True, exchange, timeout=300), plain, strict=True):
+        for ours, theirs in zip(run_processes(2, _fork_between_steps, True, exchange), plain, strict=True):
             assert_bitwise(ours, theirs)
 
 
@@ -129,7 +129,7 @@ def _fail_once(rank: int, world_size: int, call: str) -> tuple[str, list[Tensor]
 
 @pytest.mark.parametrize("call", ["step", "consolidate"])
 def test_a_step_that_fails_on_one_rank_is_an_error_on_all_and_keeps_nobody_waiting(call: str) -> None:
-    (here, ours), (there, others) = run_processes(2, _fail_once, call, timeout=30)
+    (here, ours), (there, others) = run_processes(2, _fail_once, call)
     assert "step 1 failed there with MemoryError: no more of it" in here and here.startswith("rank 1: ")
     assert there == "no more of it"
     assert_bitwise(ours, others)
@@ -168,7 +168,7 @@ def test_a_rank_that_has_ended_or_never_comes_is_a_typed_error(exchange: str, mo
 @pytest.mark.parametrize("apart", ["offload", "masters"])
 def test_a_fork_of_a_rank_alone_cannot_step(apart: str) -> None:
     """Its thread was not forked: what waits for that would wait for ever."""
-    run_processes(1, _fork_alone, apart, timeout=20)
+    run_processes(1, _fork_alone, apart)
 
 
 def _fork_alone(rank: int, world_size: int, apart: str) -> None:

@@ -141,7 +141,7 @@ def _step_after_failure(rank: int, world_size: int, who: tuple[int, ...], in_no_
 @pytest.mark.parametrize("in_no_sync", [False, True])
 @pytest.mark.parametrize("who", [(1,), (0, 1)])
 def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in_no_sync: bool) -> None:
-    failed = run_processes(2, _step_after_failure, who, in_no_sync, timeout=20)
+    failed = run_processes(2, _step_after_failure, who, in_no_sync)
     for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False), strict=True):
         assert_bitwise(ours, good)
 

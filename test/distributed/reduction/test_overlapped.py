@@ -61,14 +61,17 @@ def test_the_size_of_buckets_changes_no_bit(world_size: int) -> None:
                     assert_bitwise(params, expected)
 
 
-def _arrived_at_launch(rank: int, world_size: int) -> list[int]:
-    """How many gradients had arrived as each bucket left, in a backward after the first."""
+def _arrived_at_launch(rank: int, world_size: int, steps: int) -> list[int]:
+    """How many gradients had arrived as each bucket left, in a backward after so many; the first layer comes last."""
     model = _model()
     policy = zero_opt.Overlapped(0.1)
+    model[0].requires_grad_(steps == 1)
     optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=policy)
-    _loss(model, 0, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for step in range(steps):
+        _loss(model, step, rank).backward()
+        model[0].requires_grad_(True)
+        optimizer.step()
+        optimizer.zero_grad()
     arrived, launches = 0, []
     for param in model.parameters():
 
@@ -94,6 +97,13 @@ def _arrived_at_launch(rank: int, world_size: int) -> list[int]:
 
 def test_the_first_bucket_leaves_early_although_vectors_have_a_group_of_their_own() -> None:
     total = len(list(_model().parameters()))
-    for launches in run_processes(2, _arrived_at_launch):
+    for launches in run_processes(2, _arrived_at_launch, 1):
         assert launches[0] < total // 4
         assert sum(arrived < total // 2 for arrived in launches) >= 2
+
+
+def test_a_bucket_that_is_planned_late_does_not_come_first() -> None:
+    """The first layer's, once it is trainable: its gradients come last, and all others would wait for it."""
+    total = len(list(_model().parameters()))
+    for launches in run_processes(2, _arrived_at_launch, 3):
+        assert launches[0] < total // 4

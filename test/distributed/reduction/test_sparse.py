@@ -34,7 +34,7 @@ def _step_sparse(rank: int, world_size: int, reduction: Any, cls: Any) -> str:
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_an_elementwise_class_refuses_them_on_every_rank_and_names_the_way_out(cls: Any, reduction: Any) -> None:
     """torch's SGD and Adagrad take them, but here parameters of these are cut anywhere."""
-    for message in run_processes(2, _step_sparse, reduction, cls, timeout=20):
+    for message in run_processes(2, _step_sparse, reduction, cls):
         assert "parameter 0 " in message and "cut" in message and "SparseAdam" in message
 
 
@@ -49,7 +49,7 @@ def _backward_sparse(rank: int, world_size: int) -> str:
 
 
 def test_overlapped_refuses_them_in_backward() -> None:
-    for message in run_processes(2, _backward_sparse, timeout=20):
+    for message in run_processes(2, _backward_sparse):
         assert "parameter 0 " in message and "AtStep()" in message and "SparseAdam" in message
 
 
@@ -80,4 +80,4 @@ def _clipped(rank: int, world_size: int, reduction: Any) -> None:
 @pytest.mark.parametrize("reduction", EITHER, ids=lambda policy: type(policy).__name__)
 def test_they_are_clipped_as_dense_ones(reduction: Any) -> None:
     """At world size 1 torch clips, which refuses sparse gradients."""
-    run_processes(2, _clipped, reduction, timeout=300)
+    run_processes(2, _clipped, reduction)

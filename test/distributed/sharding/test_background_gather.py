@@ -110,7 +110,7 @@ def part_of_the_model(rank: int, world_size: int) -> str:
 
 
 def test_a_model_without_some_of_the_parameters_is_refused() -> None:
-    for message in run_processes(2, part_of_the_model, timeout=20):
+    for message in run_processes(2, part_of_the_model):
         assert "pass the whole model" in message
 
 
@@ -136,5 +136,5 @@ def add_a_stranger(rank: int, world_size: int, who: tuple[int, ...]) -> list[Ten
 
 @pytest.mark.parametrize("who", [(0, 1), (1,)])
 def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[int, ...]) -> None:
-    runs = run_processes(2, add_a_stranger, who, timeout=20)
+    runs = run_processes(2, add_a_stranger, who)
     assert_bitwise(runs[0], runs[1])

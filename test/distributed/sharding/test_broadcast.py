@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes, run_threads
 from zero_opt.comm import process_identity, short_lived
 from zero_opt.comm.groups import Group
@@ -20,7 +21,6 @@ from zero_opt.policies import Checks
 from zero_opt.sharding.broadcast import broadcast_params
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-SECONDS = 300  # nothing hangs
 
 
 @pytest.mark.parametrize("given", [[torch.nn.Parameter(torch.ones(1))], None])
@@ -65,7 +65,7 @@ def test_buffers_of_every_dtype() -> None:
 
 
 def _stays(*_: Any, **__: Any) -> None:
-    time.sleep(SECONDS)
+    time.sleep(PATIENCE_S)
 
 
 def _ends_in_it(how: str, where: str) -> None:
@@ -116,7 +116,7 @@ def _beside_one_that_leaves(rank: int, world_size: int, how: str, where: str, ne
 
 def _said_by_others(world_size: int, how: str, where: str, near: bool, **options: Any) -> list[Any]:
     arguments = (_beside_one_that_leaves, how, where, near)
-    return run_processes(world_size, *arguments, timeout=SECONDS, expect_errors=True, **options)[:-1]
+    return run_processes(world_size, *arguments, expect_errors=True, **options)[:-1]
 
 
 @pytest.mark.parametrize("where", ["before", "within"])
@@ -132,7 +132,7 @@ def test_a_killed_rank_is_named(world_size: int, near: bool, where: str) -> None
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_is_stopped_within_it_is_named_after_hang_timeout(world_size: int) -> None:
     for name, text, seconds in _said_by_others(world_size, "stopped", "within", True):
-        assert name == "PeerSilent" and seconds < SECONDS / 2
+        assert name == "PeerSilent" and seconds < PATIENCE_S / 2
         named = rf"rank {world_size - 1} \(pid \d+\) has been stopped for \d+ s while broadcast_params\(\)"
         assert re.match(named, text), text
 
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(where: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_is_interrupted_is_named_and_the_group_stays(world_size: int) -> None:
     """Its wait is that for rank 0's tensors, which come late."""
-    found = run_processes(world_size, _interrupted_receiver, timeout=SECONDS)
+    found = run_processes(world_size, _interrupted_receiver)
     assert found[-1] == "KeyboardInterrupt"
     for said in found[:-1]:
         assert said.startswith(f"an exception on rank {world_size - 1} "), said

@@ -16,8 +16,6 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.scenario import values
 
-SECONDS = 300  # nothing hangs
-
 OVERLAPPED, AT_STEP, REDUCED = zero_opt.Overlapped(0.001), zero_opt.AtStep(0.001), zero_opt.AlreadyReduced()
 REDUCTIONS = pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP, REDUCED], ids=lambda p: type(p).__name__)
 
@@ -111,14 +109,14 @@ def _edit_all(rank: int, world_size: int, edit: Edit, options: dict[str, Any], s
 
 
 def _check(world_size: int, edit: Edit, options: dict[str, Any], who: int, steps: int) -> None:
-    found = run_processes(world_size, _edit_one, edit, options, who, steps, timeout=SECONDS)
+    found = run_processes(world_size, _edit_one, edit, options, who, steps)
     assert len({message for message, *_ in found}) == 1
     message = found[0][0]
     assert f"written to on rank {who} alone" in message and "broadcast_params" in message
     assert "(1.weight)" in message and ("(0.weight)" in message) == (edit is _whole)
     for _, before, refused, _ in found:
         assert_bitwise(before, refused)
-    wanted = run_processes(world_size, _edit_all, edit, options, steps, timeout=SECONDS)
+    wanted = run_processes(world_size, _edit_all, edit, options, steps)
     assert_bitwise([after for *_, after in found], wanted)
 
 
@@ -169,7 +167,7 @@ def _edit_while_it_gathers(rank: int, world_size: int, steps: int) -> str:
 
 def test_what_arrives_in_the_background_is_no_edit() -> None:
     for steps, where in ((3, "rank 1 alone"), (4, "rank 1 more often than on rank 0")):
-        for message in run_processes(2, _edit_while_it_gathers, steps, timeout=SECONDS):
+        for message in run_processes(2, _edit_while_it_gathers, steps):
             assert f"written to on {where}" in message
 
 
@@ -196,7 +194,7 @@ class _Whole(torch.optim.SGD):
 
 
 def test_our_own_writes_are_no_edits_of_parameters_that_share_a_version_counter() -> None:
-    first, second = run_processes(2, _views_that_share_a_counter, timeout=SECONDS)
+    first, second = run_processes(2, _views_that_share_a_counter)
     assert_bitwise(first, second)
 
 
@@ -231,7 +229,7 @@ def _everything_alike(rank: int, world_size: int, reduction: Any, offload: Any) 
     "offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["device", "host", "worker"]
 )
 def test_edits_that_leave_all_ranks_alike_are_none_of_our_business(reduction: Any, offload: Any) -> None:
-    first, second = run_processes(2, _everything_alike, reduction, offload, timeout=SECONDS)
+    first, second = run_processes(2, _everything_alike, reduction, offload)
     assert_bitwise(first, second)
 
 
@@ -254,10 +252,8 @@ def _sent_by_hand(rank: int, world_size: int, dtype: torch.dtype, offload: Any) 
     "offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["device", "host", "worker"]
 )
 def test_weights_that_one_rank_has_sent_to_the_others_are_taken_over_on_all(dtype: torch.dtype, offload: Any) -> None:
-    found = run_processes(2, _sent_by_hand, dtype, offload, timeout=SECONDS)
-    wanted = run_processes(
-        2, _edit_all, _whole, {"dtype": dtype, "offload": offload, "fused": True}, 1, timeout=SECONDS
-    )
+    found = run_processes(2, _sent_by_hand, dtype, offload)
+    wanted = run_processes(2, _edit_all, _whole, {"dtype": dtype, "offload": offload, "fused": True}, 1)
     assert_bitwise(found, wanted)
 
 
@@ -276,7 +272,7 @@ def _wrapped_late(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_ddp_may_come_after_the_optimizer() -> None:
-    first, second = run_processes(2, _wrapped_late, timeout=SECONDS)
+    first, second = run_processes(2, _wrapped_late)
     assert_bitwise(first, second)
 
 
@@ -300,10 +296,10 @@ def _uneven(rank: int, world_size: int, clip: Sequence[int]) -> Any:
 
 
 def test_ranks_without_inputs_are_asked_too() -> None:
-    (quiet, first), (_, second) = run_processes(2, _uneven, [0, 1], timeout=SECONDS)
+    (quiet, first), (_, second) = run_processes(2, _uneven, [0, 1])
     assert quiet == ""
     assert_bitwise(first, second)
-    for message, _ in run_processes(2, _uneven, [2], timeout=SECONDS):
+    for message, _ in run_processes(2, _uneven, [2]):
         assert "written to on rank 1 alone" in message
 
 
@@ -336,5 +332,5 @@ def _thaw(rank: int, world_size: int, who: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("who", [[0], [1], [0, 1], []])
 def test_a_parameter_written_to_on_one_rank_while_frozen_is_refused_when_it_is_thawed(who: list[int]) -> None:
-    for message in run_threads(2, _thaw, who, timeout=SECONDS):
+    for message in run_threads(2, _thaw, who):
         assert ("(0.weight)" in message and "broadcast_params" in message) == (len(who) == 1)

@@ -17,7 +17,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import Layers, optimizer_of, slowly
 from test.support.scenario import values
-from test.support.worker_training import NOW, SECONDS
+from test.support.worker_training import NOW
 
 
 class Pruned(nn.Module):
@@ -90,7 +90,7 @@ def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list
 @pytest.mark.parametrize("kind", [Pruned, ByMode, Compiled, GivenCompiled, CompiledInside])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_forwards_that_read_parameters_in_other_ways(world_size: int, kind: type[nn.Module]) -> None:
-    within, late = (run_processes(world_size, _read, kind, way, timeout=SECONDS) for way in (False, True))
+    within, late = (run_processes(world_size, _read, kind, way) for way in (False, True))
     assert_bitwise(late, within)
 
 
@@ -113,7 +113,7 @@ def _write(rank: int, world_size: int, late: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_whoever_writes_parameters_waits_for_them(world_size: int) -> None:
-    within, late = (run_processes(world_size, _write, way, timeout=SECONDS) for way in (False, True))
+    within, late = (run_processes(world_size, _write, way) for way in (False, True))
     assert_bitwise(late, within)
 
 
@@ -170,7 +170,7 @@ def _read_parts(rank: int, world_size: int, late: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modules_by_themselves(world_size: int) -> None:
-    within, late = (run_processes(world_size, _read_parts, way, timeout=SECONDS) for way in (False, True))
+    within, late = (run_processes(world_size, _read_parts, way) for way in (False, True))
     assert_bitwise(late, within)
 
 
@@ -191,4 +191,4 @@ def _copy(rank: int, world_size: int) -> bool:
 
 
 def test_copies_of_the_model() -> None:
-    assert run_processes(1, _copy, timeout=SECONDS) == [True]
+    assert run_processes(1, _copy) == [True]

@@ -14,7 +14,6 @@ import zero_opt
 from test.support.actors import AT_STEP, OVERLAPPED
 from test.support.harness import assert_bitwise, run_processes
 
-SECONDS = 300  # nothing hangs
 STEPS = 3
 ALREADY = zero_opt.AlreadyReduced()
 SHAPES = ((130, 7), (65,), (1,), (65,), (300,), ())
@@ -111,19 +110,19 @@ def _follows(rank: int, world_size: int, options: dict[str, Any], before: str) -
 
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP, ALREADY], ids=lambda policy: type(policy).__name__)
 def test_parameters_replaced_before_the_first_step_are_trained(reduction: Any) -> None:
-    run_processes(2, _follows, {"reduction": reduction}, "", timeout=SECONDS)
+    run_processes(2, _follows, {"reduction": reduction}, "")
 
 
 @pytest.mark.parametrize("before", ["backward", "load", "clip", "consolidate", "sharded_state_dict", "add_param_group"])
 def test_they_are_followed_by_whatever_comes_first(before: str) -> None:
     options = {"reduction": AT_STEP if before == "clip" else OVERLAPPED}
-    run_processes(2, _follows, options, before, timeout=SECONDS)
+    run_processes(2, _follows, options, before)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("offload", ["host", "worker"])
 def test_offloads_follow(world_size: int, offload: str) -> None:
-    run_processes(world_size, _follows, {"offload": OFFLOADS[offload]}, "", timeout=SECONDS)
+    run_processes(world_size, _follows, {"offload": OFFLOADS[offload]}, "")
 
 
 def _parts_replaced(rank: int, world_size: int) -> None:
@@ -144,7 +143,7 @@ def _parts_replaced(rank: int, world_size: int) -> None:
 
 
 def test_some_alone() -> None:
-    run_processes(2, _parts_replaced, timeout=SECONDS)
+    run_processes(2, _parts_replaced)
 
 
 def _without_inputs(rank: int, world_size: int) -> None:
@@ -165,7 +164,7 @@ def _without_inputs(rank: int, world_size: int) -> None:
 
 
 def test_ranks_without_inputs_follow() -> None:
-    run_processes(2, _without_inputs, timeout=SECONDS)
+    run_processes(2, _without_inputs)
 
 
 def test_one_rank_without_an_offload_is_as_torch() -> None:
@@ -293,12 +292,12 @@ def _refused(rank: int, world_size: int, editors: tuple[int, ...], offload: Any)
 
 @pytest.mark.parametrize("editors", [(0, 1), (1,), (0,)], ids=["both", "rank 1", "rank 0"])
 def test_what_cannot_be_followed_is_refused_on_every_rank(editors: tuple[int, ...]) -> None:
-    run_processes(2, _refused, editors, None, timeout=SECONDS)
+    run_processes(2, _refused, editors, None)
 
 
 @pytest.mark.parametrize("offload", ["host", "worker"])
 def test_one_rank_with_an_offload_refuses_too(offload: str) -> None:
-    run_processes(1, _refused, (0,), OFFLOADS[offload], timeout=SECONDS)
+    run_processes(1, _refused, (0,), OFFLOADS[offload])
 
 
 def _calls_refused(rank: int, world_size: int) -> None:
@@ -328,7 +327,7 @@ def _calls_refused(rank: int, world_size: int) -> None:
 
 
 def test_every_call_of_all_ranks_refuses() -> None:
-    run_processes(2, _calls_refused, timeout=SECONDS)
+    run_processes(2, _calls_refused)
 
 
 def _gradient_reduced(rank: int, world_size: int) -> None:
@@ -347,7 +346,7 @@ def _gradient_reduced(rank: int, world_size: int) -> None:
 
 
 def test_gradients_that_are_reduced_already() -> None:
-    run_processes(2, _gradient_reduced, timeout=SECONDS)
+    run_processes(2, _gradient_reduced)
 
 
 def _state_loaded(rank: int, world_size: int) -> None:
@@ -363,7 +362,7 @@ def _state_loaded(rank: int, world_size: int) -> None:
 
 
 def test_state_that_was_loaded_is_not_lost() -> None:
-    run_processes(2, _state_loaded, timeout=SECONDS)
+    run_processes(2, _state_loaded)
 
 
 def _values_differ(rank: int, world_size: int) -> None:
@@ -378,7 +377,7 @@ def _values_differ(rank: int, world_size: int) -> None:
 
 
 def test_replacements_that_differ_between_ranks() -> None:
-    run_processes(2, _values_differ, timeout=SECONDS)
+    run_processes(2, _values_differ)
 
 
 def _unusable(rank: int, world_size: int, kind: str) -> str:
@@ -399,5 +398,5 @@ def _unusable(rank: int, world_size: int, kind: str) -> str:
     ("kind", "said"), [("lazy", "has no shape yet, as a lazy module"), ("quantized", "is quantized")]
 )
 def test_a_parameter_of_one_rank_that_cannot_be_planned_is_refused_on_all(kind: str, said: str) -> None:
-    mine, theirs = run_processes(2, _unusable, kind, timeout=60)
+    mine, theirs = run_processes(2, _unusable, kind)
     assert said in mine and said in theirs and mine.startswith("rank 1: ")

@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         "StateDictError: .*1 param groups, the optimizer 3",
         "RankMismatch: state 'sum' of parameter 0",
     )
-    for messages in run_processes(2, _refusals, timeout=30):
+    for messages in run_processes(2, _refusals):
         for message, pattern in zip(messages, wanted, strict=True):
             assert re.match(pattern, message), message
 
@@ -401,7 +401,7 @@ def _no_descriptors(rank: int, world_size: int, call: str) -> Any:
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_rank_without_descriptors_is_an_error_on_all(call: str) -> None:
-    (first, state), (second, _) = run_processes(2, _no_descriptors, call, timeout=60, group_timeout=600)
+    (first, state), (second, _) = run_processes(2, _no_descriptors, call, group_timeout=600)
     assert first == f"rank 1: {second}"
     _, wanted = expected(ADAM, 2, OVERLAPPED, STEPS)
     assert_bitwise(state["state"], wanted["state"])

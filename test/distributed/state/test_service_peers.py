@@ -23,8 +23,6 @@ from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.state import process_exit, service
 
-SECONDS = 40  # nothing hangs
-
 
 def _others_gone(rank: int, world_size: int, how: str) -> Any:
     _, optimizer = make_stepped(2)
@@ -48,7 +46,7 @@ def _others_gone(rank: int, world_size: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["closed", "collected", "exit"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_are_done_serve_on(world_size: int, how: str) -> None:
-    assert run_processes(world_size, _others_gone, how, timeout=SECONDS)[0] == 2
+    assert run_processes(world_size, _others_gone, how)[0] == 2
 
 
 def _one_leaves_early(rank: int, world_size: int, when: float) -> float:
@@ -67,7 +65,7 @@ def _one_leaves_early(rank: int, world_size: int, when: float) -> float:
 
 @pytest.mark.parametrize("when", [0, 0.5])
 def test_a_step_that_a_closed_rank_will_not_enter_is_an_error_at_once(when: float) -> None:
-    found = run_processes(3, _one_leaves_early, when, timeout=SECONDS)
+    found = run_processes(3, _one_leaves_early, when)
     assert max(found[0], found[2]) < 2.8
 
 
@@ -103,7 +101,7 @@ def _fail_with(params: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "collected", "failed"])
 def test_a_rank_that_serves_on_keeps_no_model(how: str) -> None:
-    assert run_processes(2, _one_drops_its_model, how, timeout=SECONDS)[1] == 0
+    assert run_processes(2, _one_drops_its_model, how)[1] == 0
 
 
 def _all_but_the_first_are_closed(rank: int, world_size: int, askers: int) -> Any:
@@ -120,7 +118,7 @@ def _all_but_the_first_are_closed(rank: int, world_size: int, askers: int) -> An
 
 @pytest.mark.parametrize(("world_size", "askers"), [(3, 2), (4, 2), (4, 3)])
 def test_closed_ranks_are_asked_by_several_at_once(world_size: int, askers: int) -> None:
-    found = run_processes(world_size, _all_but_the_first_are_closed, askers, timeout=SECONDS)
+    found = run_processes(world_size, _all_but_the_first_are_closed, askers)
     assert found == [[4] * 10] * askers + [[]] * (world_size - askers)
 
 
@@ -147,7 +145,7 @@ def _others_stay_open(rank: int, world_size: int) -> Any:
 
 
 def test_a_closed_rank_is_not_kept_for_ever() -> None:
-    assert 1.9 < run_processes(2, _others_stay_open, timeout=SECONDS)[1] < 10
+    assert 1.9 < run_processes(2, _others_stay_open)[1] < 10
 
 
 def _ends(rank: int, world_size: int) -> Any:
@@ -163,7 +161,7 @@ def _ends(rank: int, world_size: int) -> Any:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_serving_ends_once_all_have_closed(world_size: int) -> None:
-    assert not any(run_processes(world_size, _ends, timeout=SECONDS))
+    assert not any(run_processes(world_size, _ends))
 
 
 def _one_dies(rank: int, world_size: int, when: str) -> Any:
@@ -186,7 +184,7 @@ def _one_dies(rank: int, world_size: int, when: str) -> Any:
 
 @pytest.mark.parametrize("when", ["before", "while asked"])
 def test_a_rank_that_is_killed_is_noticed_at_once(when: str) -> None:
-    found = run_processes(3, _one_dies, when, timeout=SECONDS, expect_errors=True)
+    found = run_processes(3, _one_dies, when, expect_errors=True)
     assert found[0] < 5
     assert found[2].type_name == "Died"
 
@@ -214,7 +212,7 @@ def _closed_beside_a_pull(rank: int, world_size: int) -> str:
 
 
 def test_a_pull_whose_connections_are_closed_names_the_lost_rank() -> None:
-    said, _ = run_processes(2, _closed_beside_a_pull, timeout=300, expect_errors=True)
+    said, _ = run_processes(2, _closed_beside_a_pull, expect_errors=True)
     assert re.match(r"rank 1 \(pid \d+\) has ended", said), said
 
 
@@ -238,7 +236,7 @@ def _one_is_slow(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_is_behind_is_waited_for() -> None:
-    step, waited = run_processes(2, _one_is_slow, timeout=SECONDS)[0]
+    step, waited = run_processes(2, _one_is_slow)[0]
     assert step == 2
     assert 0.2 < waited < 10
 
@@ -267,7 +265,7 @@ def _one_stays_behind(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_stays_behind_is_named() -> None:
-    assert run_processes(2, _one_stays_behind, timeout=SECONDS)[0] == 1
+    assert run_processes(2, _one_stays_behind)[0] == 1
 
 
 def _one_is_ahead(rank: int, world_size: int) -> Any:
@@ -288,7 +286,7 @@ def _one_is_ahead(rank: int, world_size: int) -> Any:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_is_ahead_is_named(world_size: int) -> None:
-    said = run_processes(world_size, _one_is_ahead, timeout=SECONDS)[0]
+    said = run_processes(world_size, _one_is_ahead)[0]
     assert "in step 1 of this rank, but rank 1 has entered step 3" in said
 
 
@@ -312,7 +310,7 @@ def _one_of_two_is_ahead(rank: int, world_size: int) -> Any:
 
 
 def test_a_pull_that_is_given_up_leaves_nothing_behind() -> None:
-    assert run_processes(3, _one_of_two_is_ahead, timeout=SECONDS)[0] == 2
+    assert run_processes(3, _one_of_two_is_ahead)[0] == 2
 
 
 def _in_a_fork(rank: int, world_size: int) -> Any:
@@ -333,7 +331,7 @@ def _in_a_fork(rank: int, world_size: int) -> Any:
 
 
 def test_a_fork_has_nobody_to_ask_and_disturbs_nobody() -> None:
-    assert run_processes(2, _in_a_fork, timeout=SECONDS) == [(3, 4), (3, 4)]
+    assert run_processes(2, _in_a_fork) == [(3, 4), (3, 4)]
 
 
 class Moody(torch.optim.SGD):
@@ -367,7 +365,7 @@ def _one_fails(rank: int, world_size: int) -> Any:
 
 
 def test_state_that_lacks_a_step_is_refused() -> None:
-    assert run_processes(2, _one_fails, timeout=SECONDS) == [2, 2]
+    assert run_processes(2, _one_fails) == [2, 2]
 
 
 def _lost_half_way(rank: int, world_size: int) -> str:
@@ -385,7 +383,7 @@ def _lost_half_way(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_state_of_a_step_that_a_lost_rank_left_half_way_names_it(world_size: int) -> None:
-    found = run_processes(world_size, _lost_half_way, expect_errors=True, timeout=SECONDS)
+    found = run_processes(world_size, _lost_half_way, expect_errors=True)
     assert found[1].type_name == "Died"
     for said in (text for rank, text in enumerate(found) if rank != 1):
         assert re.search(r"step 2 was left half-way: rank 1 .*restart all ranks from the last checkpoint", said), said
@@ -420,7 +418,7 @@ def _from_a_thread(rank: int, world_size: int) -> Any:
 
 
 def test_asking_beside_training_never_mixes_steps() -> None:
-    steps, refused = run_processes(3, _from_a_thread, timeout=SECONDS)[0]
+    steps, refused = run_processes(3, _from_a_thread)[0]
     assert steps
     assert all(len(found) == 1 for found in steps)
     assert all("between steps" in text for text in refused)

@@ -454,7 +454,7 @@ def _reload(rank: int, world_size: int, cls: Any, options: dict[str, Any]) -> bo
     {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
 ], ids=["host", "worker", "device"])  # fmt: skip
 def test_masters_load_where_they_are_from(cls: Any, options: dict[str, Any]) -> None:
-    assert run_processes(3, _reload, cls, options, timeout=30) == [True] * 3
+    assert run_processes(3, _reload, cls, options) == [True] * 3
 
 
 def _thaw(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
@@ -492,4 +492,4 @@ def _thaw(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["overlapped", "at step"])
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
 def test_state_of_a_frozen_parameter_loads(world_size: int, reduction: Any, offload: Any) -> None:
-    run_processes(world_size, _thaw, reduction, offload, timeout=30)
+    run_processes(world_size, _thaw, reduction, offload)

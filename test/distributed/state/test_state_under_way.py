@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from zero_opt.state import full_state
-
-SECONDS = 60  # nothing hangs
 
 
 class Held(torch.optim.SGD):
@@ -25,7 +24,7 @@ class Held(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         found = super().step(closure)
         self.entered.set()
-        assert self.may_go_on.wait(SECONDS)
+        assert self.may_go_on.wait(PATIENCE_S)
         return found
 
 
@@ -55,12 +54,12 @@ def _a_step_that_is_being_taken_is_not_mixed_with_the_one_before(rank: int, worl
     training = threading.Thread(target=optimizer.step)
     training.start()
     try:
-        assert Held.entered.wait(SECONDS)
+        assert Held.entered.wait(PATIENCE_S)
         with pytest.raises(zero_opt.StepDesync, match="while step 0 is being taken"):
             optimizer.state_dict()
     finally:
         Held.may_go_on.set()
-        training.join(SECONDS)
+        training.join(PATIENCE_S)
     assert set(optimizer.state_dict()["state"]) == {0, 1}
     optimizer.close()
 
@@ -75,7 +74,7 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
 
     def held(*args: Any) -> Any:
         reading.set()
-        assert may_go_on.wait(SECONDS)
+        assert may_go_on.wait(PATIENCE_S)
         found = consolidated(*args)
         order.append("read")
         return found
@@ -84,7 +83,7 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
     found: list[Any] = []
     saving = threading.Thread(target=lambda: found.append(optimizer.state_dict()["state"]))
     saving.start()
-    assert reading.wait(SECONDS)
+    assert reading.wait(PATIENCE_S)
     optimizer.zero_grad()
     _backward(params)
 
@@ -97,7 +96,7 @@ def _a_step_waits_for_a_thread_that_reads_the_state(rank: int, world_size: int) 
     training.join(0.2)
     may_go_on.set()
     for thread in (saving, training):
-        thread.join(SECONDS)
+        thread.join(PATIENCE_S)
     assert order == ["read", "stepped"]
     assert [float(state["momentum_buffer"][0]) for state in found[0].values()] == [2.0, 2.0]
     optimizer.close()
@@ -125,4 +124,4 @@ def _state_that_lacks_a_part_of_a_step_is_refused(rank: int, world_size: int) ->
     ids=lambda case: case.__name__.strip("_"),
 )
 def test_a_rank_alone(case: Callable[..., None]) -> None:
-    run_processes(1, case, backend=None, timeout=300)
+    run_processes(1, case, backend=None)

@@ -38,15 +38,20 @@ def test_stopped_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch)
 
 @pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
 @pytest.mark.parametrize("step", [0, 4])
-def test_missing_ranks_are_named_in_the_singular_and_in_the_plural(watch: Watch, step: int) -> None:
+def test_missing_ranks_are_named_in_the_plural(watch: Watch, step: int) -> None:
     watch.step = step
-    error = RuntimeError("Timed out waiting 60000ms")
-    both = str(watch._lost(error, 60.0))
+    both = str(watch._lost(RuntimeError("Timed out waiting 60000ms"), 60.0))
     last = "their last step is 3" if step else "they have taken no step"
-    assert f"rank 1, rank 2 have not come to step {step} in 60.0 s, and {last}: rank 0 called" in both
+    assert both.startswith(f"rank 1, rank 2 have not come to step {step} in 60.0 s, and {last}: rank 0 called")
     assert "look at what they do" in both
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_missing_rank_is_named_in_the_singular(watch: Watch, step: int) -> None:
+    watch.step = step
     watch.departures.silent[:] = [2]
+    one = str(watch._lost(RuntimeError("Timed out waiting 60000ms"), 0.0))
     last = "its last step is 3" if step else "it has taken no step"
-    at_once = str(watch._lost(error, 0.0))
-    assert at_once.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
-    assert "look at what it does" in at_once
+    assert one.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
+    assert "look at what it does" in one

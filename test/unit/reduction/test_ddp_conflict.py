@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from test.support.failures import PATIENCE_S
 from zero_opt import GradientConflict
 from zero_opt.reduction.ddp_conflict import ddp_conflict
-
-SECONDS = 60  # nothing hangs
 
 
 class Wrapper(DistributedDataParallel):
@@ -33,7 +32,7 @@ class Slow(Wrapper):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         self.looked_at.set()
-        assert self.go_on.wait(SECONDS)
+        assert self.go_on.wait(PATIENCE_S)
         return super().parameters(recurse)
 
 
@@ -64,7 +63,7 @@ def test_what_other_threads_are_making_stays_theirs() -> None:
     def numbers() -> Iterator[int]:
         yield 0
         begun.set()
-        assert wrapper.looked_at.wait(SECONDS)
+        assert wrapper.looked_at.wait(PATIENCE_S)
         yield 1
 
     def make() -> None:
@@ -75,7 +74,7 @@ def test_what_other_threads_are_making_stays_theirs() -> None:
 
     thread = threading.Thread(target=make)
     thread.start()
-    assert begun.wait(SECONDS)
+    assert begun.wait(PATIENCE_S)
     assert ddp_conflict([torch.ones(2)]) is None
-    thread.join(SECONDS)
+    thread.join(PATIENCE_S)
     assert made == [(0, 1)]

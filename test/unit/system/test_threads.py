@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from test.support.failures import PATIENCE_S
 from zero_opt.system import threads
 from zero_opt.system.threads import BackgroundThreads
-
-PATIENCE_S = 300  # until a test that hangs fails
 
 
 def test_a_thread_is_a_daemon_and_is_listed_until_it_is_dead() -> None:

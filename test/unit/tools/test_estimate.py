@@ -14,9 +14,8 @@ import zero_opt
 from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import Mastered, Unit
-from zero_opt.sharding.partition import Geometry
-from zero_opt.tools import memory_rows
-from zero_opt.tools.dry_run import Rehearsal, Sketch, sketch_of
+from zero_opt.placement.worker import policy as worker_policy
+from zero_opt.tools.dry_run import Sketch, sketch_of
 from zero_opt.tools.estimate import KINDS, Estimate
 
 
@@ -109,7 +108,7 @@ def test_ranks_of_several_hosts_share_no_memory_and_fewer_share_cores() -> None:
 @pytest.mark.parametrize("selective", [None, zero_opt.Selective()])
 def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(memory_rows, "allowed_threads", lambda usable: usable)
+    monkeypatch.setattr(worker_policy, "allowed_threads", lambda usable: usable)
     given: dict[str, Any] = {"device": "cuda", "offload": zero_opt.WorkerOffload(selective=selective)}
     areas = [
         next(row.nbytes for row in estimate(linears(), 64, **given).on_hosts_of(n).rows if row.name == "control area")
@@ -229,11 +228,10 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     params = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_() for shape in SHAPES]
     reduction, precision = zero_opt.Overlapped(bucket_mb=0.1), zero_opt.MixedPrecision(master)
     found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
-    sketches = {i: sketch_of(param, 0, torch.device("cuda"), "") for i, param in enumerate(params)}
-    rehearsal, staying = Rehearsal(sketches, (2, 2), reduction, Geometry(False, 0.1, None)), 0
+    staying = 0
     for rank in range(2):
         maker = HostUnits(offload, master)
-        units = [unit for made in maker(rehearsal.buckets(rank)) for unit in made]
+        units = [unit for made in maker(found._sizing.buckets(rank)) for unit in made]
         staying += compare_units(found.on_rank(rank), units, dtype, split=master == "split")
         compare_locked(found.on_rank(rank), maker, [unit for unit in units if isinstance(unit, InHost)], dtype)
     assert (staying > 0) == (ratio < 1)
@@ -261,10 +259,10 @@ def compare_locked(found: Estimate, maker: HostUnits, away: Sequence[InHost], dt
     told = {(row.name, row.where): row.nbytes for row in found.rows}
     results = sum(t.numel() * dtype.itemsize for unit in away for t in unit._results)
     assert maker.spare_nbytes == results + told["padding", "host"]
-    lane, taken = away[0]._lane, []
+    link, taken = away[0]._link, []
     for unit in away:  # one ahead of what is stepped
-        taken.append(lane.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
+        taken.append(link.take(sum(-(-t.numel() * dtype.itemsize // 64) * 64 for t in unit._results)))
         if len(taken) > 1:
-            lane.give_back(taken[-2])
-    lane.give_back(taken[-1])
+            link.give_back(taken[-2])
+    link.give_back(taken[-1])
     assert maker.staging_nbytes == told["gradients on their way", "host"]

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ...kernels import CPUAdam, CPUAdamW
-from ...policies import AlreadyReduced, DDPHook, WorkerOffload
+from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
@@ -231,7 +231,7 @@ def _check_policies(config: Config, process_group: object) -> None:
         instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
     elif config.precision.reduce_dtype is not None or config.precision.accumulate_dtype is not None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
-    elif isinstance(config.offload, WorkerOffload) and config.offload.speculate:
+    elif config.placement.begins_in_backward:
         instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
     elif getattr(config.offload, "selective", None) is not None:
         # Each rank steps alone, so each would select by its own rows, and columns of one DTensor would part.

@@ -30,15 +30,15 @@ from ...sharding.buckets import GradBucket
 from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
 from .placement import BucketwisePlacement, Work
-from .units import PLAIN, SPLIT, Found, InPlace, Mastered, Unit, UnitMaker
+from .units import PLAIN, SPLIT, InPlace, Mastered, SliceGrads, Unit, UnitMaker
 
 _MIB = 2**20
 # Every run of a slice begins at a multiple of this.
-_ALIGN = 64
+_RUN_ALIGN = 64
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return -(-nbytes // _RUN_ALIGN) * _RUN_ALIGN
 
 
 class Room(NamedTuple):
@@ -64,7 +64,7 @@ def room_for(parts: Iterable[tuple[GradBucket, Sequence[int]]]) -> Room:
     return Room(results, largest)
 
 
-class Lane:
+class HostLink:
     """The way between one device and host memory: a stream per direction, and the host memory at its end.
 
     Attributes:
@@ -143,35 +143,35 @@ class InHost(Mastered):
     ``_results`` is what goes back to the parameters, in their dtype: what is stepped, where that has it.
     """
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState, lane: Lane) -> None:
-        self._lane, self._memory = lane, lane.memory
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState, link: HostLink) -> None:
+        self._link, self._memory = link, link.memory
         self._buffer: HostMemory | None = None
-        self._sources: Found = ()
+        self._sources: SliceGrads = ()
         self._arrived: Any = None
         self._left: Any = None
         super().__init__(bucket, members, form)
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
         numels = [piece.in_param.numel for piece in self.pieces]
-        self._results = [self.shaped(self._lane.carve(numel, self.param_dtype), at) for at, numel in enumerate(numels)]
+        self._results = [self.shaped(self._link.carve(numel, self.param_dtype), at) for at, numel in enumerate(numels)]
         if self.param_dtype in HALVES and self.form is PLAIN:
             return [self._blank(at, torch.float32, HOST) for at in range(len(self.pieces))]
         return self._results
 
-    def fetch(self, found: Found) -> None:
-        """See :class:`Unit`; copies are enqueued. Their sources are held until the copies are over."""
+    def fetch(self, found: SliceGrads) -> None:
+        """Enqueue copies of gradients to host memory, and hold their sources until the copies are over."""
         self._return_buffer()  # a step that was interrupted has left it
         sizes = [_aligned(grad.numel() * grad.element_size()) for _, grad in found if not grad.is_sparse]
-        self._buffer, self._sources = self._lane.take(sum(sizes)), found
-        streams = self._lane.arriving
-        with streams.side([self._lane.start], []):
+        self._buffer, self._sources = self._link.take(sum(sizes)), found
+        streams = self._link.arriving
+        with streams.side([self._link.start], []):
             try:
                 self._found = list(self._copied(found, self._buffer.bytes))
             finally:
                 _, self._arrived = streams.produced()
                 self._buffer.used(self._arrived)
 
-    def _copied(self, found: Found, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _copied(self, found: SliceGrads, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Enqueue copies of gradients to host memory, and yield these."""
         start = 0
         for position, grad in found:
@@ -185,8 +185,8 @@ class InHost(Mastered):
             run.copy_(self.flat_grad(position, grad), non_blocking=True)
             yield position, self.shaped(run, position)
 
-    def grads(self) -> Found:
-        """See :class:`Unit`; what the last step brought to the parameters has left host memory then, too."""
+    def grads(self) -> SliceGrads:
+        """Wait for the gradients, and for the last step's results to have left host memory."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
@@ -204,9 +204,9 @@ class InHost(Mastered):
             torch._foreach_copy_([self._results[at] for at in positions], [self.stepped[at] for at in positions])
 
     def send(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; the current stream waits for it, the processor does not."""
-        streams = self._lane.leaving
-        with streams.side([self._lane.start], []):
+        """Enqueue copies of results to parameters; the current stream waits for them, the processor does not."""
+        streams = self._link.leaving
+        with streams.side([self._link.start], []):
             try:
                 self.write_params(positions)
             finally:
@@ -217,15 +217,15 @@ class InHost(Mastered):
 
     def _return_buffer(self) -> None:
         if self._buffer is not None:
-            self._lane.give_back(self._buffer)
+            self._link.give_back(self._buffer)
             self._buffer = None
 
     def native_writes(self) -> AbstractContextManager[None]:
-        """See :class:`Unit`; it writes to host memory alone."""
+        """Return an empty context: the kernel writes to host memory alone."""
         return nullcontext()
 
     def resident(self) -> Sequence[Tensor]:
-        """See :class:`Unit`; nothing."""
+        """Nothing: all of it is in host memory."""
         return ()
 
 
@@ -234,27 +234,27 @@ class HostUnits(UnitMaker):
 
     def __init__(self, policy: CPUOffload, master_dtype: object) -> None:
         self._policy, self._split = policy, master_dtype == "split"
-        self._lanes: dict[torch.device, Lane] = {}
+        self._links: dict[torch.device, HostLink] = {}
 
     @property
     def spare_nbytes(self) -> int:
-        return sum(lane.results_nbytes for lane in self._lanes.values())
+        return sum(link.results_nbytes for link in self._links.values())
 
     @property
     def staging_nbytes(self) -> int:
-        return sum(lane.buffers_nbytes for lane in self._lanes.values())
+        return sum(link.buffers_nbytes for link in self._links.values())
 
     def class_threads(self) -> AbstractContextManager[None]:
         return torch_threads(checked_threads(self._policy.threads))
 
     def begin(self) -> None:
-        for lane in self._lanes.values():
-            lane.begin()
+        for link in self._links.values():
+            link.begin()
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
         """Return the units of each bucket."""
@@ -262,17 +262,17 @@ class HostUnits(UnitMaker):
         staying = self.staying(away)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
-            self._lane(device).reserve(room_for(self.leaving(there, staying)))
+            self._link(device).reserve(room_for(self.leaving(there, staying)))
         return [self._units(bucket, staying) for bucket in buckets]
 
     def _is_host(self, bucket: GradBucket) -> bool:
         return is_host(bucket.device)
 
-    def _lane(self, device: torch.device) -> Lane:
-        if device not in self._lanes:
+    def _link(self, device: torch.device) -> HostLink:
+        if device not in self._links:
             locked = partial(pinned_memory, device=device)
-            self._lanes[device] = Lane(device, locked if self._policy.pin_memory else host_memory)
-        return self._lanes[device]
+            self._links[device] = HostLink(device, locked if self._policy.pin_memory else host_memory)
+        return self._links[device]
 
     def staying(self, buckets: Sequence[GradBucket]) -> set[int]:
         """Return the parameters that stay: registered first, so reduced last, when the processor has long had work."""
@@ -292,8 +292,8 @@ class HostUnits(UnitMaker):
             return [on_device(bucket, members, form)]
         stays = [member for member in members if bucket.slices[member].param in staying]
         units = [on_device(bucket, stays, PLAIN)] if stays else []
-        lane = self._lanes[bucket.device]
-        return [*units, *(InHost(bucket, group, form, lane) for _, group in self.leaving([bucket], staying))]
+        link = self._links[bucket.device]
+        return [*units, *(InHost(bucket, group, form, link) for _, group in self.leaving([bucket], staying))]
 
     def leaving(
         self, buckets: Iterable[GradBucket], staying: Collection[int]
@@ -322,7 +322,7 @@ def on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
 
 
 class CPUPlacement(BucketwisePlacement):
-    """A shard stepped in host memory; see the module. What stays on a device steps there meanwhile."""
+    """A shard that is stepped in host memory, while what stays on a device is stepped there."""
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         works: Mapping[int, list[Work]] = {shard.bucket: list(self._works([shard])) for shard in grads}
@@ -331,7 +331,7 @@ class CPUPlacement(BucketwisePlacement):
         early = [work for work in everything if coming and not isinstance(work.unit, InHost)]
         self._fetch_next(coming)
         for work in early:
-            work.unit.fetch(work.found)
+            work.unit.fetch(work.grads)
             self._step_unit(work, grad_scale)
         for shard in grads:
             for work in works[shard.bucket]:
@@ -339,7 +339,7 @@ class CPUPlacement(BucketwisePlacement):
                     self._fetch_next(coming)
                     self._step_unit(work, grad_scale)
                 elif not early:
-                    work.unit.fetch(work.found)
+                    work.unit.fetch(work.grads)
                     self._step_unit(work, grad_scale)
             if shard.used:
                 yield shard.bucket
@@ -348,4 +348,4 @@ class CPUPlacement(BucketwisePlacement):
         """Let the gradients of one more sub-group come."""
         if coming:
             work = coming.popleft()
-            work.unit.fetch(work.found)
+            work.unit.fetch(work.grads)

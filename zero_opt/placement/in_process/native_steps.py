@@ -15,31 +15,30 @@ from ...kernels.functions import adam_hypers
 from ...kernels.runs import step_runs
 from ...kernels.slots import Slot
 from ...kernels.threads import checked_threads
-from ...system.extension import native_available
 from ...system.log import log
-from ..adam_rules import ADAM_CLASSES, require_complete
+from ..adam_rules import require_complete
 from .units import PLAIN, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
-Rule = Callable[[Mapping[str, Any]], bool]
+FusedRule = Callable[[Mapping[str, Any]], bool]
 # Of an optimizer, by what it steps.
-States = MutableMapping[Tensor, dict[str, Any]]
+StatesByTensor = MutableMapping[Tensor, dict[str, Any]]
 
 
-def says_fused(group: Mapping[str, Any]) -> bool:
+def asks_for_fused(group: Mapping[str, Any]) -> bool:
     """On the parameters' device: the group asks for it."""
     return bool(group["fused"])
 
 
-def may_be_fused(group: Mapping[str, Any]) -> bool:
+def allows_fused(group: Mapping[str, Any]) -> bool:
     """Offloaded: the group does not ask for anything else."""
     if group["fused"] is None and not group["foreach"]:
-        _say_fused()
+        _say_offload_fused()
     return group["fused"] is not False and not group["foreach"]
 
 
 @functools.cache
-def _say_fused() -> None:
+def _say_offload_fused() -> None:
     log.warning(
         "CPUOffload steps Adam and AdamW as with fused=True, whose bits differ a little from the default's; "
         "fused=False keeps those"
@@ -54,18 +53,18 @@ class NativeSteps:
         threads: how many step; ``None`` is the default.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], rule: Rule, threads: int | None) -> None:
+    def __init__(self, defaults: Mapping[str, Any], rule: FusedRule, threads: int | None) -> None:
         self.rule, self._threads = rule, threads
         self._flush = bool(defaults.get("flush_denormals", False))
         self._slots: dict[int, Slot] = {}
 
-    def takes(self, unit: Unit, group: Mapping[str, Any]) -> bool:
+    def can_step(self, unit: Unit, group: Mapping[str, Any]) -> bool:
         """Whether it steps a unit of a group."""
         if not unit.stepped or not unit.stepped[0].is_cpu or not self.rule(group):
             return False
         return unit.form is not PLAIN or unit.stepped[0].dtype is torch.float32
 
-    def step(self, unit: Unit, group: Mapping[str, Any], states: States, grad_scale: float) -> None:
+    def step(self, unit: Unit, group: Mapping[str, Any], states: StatesByTensor, grad_scale: float) -> None:
         """One step of the slices of which there are gradients, in one native call."""
         found = unit.grads()
         hypers = adam_hypers(group)
@@ -83,7 +82,7 @@ class NativeSteps:
                 flush_denormals=self._flush,
             )
 
-    def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States) -> Slot:
+    def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: StatesByTensor) -> Slot:
         """The kept run of a slice, with a gradient to be stepped by."""
         amsgrad, index, target = group["amsgrad"], unit.pieces[position].param, unit.target(position)
         state, slot = states[unit.stepped[position]], self._slots.get(index)
@@ -104,7 +103,7 @@ class NativeSteps:
         return slot
 
     def _stretches(
-        self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: States
+        self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: StatesByTensor
     ) -> Iterator[Slot]:
         """One run per stretch of a 1-D slice that has state."""
         state, target = states[unit.stepped[position]], unit.target(position)
@@ -121,8 +120,3 @@ class NativeSteps:
         """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""
         if not any(piece.param in self._slots for piece in unit.pieces):
             check_apart([(flat.label, tensor) for flat, tensor in zip(unit.flats, unit.stepped, strict=True)])
-
-
-def serves(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether there is a native kernel for this class here."""
-    return optimizer_class in ADAM_CLASSES and native_available()

@@ -1,4 +1,4 @@
-"""The shard is stepped by the wrapped class itself, or by a kernel with its formula, in this process."""
+"""The placements that step in this process: by the wrapped class itself, or by a kernel with its formula."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.log import log
-from ..interface import AtOnce, ParamState, Stretch, load_mirrors
+from ..interface import ParamState, Stretch, StretchPlacement
 from ..masters import MasterShard
 from .native_steps import NativeSteps
-from .units import SPLIT, Found, Unit, UnitMaker, load_split
+from .units import SPLIT, SliceGrads, Unit, UnitMaker, load_split
 
 
 class Work(NamedTuple):
     """A unit and its gradients, in one step.
 
     Attributes:
-        found: gradients by position in the unit.
+        grads: by position in the unit.
     """
 
     unit: Unit
-    found: Found
+    grads: SliceGrads
 
     @property
     def positions(self) -> list[int]:
         """Of the slices that are stepped."""
-        return [position for position, _ in self.found]
+        return [position for position, _ in self.grads]
 
 
-class DevicePlacement(AtOnce):
+class DevicePlacement(StretchPlacement):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:
@@ -111,7 +111,8 @@ class DevicePlacement(AtOnce):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         inner = self._optimizer
-        load_mirrors(self._places.values())
+        for unit, position in self._places.values():
+            unit.flats[position].load()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             hypers = hypers_of(outer)
             for gone in hypers_of(own).keys() - hypers.keys():
@@ -126,7 +127,7 @@ class DevicePlacement(AtOnce):
         """All at once: a class may keep state per group or per step."""
         works = list(self._works(grads))
         for work in works:
-            work.unit.fetch(work.found)
+            work.unit.fetch(work.grads)
         self._step_by_class(works, grad_scale)
         yield from (shard.bucket for shard in grads if shard.used)
 
@@ -149,7 +150,7 @@ class DevicePlacement(AtOnce):
         for work in works:
             for position, grad in work.unit.grads():
                 part = work.unit.stepped[position]
-                part.grad = _fitted(grad, part.dtype, grad_scale)
+                part.grad = _scaled(grad, part.dtype, grad_scale)
                 parts.append((part, part if self._apart else part.detach()))
         with self._make_units.class_threads():
             bare_step(self._optimizer)
@@ -189,7 +190,7 @@ class DevicePlacement(AtOnce):
             unit, position = self._places[index]
             yield index, unit.saved(position, state)
 
-    def adopt(self, index: int, state: ParamState | None) -> bool:
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
         if state is None:
@@ -216,7 +217,7 @@ class DevicePlacement(AtOnce):
         unit.stretches[position], unit.gradients[position] = stretches, gradients
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`. Dtypes are cast, and missing keys filled in, by the wrapped class."""
+        """Replace all state; the wrapped class casts dtypes and fills in missing keys."""
         inner = self._optimizer
         number: dict[Tensor, int] = {}
         packed = []
@@ -267,7 +268,7 @@ class BucketwisePlacement(DevicePlacement):
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         for shard in grads:
             for work in self._works([shard]):
-                work.unit.fetch(work.found)
+                work.unit.fetch(work.grads)
                 self._step_unit(work, grad_scale)
             if shard.used:
                 yield shard.bucket
@@ -276,7 +277,7 @@ class BucketwisePlacement(DevicePlacement):
         """Step a unit whose gradients are being fetched."""
         inner, unit = self._optimizer, work.unit
         group = inner.param_groups[unit.pieces[0].group]
-        if self._native is None or not self._native.takes(unit, group):
+        if self._native is None or not self._native.can_step(unit, group):
             if unit.form is SPLIT:
                 raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
             self._step_by_class([work], grad_scale)
@@ -285,7 +286,7 @@ class BucketwisePlacement(DevicePlacement):
         unit.send(work.positions)
 
 
-def _fitted(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
+def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
     """A gradient, scaled, as the parameter it is for: scaled in the wider of the two dtypes."""
     fitted = grad.to(dtype) if dtype.itemsize > grad.dtype.itemsize else grad
     if grad_scale != 1:

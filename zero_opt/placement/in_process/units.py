@@ -1,9 +1,9 @@
-"""What is stepped together: slices of one bucket, as the tensors that an optimizer has for its parameters."""
+"""Slices of one bucket that are stepped together, as the tensors that an optimizer has for its parameters."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,18 +21,21 @@ from ..masters import MasterShard
 
 PLAIN, SPLIT = AdamState(), AdamState(master="split")
 
-Found = Sequence[tuple[int, Tensor]]
+SliceGrads = Sequence[tuple[int, Tensor]]
 
 
 def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSlice], list[FlatParam]]:
-    """Those of this rank's slices of a bucket, given by position, and their parameters."""
+    """This rank's slices of a bucket at the given positions, and their parameters."""
     by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
     pieces = [bucket.slices[member] for member in members]
     return pieces, [by_index[piece.param] for piece in pieces]
 
 
-class Unit:
-    """Slices of one bucket. They are named by their position among those given.
+class Unit(ABC):
+    """Slices of one bucket that are stepped together, named by their position among those given.
+
+    In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
+    :meth:`target`; a class steps ``stepped``, and :meth:`round` follows. :meth:`send` comes last.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket.
@@ -53,17 +56,17 @@ class Unit:
 
     @abstractmethod
     def repoint(self, position: int) -> None:
-        """The parameter's data moved."""
+        """Follow a parameter whose data moved."""
 
     @abstractmethod
     def read_params(self, positions: Sequence[int]) -> None:
-        """Before a step: follow what the user has written to parameters."""
+        """Follow what the user has written to parameters since the last step."""
 
-    def fetch(self, found: Found) -> None:
+    def fetch(self, found: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
         self._found = found
 
-    def grads(self) -> Found:
+    def grads(self) -> SliceGrads:
         """The fetched gradients by position, ready to be read."""
         found, self._found = self._found, ()
         return found
@@ -80,17 +83,17 @@ class Unit:
         """Bring :meth:`target` to the parameters."""
 
     def native_writes(self) -> AbstractContextManager[None]:
-        """What the kernel writes within it is no edit of the user's."""
+        """Return a context in which the kernel's writes do not count as edits."""
         return nullcontext()
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""
 
     def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
-        """Those that were stepped are state, also of a class that keeps none of its own."""
+        """Put the masters that were stepped into the state, also of a class that keeps none of its own."""
 
     def take_master(self, position: int, saved: Mapping[str, Any] | None) -> None:
-        """The state was loaded, replaced or dropped: take its master, or, without one, the parameter."""
+        """Take the master of a state that was loaded, replaced or dropped, or, without one, the parameter."""
 
     def resident(self) -> Sequence[Tensor]:
         """What is kept on the parameters' device beside them, and may be re-pointed: no view of it is kept."""
@@ -119,13 +122,13 @@ class InPlace(Unit):
         self.stepped[position].data = self.flats[position].part(self.pieces[position].in_param)
 
     def read_params(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; they are the same."""
+        """Do nothing: parameters and what is stepped are the same."""
 
     def target(self, position: int) -> Tensor:
         return self.stepped[position]
 
     def round(self, positions: Sequence[int]) -> None:
-        """See :class:`Unit`; it is there."""
+        """Do nothing: what is stepped is the target."""
 
 
 class Mastered(MasterShard, Unit):
@@ -162,7 +165,7 @@ class Mastered(MasterShard, Unit):
         self._targets.pop(position, None)
 
     def target(self, position: int) -> Tensor:
-        """See :class:`Unit`: the parameter."""
+        """The parameter itself."""
         if position not in self._targets:
             self._targets[position] = self.flats[position].part(self.pieces[position].in_param)
         return self._targets[position]
@@ -194,7 +197,7 @@ class Mastered(MasterShard, Unit):
         return super().saved(position, dict(self.saved_state(position, state)))
 
     def next_stepped(self, position: int) -> Tensor:
-        """See :class:`Unit`; as :meth:`read_params` makes it of a split master, whose remainder stays as it is."""
+        """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
         stepped = self.stepped[position]
         if not self.edited(position):
             return stepped
@@ -206,7 +209,7 @@ class Mastered(MasterShard, Unit):
         return self.stepped
 
 
-class UnitMaker:
+class UnitMaker(ABC):
     """The maker of a placement's units, and the owner of what units share."""
 
     @abstractmethod
@@ -234,15 +237,25 @@ class UnitMaker:
         """Let go of what units share."""
 
 
-class DeviceUnits(UnitMaker):
-    """The maker of one unit per bucket, on its device, with masters as :class:`MixedPrecision` says."""
+def all_members(bucket: GradBucket) -> Sequence[int]:
+    """Positions of all slices of this rank in a bucket."""
+    return range(len(bucket.slices))
 
-    def __init__(self, master_dtype: object) -> None:
-        self._master_dtype = master_dtype
+
+class DeviceUnits(UnitMaker):
+    """The maker of one unit per bucket, on its device.
+
+    Args:
+        master_dtype: as in :class:`MixedPrecision`.
+        members_of: positions of the slices of a bucket that are stepped.
+    """
+
+    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] = all_members) -> None:
+        self._master_dtype, self._members_of = master_dtype, members_of
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        """The units of each bucket."""
-        return [[self._unit(bucket, range(len(bucket.slices)))] for bucket in buckets]
+        members = ((bucket, self._members_of(bucket)) for bucket in buckets)
+        return [[self._unit(bucket, found)] if found else [] for bucket, found in members]
 
     def _unit(self, bucket: GradBucket, members: Sequence[int]) -> Unit:
         if bucket.params[0].param.dtype not in HALVES or self._master_dtype is None:

@@ -15,8 +15,9 @@ from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
+from ..memory import HOST_MEMORY, NVME, Tally
 from .state_file import BLOCK_BYTES, StateFile
-from .window_pass import Window
+from .window_pass import FileWindow
 
 # Bytes that are asked about at a time, whole blocks.
 _ASKED_BYTES = 4 * 2**20
@@ -40,11 +41,11 @@ class FileShard(StateShard):
         return self.param_run(position) if self.direct else super().master(position)
 
     def result(self, position: int) -> Tensor:
-        """See :class:`MasterShard`; a step itself writes to the parameters."""
+        """The master, rounded; a step itself writes to the parameters."""
         return self.master(position).to(self.param_dtype)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
-        """See :class:`StateShard`.
+        """Replace the state of a slice.
 
         Raises:
             StorageFailed: the file cannot be written there; nothing of the slice was.
@@ -86,7 +87,7 @@ class Segment(NamedTuple):
                 yield self._replace(where=where, at=slice(first, last), steps=count)
 
     @property
-    def of(self) -> tuple[int, int]:
+    def slice_key(self) -> tuple[int, int]:
         """Index of the bucket, position in it."""
         return self.shard.index, self.position
 
@@ -143,22 +144,31 @@ class Extent:
         """What all views of the state are views of."""
         return list(self._bytes.values())
 
-    def window_nbytes(self, most_nbytes: float) -> int:
-        """Bytes of one array in a window of all: whole blocks, at least one."""
-        blocks = int(most_nbytes) // (BLOCK_BYTES * max(len(self.starts), 1))
+    def add_memory(self, tally: Tally, roles: Sequence[str]) -> None:
+        """Add what the file will hold of these arrays: whole blocks, the last of which padding fills up."""
+        shards = [shard for _, shard in self.shards]
+        owned = sum(piece.in_param.numel for shard in shards for piece in shard.pieces) * torch.float32.itemsize
+        for role in roles:
+            tally["masters" if role == "master" else "state", NVME, role] += owned
+        tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
+        tally["buffers", NVME, "padding"] += (self.nbytes - owned) * len(roles)
+
+    def window_nbytes(self, most_nbytes: float, arrays: int) -> int:
+        """Bytes of one array in a window of so many: whole blocks, at least one."""
+        blocks = int(most_nbytes) // (BLOCK_BYTES * max(arrays, 1))
         return min(max(blocks, 1) * BLOCK_BYTES, self.nbytes)
 
-    def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[Window, list[Segment]]]:
+    def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[FileWindow, list[Segment]]]:
         """All windows, numbered from ``number`` on, with the parts of slices in them."""
         if not self.nbytes:
             return
-        size = self.window_nbytes(most_nbytes)
+        size = self.window_nbytes(most_nbytes, len(self.starts))
         step = size // torch.float32.itemsize
         segments = self._segments(step)
         for start in range(0, self.nbytes, size):
             nbytes = min(size, self.nbytes - start)
             starts = {role: first + start for role, first in self.starts.items()}
-            yield Window(number, starts, nbytes), segments.get(start // size, [])
+            yield FileWindow(number, starts, nbytes), segments.get(start // size, [])
             number += 1
 
     def _segments(self, step: int) -> dict[int, list[Segment]]:

@@ -1,4 +1,4 @@
-"""The shard's state lies in a file, and is stepped a window at a time while others are read and written."""
+"""The placement of a shard whose state lies in a file and is stepped a window at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from ..adam_placement import NativePlacement
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
 from .step import FileStep, Hypers
-from .window_pass import BUFFERS, Buffer, Disk, Window
+from .window_pass import BUFFERS, Buffer, Disk, FileWindow
 
 
 class NVMePlacement(NativePlacement[FileShard, FileStep]):
-    """See the module and :class:`Placement`.
+    """A shard whose state lies in a file, and is stepped a window at a time while others are read and written.
 
-    A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`land`
+    A step that a disk's failure interrupts stays pending, with parameters and state partly stepped; :meth:`bring_in`
     takes it up where it stopped, as :mod:`window_pass` promises. Its gradients are copied when it fails.
     """
 
-    spare_nbytes = 0
     _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
@@ -42,17 +41,12 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
         self._pid = os.getpid()
         self._extents: list[Extent] = []
-        self._windows: list[tuple[Window, list[Segment]]] = []
+        self._windows: list[tuple[FileWindow, list[Segment]]] = []
         self._buffers: list[Buffer] = []
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        """See :class:`Placement`.
-
-        Raises:
-            StorageFull, StorageFailed: there is no room for them; nothing was taken in.
-        """
         if not buckets:
             return
         first = buckets[0].layout.index
@@ -73,7 +67,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             if roles:
                 extent.place(roles, self._disk.file, start)
                 start += extent.nbytes * len(roles)
-        windows: list[tuple[Window, list[Segment]]] = []
+        windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
         largest = max((window.total_nbytes for window, _ in windows), default=0)
@@ -107,7 +101,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             torch.autograd.graph.increment_version(mapped)
 
     def close(self) -> None:
-        """See :class:`Placement`. State that somebody still holds stays readable."""
+        """Drop a pending step and close the file; state that the user still holds stays readable."""
         try:
             self._drop_pending()
             self._disk.file.close()
@@ -119,25 +113,22 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        return [shard.bucket for shard in grads if shard.used]
-
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        for _ in self.land():
+        for _ in self.bring_in():
             pass
         with uninterrupted():
             self._pending = self._begun(grads, groups, grad_scale)
         yield from self._run(self._pending)
 
     def wait(self) -> None:
-        """See :class:`Placement`. What is read or written at the moment ends; nothing more is begun."""
+        """Wait for reads and writes that are under way, and begin no other."""
         if self._pending is not None:
             self._pending.windows.drain()
 
     def require_writable(self) -> None:
-        """See :class:`Placement`. Reads all state, and marks it to be written back."""
+        """Read all state, and mark it to be written back; raise StorageFailed where that is impossible."""
         for extent in self._extents:
             extent.require_writable(self._disk.file)
 
@@ -145,7 +136,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self.wait()
         self._pending = None
 
-    def land(self) -> Iterator[int]:
+    def bring_in(self) -> Iterator[int]:
         self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()
@@ -154,15 +145,14 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     def _begun(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> FileStep:
-        """A step of which nothing has been done."""
+        """Return a step of which nothing has been done."""
         amsgrad = [bool(group["amsgrad"]) for group in groups]
         for found in grads:
             shard = self._shards[found.bucket]
             self._uses_maximum(shard, groups[shard.bucket.layout.group])
         hypers = [adam_hypers(group) for group in groups]
-        step = FileStep(grads, self._shards, Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals))
-        step.plan(self._windows, self._buffers, self._disk)
-        return step
+        given = Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals)
+        return FileStep(grads, self._shards, given, self._windows, self._buffers, self._disk)
 
     def _run(self, step: FileStep) -> Iterator[int]:
         """Take what is left of a step, and yield buckets as they are updated."""

@@ -58,7 +58,7 @@ def filesystem_of(fd: int, mounts: str = "/proc/self/mountinfo") -> str:
 
 
 class StateFile:
-    """See the module.
+    """A file of one rank's state.
 
     Attributes:
         folder: where it is. nbytes: reserved so far. direct: whether transfers go past the page cache.

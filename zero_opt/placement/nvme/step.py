@@ -18,7 +18,7 @@ from ...system.interrupts import uninterrupted
 from ..adam_rules import MAXIMUM
 from ..masters import follow_param
 from .extents import FileShard, Segment
-from .window_pass import Buffer, Disk, Window, WindowPass
+from .window_pass import Buffer, Disk, FileWindow, WindowPass
 
 
 class Hypers(NamedTuple):
@@ -44,7 +44,15 @@ class FileStep:
         windows: the pass over those windows that have a used slice. segments: the used ones per window, by number.
     """
 
-    def __init__(self, grads: Sequence[GradShard], shards: Mapping[int, FileShard], hypers: Hypers) -> None:
+    def __init__(
+        self,
+        grads: Sequence[GradShard],
+        shards: Mapping[int, FileShard],
+        hypers: Hypers,
+        windows: Iterable[tuple[FileWindow, Sequence[Segment]]],
+        buffers: Sequence[Buffer],
+        disk: Disk,
+    ) -> None:
         self.buckets = [found.bucket for found in grads if found.used]
         self.segments: dict[int, list[Segment]] = {}
         self._hypers = hypers
@@ -60,6 +68,13 @@ class FileStep:
                 self._used[found.bucket] = (shard, positions)
             for position in positions:
                 self._take(shard, position, found.grads[position])
+        used = []
+        for window, parts in windows:
+            stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]
+            if stretches:
+                self.segments[window.number] = stretches
+                used.append(window)
+        self.windows = WindowPass(used, buffers, disk)
 
     def _take(self, shard: FileShard, position: int, grad: Tensor | None) -> None:
         assert grad is not None
@@ -69,23 +84,13 @@ class FileStep:
             self._following.add(key)
         shard.follow(position)
 
-    def plan(self, windows: Iterable[tuple[Window, Sequence[Segment]]], buffers: Sequence[Buffer], disk: Disk) -> None:
-        """Find out which windows have something to step."""
-        used = []
-        for window, parts in windows:
-            found = [stretch for part in parts if part.of in self._grads for stretch in part.stretches()]
-            if found:
-                self.segments[window.number] = found
-                used.append(window)
-        self.windows = WindowPass(used, buffers, disk)
-
     def left(self) -> list[Segment]:
         """What has not been stepped yet."""
         return [part for window in self.windows.unchanged for part in self.segments[window.number]]
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def change(self, window: Window, arrays: dict[str, Tensor]) -> None:
+    def change(self, window: FileWindow, arrays: dict[str, Tensor]) -> None:
         """Step a window, and the parameters that it is the state of; all of it or, with an exception, nothing."""
         parts = self.segments[window.number]
         updates = [self._update(part, arrays) for part in parts]
@@ -98,7 +103,7 @@ class FileStep:
             )
             for part, update in zip(parts, updates, strict=True):
                 target, result = self._param(part), update.param if update.out is None else update.out
-                if part.of not in self._dropped and result.data_ptr() != target.data_ptr():
+                if part.slice_key not in self._dropped and result.data_ptr() != target.data_ptr():
                     target.copy_(result)
 
     def _param(self, part: Segment) -> Tensor:
@@ -107,17 +112,17 @@ class FileStep:
 
     def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
         shard, target = part.shard, self._param(part)
-        dropped, number = part.of in self._dropped, shard.bucket.layout.group
+        dropped, number = part.slice_key in self._dropped, shard.bucket.layout.group
         master, out = target, None
         if not shard.direct:
             master = arrays["master"][part.where]
-            if part.of in self._following:
+            if part.slice_key in self._following:
                 follow_param(master, target)
             if shard.param_dtype is not torch.float32:
                 out = torch.empty_like(target, device=HOST) if dropped or not target.is_cpu else target
         elif dropped:
             master = target.clone()
-        grad = self._grads[part.of][part.at].to(HOST)
+        grad = self._grads[part.slice_key][part.at].to(HOST)
         return AdamUpdate(
             name=shard.flats[part.position].label,
             hypers=self._hypers.groups[number].for_mean_of(shard.gradients[part.position]),
@@ -148,7 +153,7 @@ class FileStep:
     def keep(self) -> None:
         """The step has failed: let it outlive the backward that gave the gradients, and be seen as far as it went."""
         if not self._kept:
-            self._grads = {key: self._grads[key].clone() for key in {part.of for part in self.left()}}
+            self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
             self._kept = True
         for bucket in self._used:
             self.store(bucket)

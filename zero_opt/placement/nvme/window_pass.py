@@ -35,7 +35,7 @@ from .state_file import StateFile
 BUFFERS = 3  # one is read into, one changed, one written
 
 
-class Window(NamedTuple):
+class FileWindow(NamedTuple):
     """A stretch of several arrays that are read and written together.
 
     Attributes:
@@ -61,12 +61,12 @@ class Buffer:
         self._memory = memoryview(mmap.mmap(-1, nbytes))
         self.nbytes = nbytes
 
-    def parts(self, window: Window) -> Iterator[tuple[str, memoryview]]:
+    def parts(self, window: FileWindow) -> Iterator[tuple[str, memoryview]]:
         """The window's arrays as bytes, by role."""
         for number, role in enumerate(window.starts):
             yield role, self._memory[number * window.nbytes : (number + 1) * window.nbytes]
 
-    def arrays(self, window: Window) -> dict[str, Tensor]:
+    def arrays(self, window: FileWindow) -> dict[str, Tensor]:
         """The window's arrays in fp32, by role."""
         return {role: torch.frombuffer(part, dtype=torch.float32) for role, part in self.parts(window)}
 
@@ -78,16 +78,16 @@ class Disk:
         self.file, self.patience_s = file, waited_for(patience_s)
         self._reader, self._writer = SerialThread("zero_opt state reader"), SerialThread("zero_opt state writer")
 
-    def read(self, window: Window, buffer: Buffer) -> Future[None]:
+    def read(self, window: FileWindow, buffer: Buffer) -> Future[None]:
         """Begin to fill a buffer."""
         return self._reader.submit(self._transfer, self.file.read, window, buffer)
 
-    def write(self, window: Window, buffer: Buffer) -> Future[None]:
+    def write(self, window: FileWindow, buffer: Buffer) -> Future[None]:
         """Begin to save a buffer."""
         return self._writer.submit(self._transfer, self.file.write, window, buffer)
 
     @staticmethod
-    def _transfer(call: Callable[[int, memoryview], None], window: Window, buffer: Buffer) -> None:
+    def _transfer(call: Callable[[int, memoryview], None], window: FileWindow, buffer: Buffer) -> None:
         for role, part in buffer.parts(window):
             call(window.starts[role], part)
 
@@ -107,7 +107,7 @@ class Disk:
 
 
 class _Transfer(NamedTuple):
-    window: Window
+    window: FileWindow
     buffer: Buffer
     future: Future[None]
 
@@ -121,20 +121,20 @@ class _Transfer(NamedTuple):
 
 
 class WindowPass:
-    """See the module.
+    """A pass over windows, which can be resumed after a failure.
 
     Args:
         windows: in the order in which they are to be changed.
         buffers: at least one, each as large as the largest window.
     """
 
-    def __init__(self, windows: Sequence[Window], buffers: Sequence[Buffer], disk: Disk) -> None:
+    def __init__(self, windows: Sequence[FileWindow], buffers: Sequence[Buffer], disk: Disk) -> None:
         self._todo = deque(windows)
         self._free, self._disk = list(buffers), disk
         self._reading: deque[_Transfer] = deque()
         self._unsaved: deque[_Transfer] = deque()
 
-    def run(self, change: Callable[[Window, dict[str, Tensor]], None]) -> Iterator[Window]:
+    def run(self, change: Callable[[FileWindow, dict[str, Tensor]], None]) -> Iterator[FileWindow]:
         """Make the pass, or what is left of it. Yields every window when it is changed; ends when all are saved.
 
         Args:
@@ -175,7 +175,7 @@ class WindowPass:
                 self._unsaved[number] = _Transfer(window, buffer, self._disk.write(window, buffer))
 
     @property
-    def unchanged(self) -> list[Window]:
+    def unchanged(self) -> list[FileWindow]:
         """The windows that are to do."""
         return [*(transfer.window for transfer in self._reading), *self._todo]
 
@@ -196,8 +196,8 @@ class WindowPass:
             if not transfer.future.done():
                 raise
 
-    def _give_up(self, window: Window, buffer: Buffer) -> None:
-        """The window is to do again."""
+    def _give_up(self, window: FileWindow, buffer: Buffer) -> None:
+        """Put a window back among those to do, and free its buffer."""
         self._todo.appendleft(window)
         self._free.append(buffer)
 
@@ -227,6 +227,6 @@ class WindowPass:
             raise
 
     def _free_saved(self) -> None:
-        """The oldest write has succeeded."""
+        """Free the buffer of the oldest write, which has succeeded."""
         with uninterrupted():
             self._free.append(self._unsaved.popleft().buffer)

@@ -80,7 +80,7 @@ class ColumnSlice:
         self.choose(torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def choose(self, chosen: Tensor) -> None:
-        """These columns of the whole parameter are selected from here on, and all are put into order."""
+        """Select these columns of the whole parameter, and put all columns into order."""
         self.chosen = chosen
         there = torch.zeros(self.columns.total, dtype=torch.bool, device="cpu")
         there[chosen] = True
@@ -166,9 +166,9 @@ class ColumnSlice:
 
 
 class ColumnShard(FollowedParams):
-    """See the module. Slices are this rank's with two or more dimensions in a bucket, named by their position.
+    """This rank's slices of matrices in a bucket, by columns. They are named by their position.
 
-    To the placement that is their home they are parameters in host memory, 1-D, with one column after the other.
+    To the inner placement they are parameters in host memory, 1-D, with one column after the other.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket. slices: one each.
@@ -188,25 +188,25 @@ class ColumnShard(FollowedParams):
     def read_params(self) -> None:
         """Let masters follow the parameters that the user has written to."""
         for position in filter(self.edited, range(len(self.slices))):
-            found = self.slices[position]
+            column_slice = self.slices[position]
             self.flats[position].load()
             run = self.param_run(position)
             self._fill(position, self._homes[position].param, run)
-            if found.compact:
-                follow_param(found.compact["param"], found.take(run, found.selected))
+            if column_slice.compact:
+                follow_param(column_slice.compact["param"], column_slice.take(run, column_slice.selected))
             self.follow(position)
 
     def write_home(self, positions: Sequence[int]) -> None:
         """Bring the columns at home into those parameters that the user has not written to meanwhile."""
         for position in positions:
             if not self.edited(position):
-                found = self.slices[position]
-                self._write(position, found.at_home, self._homes[position].param[: found.home_numel])
+                column_slice = self.slices[position]
+                self._write(position, column_slice.at_home, self._homes[position].param[: column_slice.home_numel])
 
     def write_selected(self, position: int) -> None:
         """Bring the selected columns into the parameter."""
-        found = self.slices[position]
-        self._write(position, found.selected, found.compact["param"])
+        column_slice = self.slices[position]
+        self._write(position, column_slice.selected, column_slice.compact["param"])
 
     def _write(self, position: int, blocks: Sequence[Tensor], values: Tensor) -> None:
         with own_writes([self.flats[position]]):
@@ -224,23 +224,23 @@ class ColumnShard(FollowedParams):
         Raises:
             StorageFailed: the placement has it in a file that cannot be read.
         """
-        found = self.slices[position]
+        column_slice = self.slices[position]
         require_readable(home[key])
         at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel, dtype=torch.float32, device="cpu")
         if key == "master":  # the home may not have seen yet what the user has written to the parameter
             at_home = at_home.clone()
             follow_param(at_home, self._homes[position].param)
-        found.put(run, found.at_home, at_home[: found.home_numel])
-        if found.compact:
-            found.put(run, found.selected, found.compact["param" if key == "master" else key])
+        column_slice.put(run, column_slice.at_home, at_home[: column_slice.home_numel])
+        if column_slice.compact:
+            column_slice.put(run, column_slice.selected, column_slice.compact["param" if key == "master" else key])
         return self.saved_master(position, run) if key == "master" else run
 
     def select(self, position: int, chosen: Tensor, home: ParamState) -> None:
         """Select other columns; everything moves to its new place. :meth:`read_params` comes before."""
-        found = self.slices[position]
+        column_slice = self.slices[position]
         keys = [key for key in home if key != "step"]
         values = {key: self.value(position, key, home) for key in keys}
-        found.choose(chosen)
+        column_slice.choose(chosen)
         self.place(position, values, home)
 
     def place(self, position: int, values: Mapping[str, Tensor], home: ParamState) -> None:
@@ -251,25 +251,27 @@ class ColumnShard(FollowedParams):
         """
         for key in values:
             require_writable(home[key])
-        found, run = self.slices[position], self.param_run(position)
+        column_slice, run = self.slices[position], self.param_run(position)
         values = {key: value.to(torch.float32) for key, value in values.items()}
         # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.
         self._fill(position, self._homes[position].param, values.get("master", run).to(run.dtype))
         for key, value in values.items():
             self._fill(position, home[key], value)
-        found.compact = {}
-        if found.selected:
+        column_slice.compact = {}
+        if column_slice.selected:
             parts = {
                 "param": values.get("master", run),
                 **{key: value for key, value in values.items() if key != "master"},
             }
             for key, value in parts.items():
-                found.compact[key] = found.take(value, found.selected).to(found.device, torch.float32)
+                column_slice.compact[key] = column_slice.take(value, column_slice.selected).to(
+                    column_slice.device, torch.float32
+                )
 
     def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
         """Write a slice's elements to where its columns are at home."""
-        found = self.slices[position]
-        home[: found.home_numel].copy_(found.take(values, found.at_home))
+        column_slice = self.slices[position]
+        home[: column_slice.home_numel].copy_(column_slice.take(values, column_slice.at_home))
 
     def blank_state(self, position: int, *, amsgrad: bool) -> dict[str, Any]:
         """A state for a placement to adopt, of zeros, with a master where parameters need one."""
@@ -290,8 +292,8 @@ class ColumnShard(FollowedParams):
         by_param = {self.pieces[position].param: self.slices[position] for position in positions}
         grads: list[Tensor | None] = []
         for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
-            found = by_param.get(piece.param)
-            if found is not None:
-                found.mean(target[: found.home_numel])
-            grads.append(target if found is not None and found.at_home else None)
+            column_slice = by_param.get(piece.param)
+            if column_slice is not None:
+                column_slice.mean(target[: column_slice.home_numel])
+            grads.append(target if column_slice is not None and column_slice.at_home else None)
         return grads

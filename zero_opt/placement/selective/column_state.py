@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..interface import ParamState, ReadThrough
 from .column_shard import ColumnShard
 from .schedule import Schedule
 
-COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
-# What a plain optimizer has no use for.
-EXTRA_KEYS = (COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW)
-# Of these, what has one number per column: the parameter's shape, with every dimension but the last of size one.
+# Of the column keys, those with one number per column: in the parameter's shape, but every dimension but the last is 1.
 PER_COLUMN_KEYS = (COLUMN_STEPS, COLUMN_SELECTED)
 
 _WINDOW_NUMBERS = 5  # the position of the schedule, and how many gradients wait
@@ -27,8 +25,8 @@ def column_shape(shape: torch.Size) -> torch.Size:
     return torch.Size([1] * (len(shape) - 1) + [shape[-1]])
 
 
-def extra_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
-    """Of the extra keys of a parameter, a value and the shape that it grows to."""
+def column_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
+    """The column keys of a parameter: a value each, and the shape that it grows to."""
     per_column = column_shape(param.shape)
     return {
         COLUMN_STEPS: (torch.zeros(1, dtype=torch.float32, device="cpu"), per_column),
@@ -55,8 +53,9 @@ def check_window(state: Mapping[str, Any]) -> str | None:
 class SavedColumns(Mapping[str, Any]):
     """A slice's state in the form of ``torch.optim``; every value is made when it is asked for.
 
-    ``step`` is the largest count of any column. Extra keys: see ``EXTRA_KEYS``; ``waiting`` only while gradients wait;
-    ``window`` is the position of the schedule and the number of gradients in ``waiting``, fp64.
+    ``step`` is the largest count of any column. There are the ``COLUMN_KEYS`` besides;
+    ``waiting`` only while gradients wait; ``window`` is the position of the schedule and the number of gradients in
+    ``waiting``, fp64.
 
     Args:
         home_of: the state as the placement has it.
@@ -151,11 +150,3 @@ def is_trusted(saved: Mapping[str, Any]) -> bool:
     """Whether the extra keys belong to the state: an optimizer that ignores them may have stepped it since."""
     counts = saved.get(COLUMN_STEPS)
     return isinstance(counts, Tensor) and counts.numel() > 0 and float(counts.max()) == float(saved.get("step", -1.0))
-
-
-def without_extra(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """States for an optimizer that steps no columns, and must not save again what it did not keep."""
-    return {
-        index: {key: value for key, value in state.items() if COLUMN_STEPS not in state or key not in EXTRA_KEYS}
-        for index, state in states.items()
-    }

@@ -28,47 +28,49 @@ class ColumnSteps:
         self._threads = threads
         self._flush = bool(defaults.get("flush_denormals", False))
 
-    def step(self, found: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float) -> None:
+    def step(self, column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float) -> None:
         """Step the selected columns.
 
         Args:
             grad: of the slice, (numel,).
         """
-        if group["amsgrad"] and MAXIMUM not in found.compact:
+        if group["amsgrad"] and MAXIMUM not in column_slice.compact:
             raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-        taken = found.take(grad, found.selected)
+        taken = column_slice.take(grad, column_slice.selected)
         if taken.dtype not in GRAD_DTYPES:
             taken = taken.float()
         if taken.is_cpu:
             adam_update_(
-                _native_updates(found, taken, group),
+                _native_updates(column_slice, taken, group),
                 grad_scale=grad_scale,
                 threads=self._threads,
                 flush_denormals=self._flush,
             )
         else:
-            _step_on_device(found, taken.float().mul_(grad_scale), group)
+            _step_on_device(column_slice, taken.float().mul_(grad_scale), group)
 
 
-def _parts(found: ColumnSlice, grad: Tensor, *, amsgrad: bool) -> Iterator[tuple[float, dict[str, Tensor]]]:
+def _stretch_parts(
+    column_slice: ColumnSlice, grad: Tensor, *, amsgrad: bool
+) -> Iterator[tuple[float, dict[str, Tensor]]]:
     """(steps done, gradient and state) of columns with one step count."""
     roles = ("param", *MOMENTS, *([MAXIMUM] if amsgrad else []))
-    for start, stop, count in found.stretches(found.selected):
-        yield count, {"grad": grad[start:stop], **{role: found.compact[role][start:stop] for role in roles}}
+    for start, stop, count in column_slice.stretches(column_slice.selected):
+        yield count, {"grad": grad[start:stop], **{role: column_slice.compact[role][start:stop] for role in roles}}
 
 
-def _native_updates(found: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> list[AdamUpdate]:
+def _native_updates(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> list[AdamUpdate]:
     hypers = adam_hypers(group)
     return [
         AdamUpdate(name="selected columns", hypers=hypers, step=count + 1, **part)
-        for count, part in _parts(found, grad, amsgrad=bool(group["amsgrad"]))
+        for count, part in _stretch_parts(column_slice, grad, amsgrad=bool(group["amsgrad"]))
     ]
 
 
-def _step_on_device(found: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:
+def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:
     hypers, amsgrad = adam_hypers(group), bool(group["amsgrad"])
     kernel = torch._fused_adamw_ if hypers.decoupled else torch._fused_adam_
-    for count, part in _parts(found, grad, amsgrad=amsgrad):
+    for count, part in _stretch_parts(column_slice, grad, amsgrad=amsgrad):
         kernel(
             [part["param"]],
             [part["grad"]],

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...layout import Span
 
 # Elements widened to fp64 at a time.
-_PIECE_NUMEL = 1 << 18
+_SQUARED_NUMEL = 1 << 18
 
 
 class Columns:
@@ -101,7 +101,7 @@ class Columns:
     def square_sums(self, run: Tensor) -> Tensor:
         """Per column, the sum of squares of its elements here, (width,), fp64, in host memory."""
         sums = torch.zeros(self.width, dtype=torch.float64, device=run.device)
-        step = max(_PIECE_NUMEL // (self.width * self.inner), 1)
+        step = max(_SQUARED_NUMEL // (self.width * self.inner), 1)
         for _, block, _ in self._blocks(run):
             for start in range(0, block.shape[0], step):
                 sums += block[start : start + step].double().square_().sum((0, 2))

@@ -20,42 +20,41 @@ from ...policies import Selective
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
-from ..adam_rules import say_without_masters
-from ..in_process.host_offload import on_device
+from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, say_without_masters
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import BucketwisePlacement
-from ..in_process.units import PLAIN, Unit, UnitMaker
-from ..interface import Home, ParamState
+from ..in_process.units import DeviceUnits
+from ..interface import ParamState, Placement, StretchPlacement
 from .column_shard import ColumnShard, is_matrix
-from .column_state import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, ColumnState, SavedColumns, is_trusted
+from .column_state import ColumnState, SavedColumns, is_trusted
 from .column_step import ColumnSteps
 from .schedule import Schedule, Selector, selected_count
 
 
-class SelectivePlacement:
-    """See the module and :class:`Placement`.
+class SelectivePlacement(Placement):
+    """Columns on the device and in an inner placement.
 
     Nothing waits when columns are selected, since that is done by the first step of a window, and no step is pending,
     since a step begins by bringing in the one before.
 
     Args:
-        home: where the offload policy has state, and steps it. delay: steps after which its updates arrive.
+        inner: the placement of the offload policy. delay: steps after which its updates arrive.
         threads: how many of this process step; ``None`` is the default.
     """
 
     def __init__(
         self,
         policy: Selective,
-        home: Home,
+        inner: StretchPlacement,
         group: Group,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
         delay: int,
         threads: int | None,
     ) -> None:
-        self._policy, self._home, self._group, self._delay = policy, home, group, delay
+        self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
-        self._small = BucketwisePlacement(optimizer_class, defaults, SmallUnits(), native)
+        self._small = BucketwisePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
         self._steps = ColumnSteps(defaults, threads)
         self._schedule = Schedule(policy)
         self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
@@ -68,17 +67,17 @@ class SelectivePlacement:
         self._amsgrad: list[bool] = []
         self._submitted: dict[int, list[int]] = {}  # to the home, and not brought in: positions by bucket
         self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
-        self._landing: set[int] = set()  # buckets that are pending, on whatever rank
+        self._pending_buckets: set[int] = set()  # buckets that are pending, on whatever rank
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        self._home.add_group(hypers)
+        self._inner.add_group(hypers)
         self._small.add_group(hypers)
         self._amsgrad.append(bool(hypers["amsgrad"]))
 
     def drop_groups(self, kept: int) -> None:
-        self._home.drop_groups(kept)
+        self._inner.drop_groups(kept)
         self._small.drop_groups(kept)
         del self._amsgrad[kept:]
 
@@ -88,7 +87,7 @@ class SelectivePlacement:
             members = matrix_members(bucket)
             if members:
                 added[bucket.layout.index] = ColumnShard(bucket, members)
-        self._home.add([shard.home for shard in added.values()])
+        self._inner.add([shard.home for shard in added.values()])
         self._small.add(buckets)
         for bucket in buckets:
             matrices = matrices_of(bucket)
@@ -114,28 +113,28 @@ class SelectivePlacement:
     def staging_nbytes(self) -> int:
         waiting = (found.waiting for shard in self._shards.values() for found in shard.slices)
         own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
-        return own + self._home.staging_nbytes + self._small.staging_nbytes
+        return own + self._inner.staging_nbytes + self._small.staging_nbytes
 
     @property
     def spare_nbytes(self) -> int:
-        """See :class:`Placement`; what is kept of selected columns beside their places at home."""
+        """Bytes of selected columns beside their places at home, and those of the inner placements."""
         compact = (
             array for shard in self._shards.values() for found in shard.slices for array in found.compact.values()
         )
         own = sum(array.numel() * array.element_size() for array in compact)
-        return own + self._home.spare_nbytes + self._small.spare_nbytes
+        return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
     def require_own(self) -> None:
-        self._home.require_own()
+        self._inner.require_own()
 
     def close(self) -> None:
         self._small.close()
-        self._home.close()
+        self._inner.close()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _home_state(self, index: int) -> ParamState:
-        return dict(self._home.state())[index]
+        return dict(self._inner.state())[index]
 
     def _columns_of(self, index: int, home: Callable[[], ParamState]) -> SavedColumns:
         shard, position = self._places[index]
@@ -155,7 +154,7 @@ class SelectivePlacement:
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield from self._small.saved()
-        homes = dict(self._home.state())  # values may still be read, for another rank, when this one has closed
+        homes = dict(self._inner.state())  # values may still be read, for another rank, when this one has closed
         for index in self._stepped():
             yield index, self._columns_of(index, partial(homes.__getitem__, index))
 
@@ -165,9 +164,9 @@ class SelectivePlacement:
             for found in shard.slices:
                 yield from found.compact.values()
 
-    def adopt(self, index: int, state: ParamState | None) -> bool:
+    def adopt_state(self, index: int, state: ParamState | None) -> bool:
         if index not in self._places:
-            return self._small.adopt(index, state)
+            return self._small.adopt_state(index, state)
         shown, (shard, position) = self._shown.get(index), self._places[index]
         if state is shown is not None and not shown.edited():
             shown.forget()
@@ -198,12 +197,12 @@ class SelectivePlacement:
         return shard.flats[position].part(shard.pieces[position].in_param)
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """See :class:`Placement`. Collective."""
+        """Replace all state. Collective."""
         self._schedule = self._agreed_schedule(states)  # what comes after it may fail on one rank
-        self._submitted, self._landing = {}, set()
+        self._submitted, self._pending_buckets = {}, set()
         self._amsgrad = [bool(group["amsgrad"]) for group in groups]
         self._small.load({index: state for index, state in states.items() if index not in self._places}, groups)
-        self._home.load({}, groups)
+        self._inner.load({}, groups)
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
@@ -254,7 +253,7 @@ class SelectivePlacement:
                 found.waiting, found.gathered = runs[WAITING].float().clone(), int(saved[WINDOW].reshape(-1)[4])
         flat.load()
         blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
-        self._home.adopt(index, blank)
+        self._inner.adopt_state(index, blank)
         home, numel = self._home_state(index), shard.pieces[position].in_param.numel
         values = {
             key: runs.get(key, torch.zeros(numel, dtype=torch.float32, device="cpu"))
@@ -277,16 +276,16 @@ class SelectivePlacement:
 
     @property
     def pending(self) -> bool:
-        return self._home.pending
+        return self._inner.pending
 
     def wait(self) -> None:
-        self._home.wait()
+        self._inner.wait()
 
     def require_writable(self) -> None:
-        self._home.require_writable()
+        self._inner.require_writable()
 
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """See :class:`Placement`. Collective, where columns are to be selected."""
+    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
+        """The buckets that the next step updates. Collective where columns are to be selected."""
         self._chosen = self._selector.select(self._squares(grads)) if self._schedule.selects else None
         return self._updated(grads)
 
@@ -297,10 +296,10 @@ class SelectivePlacement:
         if self._chosen is not None:
             ahead.selected(self._chosen[1])
         if ahead.closes and not self._delay:
-            return sorted(used | self._waiting | self._landing)
+            return sorted(used | self._waiting | self._pending_buckets)
         if ahead.since_selection >= 0 and self._policy.topk_ratio > 0:
-            return sorted(used | self._landing)
-        return sorted((used & self._small_buckets) | self._landing)
+            return sorted(used | self._pending_buckets)
+        return sorted((used & self._small_buckets) | self._pending_buckets)
 
     def _squares(self, grads: Sequence[GradShard]) -> dict[int, tuple[int, Tensor]]:
         return {
@@ -324,7 +323,7 @@ class SelectivePlacement:
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         updated = self._updated(grads)
-        for _ in self.land():
+        for _ in self.bring_in():
             pass
         self._rearrange()
         for _ in self._small.step(grads, groups, grad_scale):
@@ -358,7 +357,7 @@ class SelectivePlacement:
         if self._chosen is None:
             return
         chosen, share_left = self._chosen
-        homes = dict(self._home.state())
+        homes = dict(self._inner.state())
         for index, (shard, position) in self._places.items():
             if not torch.equal(chosen[index], shard.slices[position].chosen):
                 shard.select(position, chosen[index], homes[index])
@@ -373,20 +372,20 @@ class SelectivePlacement:
             for position in positions:
                 found = shard.slices[position]
                 stretches = list(found.stretches(found.at_home, found.gathered))
-                self._home.set_stretches(shard.pieces[position].param, stretches, found.gathered)
+                self._inner.set_stretches(shard.pieces[position].param, stretches, found.gathered)
             means = shard.means(positions) if positions else [None] * len(shard.pieces)
             waiting.append(GradShard(bucket, shard.home.slices, means, bool(positions)))
             self._submitted[bucket] = positions
         try:
-            for bucket in self._home.step(waiting, groups, 1.0):
+            for bucket in self._inner.step(waiting, groups, 1.0):
                 self._bring_in(bucket)
                 yield bucket
         except BaseException:
-            if self._home.pending:  # the window is closed all the same
-                self._landing, self._waiting = self._waiting, set()
+            if self._inner.pending:  # the window is closed all the same
+                self._pending_buckets, self._waiting = self._waiting, set()
                 self._schedule.stepped()
             raise
-        self._landing, self._waiting = (self._waiting if self._delay else set()), set()
+        self._pending_buckets, self._waiting = (self._waiting if self._delay else set()), set()
 
     def _bring_in(self, bucket: int) -> None:
         """The home has stepped what it was given of a bucket."""
@@ -395,18 +394,18 @@ class SelectivePlacement:
             shard.slices[position].count(selected=False)
         shard.write_home(positions)
 
-    def land(self) -> Iterator[int]:
+    def bring_in(self) -> Iterator[int]:
         # Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror.
         for bucket in self._buckets.values():
             for flat in bucket.params:
                 flat.load()
-        for index in self._home.land():
+        for index in self._inner.bring_in():
             self._bring_in(index)
             yield index
-        self._landing = set()
+        self._pending_buckets = set()
 
     def conflict(self) -> ZeroOptError | None:
-        found = self._home.conflict()
+        found = self._inner.conflict()
         for bucket, positions in self._submitted.items() if self.pending and found is None else ():
             shard = self._shards[bucket]
             for position in filter(shard.edited, positions):
@@ -432,17 +431,10 @@ def matrix_members(bucket: GradBucket) -> list[int]:
     return [at for at, piece in enumerate(bucket.slices) if piece.param in matrices]
 
 
-class SmallUnits(UnitMaker):
-    """The maker of one unit per bucket, on its device, of what is stepped there whole."""
-
-    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        """Return the unit of each bucket that has something to step whole."""
-        made: list[Sequence[Unit]] = []
-        for bucket in buckets:
-            matrices = matrix_members(bucket)
-            members = [at for at in range(len(bucket.slices)) if at not in matrices]
-            made.append([on_device(bucket, members, PLAIN)] if members else [])
-        return made
+def small_members(bucket: GradBucket) -> list[int]:
+    """Positions of this rank's slices that are stepped whole."""
+    matrices = matrix_members(bucket)
+    return [at for at in range(len(bucket.slices)) if at not in matrices]
 
 
 def _is_shaped(value: object) -> bool:

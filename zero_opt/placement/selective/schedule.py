@@ -40,7 +40,7 @@ class Schedule:
             self.interval = _FIRST_INTERVAL if isinstance(fixed, str) else fixed
 
     @property
-    def warm(self) -> bool:
+    def warmed_up(self) -> bool:
         """Whether the warm-up is over."""
         return self.done >= self.policy.warmup_steps
 
@@ -48,15 +48,15 @@ class Schedule:
     def selects(self) -> bool:
         """Whether the next step selects columns: only at the beginning of a window, when nothing waits."""
         due = self.since_selection < 0 or self.since_selection >= self.policy.select_interval
-        return self.warm and not self.in_window and due
+        return self.warmed_up and not self.in_window and due
 
     @property
     def closes(self) -> bool:
         """Whether the next step ends its window."""
-        return not self.warm or self.in_window + 1 >= self.interval
+        return not self.warmed_up or self.in_window + 1 >= self.interval
 
     def selected(self, share_left: float) -> None:
-        """Columns were selected, which left so much of the gradient's norm to the others."""
+        """Note that columns were selected, which left so much of the gradient's norm to the others."""
         self.since_selection = 0
         if self.policy.update_interval == "auto":
             if share_left > _MUCH_LEFT:
@@ -65,7 +65,7 @@ class Schedule:
                 self.interval = min(self.interval * 2, _LONGEST_INTERVAL)
 
     def stepped(self) -> None:
-        """A step was taken."""
+        """Count a step."""
         closed = self.closes
         self.done += 1
         self.in_window = 0 if closed else self.in_window + 1
@@ -73,11 +73,11 @@ class Schedule:
             self.since_selection += 1
 
     def position(self) -> tuple[int, int, int, int]:
-        """All of it, as numbers."""
+        """The schedule's state, as numbers."""
         return self.done, self.in_window, self.since_selection, self.interval
 
     def at(self, position: Sequence[int]) -> Schedule:
-        """Another one, at a :meth:`position`; a fixed interval is the policy's own, whatever the other one had."""
+        """A schedule at a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
         done, in_window, since_selection, interval = position
         fixed = self.policy.update_interval
         return Schedule(self.policy, done, in_window, since_selection, interval if isinstance(fixed, str) else fixed)

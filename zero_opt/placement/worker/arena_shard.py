@@ -17,11 +17,12 @@ from ...system.devices import is_host
 from ...system.shared_memory import Arena
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
+from ..memory import HOST_MEMORY, Tally, reduced_gradients
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
-_ALIGN = 64
+_ARRAY_ALIGN = 64
 # Arrays whose distance is a power of two compete for one bank of memory: a step over large ones took 1.6 times as long.
-_GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ALIGN, 1 << 18
+_GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ARRAY_ALIGN, 1 << 18
 
 
 class Section(NamedTuple):
@@ -32,7 +33,7 @@ class Section(NamedTuple):
 
 
 class ArenaShard(StateShard):
-    """See the module and :class:`StateShard`.
+    """A state shard whose arrays lie in the arena.
 
     There is always a master. Arrays are more: out, the new parameters in their own dtype, where that is not fp32; as
     many grad0, grad1 as asked for.
@@ -72,8 +73,27 @@ class ArenaShard(StateShard):
 
     def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
         """Bytes of these arrays, one after the other, and of gaps between large ones."""
-        sizes = [-(-self.numel_of(role) * dtype.itemsize // _ALIGN) * _ALIGN for role, dtype in arrays.items()]
+        sizes = [
+            -(-self.numel_of(role) * dtype.itemsize // _ARRAY_ALIGN) * _ARRAY_ALIGN for role, dtype in arrays.items()
+        ]
         return sum(size + (_GAP_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
+
+    def add_memory(self, tally: Tally, arrays: Mapping[str, torch.dtype]) -> None:
+        """Add what these arrays hold, without what fills them up, and what the shard has outside the arena."""
+        owned = sum(piece.in_param.numel for piece in self.pieces)
+        for role, dtype in arrays.items():
+            kind, name = self.kind_of(role)
+            whole = kind == "grad_shards" or self.numel_of(role) != self.bucket.shard_numel
+            tally[kind, HOST_MEMORY, name] += (self.numel_of(role) if whole else owned) * dtype.itemsize
+        tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
+        if not self.grads_in_arena:
+            tally.update(reduced_gradients([self.bucket]))
+
+    def kind_of(self, role: str) -> tuple[str, str]:
+        """What an array is, as a kind and a name; see :class:`~zero_opt.tools.memory_rows.Row`."""
+        if role.startswith("grad"):
+            return ("grad_shards", "reduced gradients") if self.grads_in_arena else ("buffers", "copies of gradients")
+        return {"master": ("masters", role), "out": ("buffers", "updated parameters")}.get(role, ("state", role))
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
@@ -115,7 +135,7 @@ class ArenaShard(StateShard):
         return home
 
     def lend_grads(self) -> None:
-        """The gradients are read until :meth:`count_step`."""
+        """Let the worker read the gradients until :meth:`count_step`."""
         if self.grads_in_arena:
             self.bucket.lend()
 
@@ -149,6 +169,6 @@ class ArenaShard(StateShard):
         return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
 
     def count_step(self, positions: Collection[int]) -> None:
-        """These slices have been stepped; nobody reads the gradients any more."""
+        """Count a step of these slices, whose gradients the worker has read."""
         super().count_step(positions)
         self.bucket.reclaim()

@@ -22,18 +22,8 @@ def _in_bank(role: str, bank: int) -> str:
     return role + _SECOND if bank else role
 
 
-def is_sums(role: str) -> bool:
-    """Whether an array is not state, but the sums of squares of a shard."""
-    return role == _SQUARES
-
-
-def is_second(role: str) -> bool:
-    """Whether an array is of the second bank, which a shard has beside every array of state."""
-    return role.endswith(_SECOND)
-
-
 class BankedShard(ArenaShard):
-    """See the module and :class:`ArenaShard`.
+    """A shard with two banks of state, of which a step reads one and writes the other.
 
     Each slice has a bank of its own that counts: slices that a step does not use stay where they are, and nothing is
     ever copied from bank to bank. ``out`` and gradients are not state, and there once.
@@ -59,6 +49,11 @@ class BankedShard(ArenaShard):
     def numel_of(self, role: str) -> int:
         return sum(self._sums) if role == _SQUARES else super().numel_of(role)
 
+    def kind_of(self, role: str) -> tuple[str, str]:
+        if role == _SQUARES:
+            return "buffers", "sums of squares"
+        return ("buffers", "second bank") if role.endswith(_SECOND) else super().kind_of(role)
+
     @property
     def spare_nbytes(self) -> int:
         doubled = (dtype for role, (_, dtype) in self._sections.items() if _in_bank(role, 1) in self._sections)
@@ -81,7 +76,7 @@ class BankedShard(ArenaShard):
         return BoundRun(read | self._out(where), self.grad_dtype, step=step, to=written)
 
     def count_step(self, positions: Collection[int]) -> None:
-        """See :class:`ArenaShard`: what was written counts, and is shown."""
+        """Let the banks count, and be shown, that the step has written."""
         super().count_step(positions)
         for position in positions:
             self.bank[position] ^= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -13,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from ...comm.groups import Group
-from ...comm.process_identity import host_if_known
 from ...errors import ConfigError
-from ...kernels.threads import allowed_threads, checked_threads, fair_threads, meet_sharers
-from ...policies import CPUOffload, NVMeOffload, WorkerOffload
+from ...kernels.threads import allowed_threads, fair_threads
+from ...policies import WorkerOffload
 from ...system.devices import in_use
 from ...system.log import log
+from ..core_sharers import agreed_sharers, shared_by
 
 _TASKS = Path("/proc/self/task")
 
@@ -71,7 +70,7 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
     A process that uses an accelerator is not confined: the threads of its driver and of its collectives would be too.
     """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
-    sharers = _agreed_sharers(group, usable)
+    sharers = agreed_sharers(group, usable)
     split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
     if in_use():
         split = split._replace(trainer=())
@@ -81,35 +80,9 @@ def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
         split.threads,
         sorted(split.worker),
         sorted(split.trainer or usable),
-        _shared_by(sharers),
+        shared_by(sharers),
     )
     return split
-
-
-def agree_on_threads(policy: CPUOffload | NVMeOffload, threads: int | None, group: Group) -> None:
-    """Learn which other ranks of this host share its cores, and log how many threads step on this rank. Collective.
-
-    Args:
-        threads: the user's number, or ``None`` for :func:`default_threads`.
-    """
-    usable = os.sched_getaffinity(0)
-    sharers = _agreed_sharers(group, sorted(usable))
-    count, name = checked_threads(threads), type(policy).__name__
-    log.info(
-        "rank %d: %s steps with %d threads on %d cores%s", group.rank, name, count, len(usable), _shared_by(sharers)
-    )
-
-
-def _agreed_sharers(group: Group, usable: Sequence[int]) -> int:
-    """Return how many ranks of this host may run on some of these cores, this one included. Collective."""
-    mine = {"host": host_if_known(), "cores": usable}
-    offers = [json.loads(payload) for payload in group.all_gather_bytes(json.dumps(mine).encode())]
-    near = [offer["cores"] for offer in offers if offer["host"] and offer["host"] == mine["host"]]
-    return meet_sharers(max(1, sum(not set(usable).isdisjoint(cores) for cores in near)))
-
-
-def _shared_by(sharers: int) -> str:
-    return f", which {sharers} ranks share" if sharers > 1 else ""
 
 
 def first_sibling(core: int) -> int:

@@ -22,7 +22,7 @@ class Pace:
         self._begun: float | None = None
 
     def begin(self, now: float) -> None:
-        """A step is submitted.
+        """Note that a step is submitted.
 
         Args:
             now: s, of any monotonic clock.
@@ -30,7 +30,7 @@ class Pace:
         self._begun = now
 
     def end(self, asked_for: float, took: float) -> None:
-        """It is done; of several calls for one step the first counts.
+        """Note that the step is done; of several calls for one step the first counts.
 
         Args:
             asked_for: s, when the trainer came for it. took: s that the worker needed.

@@ -1,4 +1,4 @@
-"""The shard lives in an arena, and a process of its own steps it."""
+"""The placement of a shard that lives in an arena and is stepped by a worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
 from .pace import Pace
 from .process import Batches, WorkerProcess
-from .results import ParamWriter, Results, Used
+from .results import ParamWriter, ResultDelivery, Used
 
 
 class Pending(NamedTuple):
@@ -46,7 +46,7 @@ class Pending(NamedTuple):
 
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
-    """See the module and :class:`Placement`.
+    """A shard in an arena, which a worker steps.
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.
@@ -55,18 +55,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     _policy_name = "WorkerOffload"
     _shard_type: type[ArenaShard] = ArenaShard
     _remedy = "with delay=1, call opt.flush()"
-    staging_nbytes = 0  # state is stepped where it lives
 
     def __init__(
         self,
         policy: WorkerOffload,
         defaults: Mapping[str, Any],
         group: Group,
-        grad_buffers: int,
-        results: Results,
+        delivery: ResultDelivery,
+        grad_buffers: int = 1,
     ) -> None:
         super().__init__()
-        self._results = results
+        self._delivery = delivery
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
@@ -154,31 +153,37 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def spare_nbytes(self) -> int:
         return sum(shard.spare_nbytes for shard in self._shards.values())
 
-    def landing(self, grads: Sequence[GradShard]) -> Sequence[int]:
+    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
         if not self._delay:
             return self._in_order(grads)
         return [] if self._pending is None else self._pending.buckets
 
     def _in_order(self, grads: Sequence[GradShard]) -> list[int]:
         """The buckets that a step updates on whatever rank."""
-        return self._results.order([self._shards[shard.bucket].bucket for shard in grads if shard.used])
+        return self._delivery.order([self._shards[shard.bucket].bucket for shard in grads if shard.used])
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        before = list(self.land())
+        before = list(self.bring_in())
         with uninterrupted():
             self._pending = self._submit(grads, groups, grad_scale)
-        yield from self._land() if not self._delay else before
+        yield from self._bring_in_pending() if not self._delay else before
+
+    def await_result(self, bucket: int) -> None:
+        self._delivery.await_result(bucket)
+
+    def await_results(self) -> None:
+        self._delivery.await_results()
 
     def wait(self) -> None:
         if self._pending is not None and self._pending.sequence is not None:
             asked_for = time.monotonic()
             self._await(self._pending.sequence)
-            self._pace.end(asked_for, self._worker.step_seconds)
+            self._pace.end(asked_for, self._worker.control.step_seconds)
 
     def _drop_pending(self) -> None:
-        self._results.forget_overtaken()
+        self._delivery.forget_overtaken()
         self.wait()
         if self._pending is not None:
             for used in self._pending.used:
@@ -188,15 +193,15 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _await(self, sequence: int) -> None:
         self._worker.wait(sequence)
 
-    def land(self) -> Iterator[int]:
-        self._results.bring_in_all()
-        self._results.forget_overtaken()
+    def bring_in(self) -> Iterator[int]:
+        self._delivery.await_results()
+        self._delivery.forget_overtaken()
         self._load_mirrors()
-        landed = list(self._land())
-        self._results.bring_in_all()  # the next step is made where they are
-        yield from landed
+        brought_in = list(self._bring_in_pending())
+        self._delivery.await_results()  # the next step is made where they are
+        yield from brought_in
 
-    def _land(self) -> Iterator[int]:
+    def _bring_in_pending(self) -> Iterator[int]:
         self.wait()
         pending = self._pending
         if pending is None:
@@ -206,13 +211,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 shard.count_step(positions)
             self._written()
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
-            self._results.put(made, self._writer)
+            self._delivery.deliver(made, self._writer)
             self._note_copies(shard for shard, _ in made)
             self._pending = None
         yield from pending.buckets
 
     def conflict(self) -> StepPending | None:
-        flat = self._results.overtaken
+        flat = self._delivery.overtaken
         if flat is None:
             return super().conflict()
         return StepPending(

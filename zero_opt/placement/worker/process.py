@@ -38,7 +38,7 @@ _MAX_RUNS = 1 << 16
 # Parts of a step that its threads take as they come to them, so that none waits long for another.
 _LANES_PER_THREAD = 32
 # A wait returns to Python this often, for Ctrl-C, and to see whether the worker gets on.
-_LOOK_S = 0.05
+_WAIT_SLICE_S = 0.05
 _READY_LOOK_MS = 2
 _READY_S = 120.0
 # How long the kernel may take to end a process that was killed.
@@ -110,7 +110,7 @@ class _Child:
         """Kill and reap it; how it ended.
 
         Raises:
-            WorkerFailed: it does not go, so that nobody else may touch its memory.
+            WorkerFailed: the process does not end, so its memory must not be used by another.
         """
         if os.getpid() != self._owner:
             self._popen.returncode = 0  # not ours to reap, nor to warn of
@@ -124,12 +124,12 @@ class _Child:
         return f"{_SIGNAL}{-code}" if code < 0 else f"exit status {code}"
 
 
-class _Held:
-    """What outlives nobody: the file descriptors, and the process that runs.
+class _Handles:
+    """The file descriptors of a worker, and the process that runs; both end with this process.
 
-    Workers are started and ended on a thread of its own, for two reasons. Ctrl-C reaches the main thread alone, so a
-    worker that exists is always recorded. And the kernel ends a worker with the *thread* that started it: this one
-    lasts until this is closed, the process ends, or exec replaces it.
+    Workers are started and ended on a thread of their own, for two reasons. Ctrl-C reaches the main thread alone, so a
+    worker that exists is always recorded. And the kernel ends a worker with the *thread* that started it: that thread
+    lasts until :meth:`close`, until the process ends, or until exec replaces it.
     """
 
     def __init__(self) -> None:
@@ -141,12 +141,13 @@ class _Held:
 
     def start_child(self, start: Callable[[], _Child]) -> _Child:
         """The worker that runs; if none does, the one that ``start`` starts."""
-        return self._on_thread(self._start, start)
 
-    def _start(self, start: Callable[[], _Child]) -> _Child:
-        if self.child is None:
-            self.child = start()
-        return self.child
+        def started() -> _Child:
+            if self.child is None:
+                self.child = start()
+            return self.child
+
+        return self._on_thread(started)
 
     def end_child(self) -> str:
         """End the worker, if one runs; how it ended."""
@@ -159,10 +160,10 @@ class _Held:
             self.child = None
         return ended
 
-    def _on_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+    def _on_thread(self, call: Callable[[], _T]) -> _T:
         """Interrupted, the call goes on, and the next one comes after it."""
         try:
-            result: _T = self._thread.submit(call, *arguments).result(_CALL_S)
+            result: _T = self._thread.submit(call).result(_CALL_S)
         except TimeoutError:
             raise WorkerFailed(f"a worker process has not been started or ended within {_CALL_S:.0f} s") from None
         return result
@@ -203,7 +204,7 @@ class WorkerProcess:
     """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
 
     Attributes:
-        arena: the control area, then whatever :meth:`extend` has added.
+        arena: the control area, then whatever :meth:`extend` has added. control: its control area.
         deaths: how many workers have been replaced.
     """
 
@@ -213,9 +214,9 @@ class WorkerProcess:
         nbytes = control_nbytes(threads)
         with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
             self.arena = GrowingArena.create("zero_opt worker", nbytes)
-            self._held = _Held()
+            self._handles = _Handles()
         self._connect()
-        self._close = weakref.finalize(self, self._held.close)
+        self._close = weakref.finalize(self, self._handles.close)
         self.deaths = 0
         self._fruitless = 0
         self._at_death: tuple[int, ...] = ()
@@ -223,7 +224,7 @@ class WorkerProcess:
     def _connect(self) -> None:
         arena = self.arena
         lanes = _LANES_PER_THREAD * self._threads
-        self._control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
+        self.control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
     def require_own(self) -> None:
         """Raise WorkerFailed in a process that was forked from the one that made this."""
@@ -246,7 +247,7 @@ class WorkerProcess:
         self.require_own()
         what = "the optimizer state and gradients of this rank's worker"
         require_memory(nbytes, what)
-        self._held.end_child()
+        self._handles.end_child()
         start = self.arena.bytes.numel()
         with memory_errors(nbytes, what):
             self.arena.grow(start + nbytes)
@@ -264,11 +265,11 @@ class WorkerProcess:
             WorkerFailed: it does not become ready; the message has what it said.
         """
         self.require_own()
-        child, waited, killed = self._held.child or self._spawn(), 0.0, 0
-        while self._control.generation == child.generation:
+        child, waited, killed = self._handles.child or self._spawn(), 0.0, 0
+        while self.control.generation == child.generation:
             before = time.monotonic()
             dead = child.dead(_READY_LOOK_MS)
-            waited += min(time.monotonic() - before, _LOOK_S)
+            waited += min(time.monotonic() - before, _WAIT_SLICE_S)
             if not dead and waited <= _READY_S:
                 continue
             message = self._obituary(child, "did not become ready")
@@ -280,15 +281,15 @@ class WorkerProcess:
             child, waited = self._spawn(), 0.0
 
     def _spawn(self) -> _Child:
-        held, control = self._held, self._control
-        fds = (self.arena.fd, held.wake, held.done, held.own_pidfd)
+        handles, control = self._handles, self.control
+        fds = (self.arena.fd, handles.wake, handles.done, handles.own_pidfd)
         arguments = [str(native.__file__), *map(str, [*fds, self._threads, *self._cores])]
-        return held.start_child(lambda: _Child(arguments, fds, control.generation))
+        return handles.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:
         """End a worker, and say how it ended and what it said."""
-        said = self._control.error or child.said()
-        return f"worker process {child.pid} {what} ({self._held.end_child()})" + (f": {said}" if said else "")
+        said = self.control.error or child.said()
+        return f"worker process {child.pid} {what} ({self._handles.end_child()})" + (f": {said}" if said else "")
 
     def _replace(self, child: _Child, what: str) -> None:
         """Make sure that a worker is gone, and start a successor, which finishes the step.
@@ -298,12 +299,12 @@ class WorkerProcess:
         """
         message = self._obituary(child, what)
         self.deaths += 1
-        progress = self._control.progress
+        progress = self.control.progress
         self._fruitless = self._fruitless + 1 if progress == self._at_death else 1
         self._at_death = progress
         if self._fruitless >= self._policy.max_deaths:
             deaths, self._fruitless = self._fruitless, 0
-            step = self._control.submitted or self._control.drafted
+            step = self.control.submitted or self.control.drafted
             raise WorkerDied(
                 f"{message}; {deaths} in a row have not got on with step {step}. Parameters and "
                 "state are intact: opt.flush(), on every rank, tries again"
@@ -320,25 +321,22 @@ class WorkerProcess:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
         self.require_own()
-        return self._control.submit(batches, self._held.wake, flush_denormals=flush_denormals, past_caches=past_caches)
-
-    @property
-    def step_seconds(self) -> float:
-        """How long the last step took, of which a successor counts its own part."""
-        return self._control.step_seconds
+        return self.control.submit(
+            batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
+        )
 
     def draft(self, batches: Batches, *, flush_denormals: bool = False) -> int:
-        """Have the worker make runs from bank to bank, on any one thread at a time; returns :attr:`drafted`.
+        """Have the worker make runs from bank to bank, on any one thread at a time; returns ``control.drafted``.
 
-        One that writes where an earlier one does takes a :meth:`void_drafts` in between, or that one to be done.
+        One that writes where an earlier one does takes a ``control.void_drafts()`` in between, or that one to be done.
 
         Raises:
             ValueError: something that the worker cannot do. OverflowError: no room until it has done more.
         """
-        return self._control.draft(batches, self._held.wake, flush_denormals=flush_denormals)
+        return self.control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
 
     def draft_sums(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, flush_denormals: bool = False) -> int:
-        """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns :attr:`drafted`.
+        """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns ``control.drafted``.
 
         Args:
             grads: fp32, bf16 or fp16, 1-D, in the arena. sums: where their sums go, likewise.
@@ -348,21 +346,7 @@ class WorkerProcess:
         """
         arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
         squares = [found.data_ptr() for found in sums]
-        return self._control.draft_sums(arrays, squares, self._held.wake, flush_denormals=flush_denormals)
-
-    @property
-    def drafted(self) -> int:
-        """How many drafts have been submitted, ever."""
-        return self._control.drafted
-
-    @property
-    def drafts_done(self) -> int:
-        """How many of them have been made, or were void."""
-        return self._control.drafts_done
-
-    def void_drafts(self) -> None:
-        """No draft submitted so far counts; the worker goes on to what is submitted after."""
-        self._control.void_drafts()
+        return self.control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
 
     def wait_drafts(self, drafts: int) -> None:
         """As :meth:`wait`, until so many drafts have been made, or were void."""
@@ -383,14 +367,14 @@ class WorkerProcess:
         idle = 0.0
         seen: tuple[int, ...] = ()
         while True:
-            child = self._held.child or self._spawn()
+            child = self._handles.child or self._spawn()
             before = time.monotonic()
-            state = wait(self._control, self._held.done, child.pidfd, _LOOK_S)
+            state = wait(self.control, self._handles.done, child.pidfd, _WAIT_SLICE_S)
             if state == "done":
                 return
-            progress = self._control.progress
+            progress = self.control.progress
             # What this process has not watched does not count: it may have been stopped itself.
-            idle = idle + min(time.monotonic() - before, _LOOK_S) if progress == seen else 0.0
+            idle = idle + min(time.monotonic() - before, _WAIT_SLICE_S) if progress == seen else 0.0
             seen = progress
             if state == "dead":
                 self._replace(child, "died")

@@ -1,4 +1,4 @@
-"""What a worker has stepped on its way into the parameters: within ``step()``, or bucket by bucket after it."""
+"""The way of a worker's results into the parameters: within ``step()``, or bucket by bucket after it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ParamWriter:
         self._split, self._confined = split, confined
 
     def write(self, made: Sequence[Used]) -> None:
-        """While nobody computes: on all cores."""
+        """Copy on all cores, while the trainer waits."""
         threads = self._split.threads + len(self._split.trainer)
         with nullcontext() if self._confined is None else self._confined.lifted():
             write_all(made, threads=max(threads, torch.get_num_threads()))
 
     def write_beside(self, made: Sequence[Used]) -> None:
-        """While the trainer computes: on the worker's cores alone, or, where they are the trainer's too, on one."""
+        """Copy while the trainer computes: on the worker's cores, or, where they are the trainer's too, on one."""
         if self._confined is None:
             write_all(made, threads=1)
             return
@@ -51,8 +51,12 @@ class ParamWriter:
             write_all(made, threads=self._split.threads)
 
 
-class Results:
-    """They go into the parameters at once."""
+class ResultDelivery:
+    """The way of a worker's results into the parameters: at once.
+
+    The placement calls :meth:`deliver` for each step. Until :meth:`await_results`, another thread may call
+    :meth:`await_result` for single buckets.
+    """
 
     @property
     def overtaken(self) -> FlatParam | None:
@@ -63,22 +67,22 @@ class Results:
         """Indices of the buckets of one step, in the order in which they are to arrive: the same on every rank."""
         return [bucket.layout.index for bucket in buckets]
 
-    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """A step has made these, and they stay as they are until :meth:`bring_in` or :meth:`bring_in_all`."""
+    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
+        """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
         writer.write(made)
 
-    def bring_in(self, bucket: int) -> None:
+    def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
 
-    def bring_in_all(self) -> None:
+    def await_results(self) -> None:
         """Return when all results have arrived."""
 
     def forget_overtaken(self) -> None:
-        """The user knows."""
+        """Forget :attr:`overtaken`, of which the user has been told."""
 
 
-class LateResults(Results):
-    """They are kept until they are asked for, those first whose modules the model's forward comes to first.
+class LateDelivery(ResultDelivery):
+    """A delivery that keeps results until they are asked for, those first whose modules the forward comes to first.
 
     What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current stream.
     """
@@ -96,7 +100,7 @@ class LateResults(Results):
         return self._overtaken
 
     def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """See :class:`Results`: that in which modules were registered."""
+        """Indices of the buckets in the order in which their modules were registered."""
         return [bucket.layout.index for bucket in sorted(buckets, key=self._turn)]
 
     def _turn(self, bucket: GradBucket) -> int:
@@ -108,14 +112,14 @@ class LateResults(Results):
             self._turns[index] = min(self._places[param] for param in params)
         return self._turns[index]
 
-    def put(self, made: Sequence[Used], writer: ParamWriter) -> None:
+    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
         late = [found for found in made if is_host(found.shard.bucket.device)]
         self._left.update({found.shard.bucket.layout.index: (found, writer) for found in late})
         if len(late) < len(made):
             writer.write([found for found in made if not is_host(found.shard.bucket.device)])
 
-    def bring_in(self, bucket: int) -> None:
-        """See :class:`Results`; beside whoever computes."""
+    def await_result(self, bucket: int) -> None:
+        """Copy a bucket's result, if it has not been copied, while the trainer computes."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
                 found, writer = self._left.get(bucket, (None, None))
@@ -123,8 +127,8 @@ class LateResults(Results):
                     writer.write_beside(self._current([found]))
                     del self._left[bucket]
 
-    def bring_in_all(self) -> None:
-        """See :class:`Results`; nobody computes meanwhile."""
+    def await_results(self) -> None:
+        """Copy all results that are left, on all cores: the trainer waits."""
         if self._left:
             with uninterrupted(), self._lock:
                 found = list(self._left.values())
@@ -133,7 +137,7 @@ class LateResults(Results):
                     self._left.clear()
 
     def _current(self, made: Sequence[Used]) -> list[Used]:
-        """Those whose parameters are as the step has left them."""
+        """Leave out slices whose parameters the user has written to since the step."""
         current = []
         for shard, positions in made:
             edited = [position for position in positions if shard.edited(position)]
@@ -143,8 +147,3 @@ class LateResults(Results):
 
     def forget_overtaken(self) -> None:
         self._overtaken = None
-
-
-def build_results(model: nn.Module | None) -> Results:
-    """Later, if a model is given whose modules wait for their parameters; else within ``step()``."""
-    return Results() if model is None else LateResults(model)

@@ -1,4 +1,4 @@
-"""A worker that begins a bucket's step during backward, before anybody knows whether it will be that step.
+"""A worker that begins a bucket's step during backward, before it is known whether that will be the step.
 
 [Note: drafts]
 As soon as a bucket is reduced into the arena, a *draft* of its step is submitted: with the hyperparameters of this
@@ -32,9 +32,9 @@ from torch import Tensor
 
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
-from ...errors import ConfigConflict, ZeroOptError
+from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
-from ...policies import AlreadyReduced, AtStep, DDPHook, Overlapped, WorkerOffload
+from ...policies import WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
@@ -42,7 +42,7 @@ from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
 from .process import Batches
-from .results import Results, Used
+from .results import ResultDelivery, Used
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
 _RECENT_STEPS = 8
@@ -96,20 +96,10 @@ class _Factors:
         self._first = first
 
 
-def check_reduces_early(reduction: object) -> None:
-    """Raise ConfigConflict for a reduction that leaves nothing to begin a step with before ``step()``."""
-    if isinstance(reduction, (AtStep, AlreadyReduced)):
-        raise ConfigConflict(
-            f"WorkerOffload(speculate=True) begins steps when backward has reduced a bucket, which "
-            f"{type(reduction).__name__} does at step(); use reduction=zero_opt.{Overlapped.__name__}(), or "
-            f"{DDPHook.__name__}() under DistributedDataParallel"
-        )
-
-
 class SpeculativePlacement(WorkerPlacement):
-    """See the module, [Note: drafts] and :class:`Placement`.
+    """A worker's placement that begins steps during backward; see [Note: drafts].
 
-    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not while anybody
+    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not during
     waits for the worker.
 
     Attributes:
@@ -119,10 +109,9 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(
-        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, reduction: object, results: Results
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, delivery: ResultDelivery
     ) -> None:
-        check_reduces_early(reduction)
-        super().__init__(policy, defaults, group, 1, results)
+        super().__init__(policy, defaults, group, delivery)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
@@ -166,7 +155,7 @@ class SpeculativePlacement(WorkerPlacement):
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def reduced(self, bucket: GradBucket) -> None:
-        """See :class:`ShardReader`: draft the bucket's step, unless that is likely to be in vain."""
+        """Draft the bucket's step, unless that is likely to be in vain."""
         index = bucket.layout.index
         with self._lock:
             self._scaled[index] = []
@@ -207,23 +196,23 @@ class SpeculativePlacement(WorkerPlacement):
             )
 
     def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (see ShardReader)
-        """See :class:`ShardReader`: the worker adds up, on a core of its own."""
+        """Nowhere: the worker adds up, on a core of its own."""
         return ()
 
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
-        """See :class:`ShardReader`. Nobody waits for those that are not there yet."""
+        """Sums of squares of the shard that the worker has made; does not wait for those that are not there yet."""
         index = bucket.layout.index
         with self._lock:
             self._asked = True
             shard, summed = self._banked(index), self._summed.get(index)
-            if shard is None or summed is None or self._worker.drafts_done < summed:
+            if shard is None or summed is None or self._worker.control.drafts_done < summed:
                 return [None] * len(bucket.slices)
             changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
             return [None] * len(bucket.slices) if changed else shard.squares
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
-        self._results.bring_in(index)  # of narrower parameters there is one place for results
+        self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
@@ -264,9 +253,9 @@ class SpeculativePlacement(WorkerPlacement):
                     self._void()
 
     def _void(self) -> None:
-        """No draft counts, nor do sums; what the worker still writes is where nobody reads."""
+        """Let no draft count, and no sums; what the worker still writes is not read."""
         if self._drafts or self._summed:
-            self._worker.void_drafts()
+            self._worker.control.void_drafts()
             self._drafts.clear()
             self._summed.clear()
 
@@ -303,8 +292,8 @@ class SpeculativePlacement(WorkerPlacement):
                 found.shard.lend_grads()
             self._drafts.clear()
             self._summed.clear()
-            # All that was submitted ends before anything lands: the banks that do not count are then nobody's.
-            sequence = self._worker.drafted if drafted or made.sequence is not None else None
+            # All that was submitted ends before a result is brought in: then the banks that do not count are free.
+            sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
             return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
 
     def _was_drafted(self, found: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
@@ -333,7 +322,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             return self._worker.draft(batches, flush_denormals=self._flushes)
         except OverflowError:  # void drafts still have a place
-            self._worker.wait_drafts(self._worker.drafted)
+            self._worker.wait_drafts(self._worker.control.drafted)
             return self._worker.draft(batches, flush_denormals=self._flushes)
 
     def _await(self, sequence: int) -> None:

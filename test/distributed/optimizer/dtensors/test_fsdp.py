@@ -23,7 +23,6 @@ from test.support.fsdp_models import (
 )
 from test.support.harness import assert_bitwise, run_processes
 
-SECONDS = 60  # nothing hangs
 STEPS = 5
 WORKER, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
 MESHES = {"uneven": (2,), "three": (3,), "replicas": (2, 2)}
@@ -60,7 +59,7 @@ def _steps_as_torch(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 def test_steps_are_those_of_torch(shape: tuple[int, ...]) -> None:
     """Groups that differ, a schedule, clipping, frozen and unused parameters, parts that are uneven or empty."""
-    run_processes(torch.Size(shape).numel(), _steps_as_torch, shape, timeout=SECONDS)
+    run_processes(torch.Size(shape).numel(), _steps_as_torch, shape)
 
 
 def _delayed(rank: int, world_size: int) -> None:
@@ -91,7 +90,7 @@ def _delayed(rank: int, world_size: int) -> None:
 
 
 def test_a_delayed_step_applies_the_gradient_before() -> None:
-    run_processes(2, _delayed, timeout=SECONDS)
+    run_processes(2, _delayed)
 
 
 def _parts_of_any_size(rank: int, world_size: int) -> None:
@@ -115,7 +114,7 @@ def _parts_of_any_size(rank: int, world_size: int) -> None:
 
 
 def test_parts_of_any_size_are_stepped_as_tensors_by_themselves() -> None:
-    run_processes(3, _parts_of_any_size, timeout=SECONDS)
+    run_processes(3, _parts_of_any_size)
 
 
 def _no_messages(rank: int, world_size: int) -> None:
@@ -134,7 +133,7 @@ def _no_messages(rank: int, world_size: int) -> None:
 
 
 def test_a_step_sends_nothing() -> None:
-    run_processes(2, _no_messages, timeout=SECONDS)
+    run_processes(2, _no_messages)
 
 
 def _clipped(rank: int, world_size: int, shape: tuple[int, ...]) -> list[Any]:
@@ -168,7 +167,7 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...]) -> list[Any]:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["shards", "replicas"])
 def test_the_norm_is_that_of_the_whole_gradient_and_the_same_everywhere(shape: tuple[int, ...]) -> None:
     """Every element counts once, however many ranks have it."""
-    norms = run_processes(torch.Size(shape).numel(), _clipped, shape, timeout=SECONDS)
+    norms = run_processes(torch.Size(shape).numel(), _clipped, shape)
     for other in norms[1:]:
         assert_bitwise(other, norms[0])
 
@@ -204,7 +203,7 @@ def _accumulated(rank: int, world_size: int) -> None:
 
 
 def test_what_the_user_does_between_steps_counts_as_in_torch() -> None:
-    run_processes(2, _accumulated, timeout=SECONDS)
+    run_processes(2, _accumulated)
 
 
 def _whole_classes(rank: int, world_size: int) -> None:
@@ -224,7 +223,7 @@ def _whole_classes(rank: int, world_size: int) -> None:
 
 
 def test_without_an_offload_the_class_steps_the_dtensors() -> None:
-    run_processes(2, _whole_classes, timeout=SECONDS)
+    run_processes(2, _whole_classes)
 
 
 def _scaled(rank: int, world_size: int) -> None:
@@ -249,7 +248,7 @@ def _scaled(rank: int, world_size: int) -> None:
 
 
 def test_gradients_are_unscaled_as_in_torch() -> None:
-    run_processes(2, _scaled, timeout=SECONDS)
+    run_processes(2, _scaled)
 
 
 def _scaled_halves(rank: int, world_size: int) -> None:
@@ -272,7 +271,7 @@ def _scaled_halves(rank: int, world_size: int) -> None:
 
 
 def test_fp16_gradients_are_unscaled_by_the_step() -> None:
-    run_processes(2, _scaled_halves, timeout=SECONDS)
+    run_processes(2, _scaled_halves)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
@@ -297,4 +296,4 @@ def _not_finite(rank: int, world_size: int) -> None:
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
-    run_processes(2, _not_finite, timeout=SECONDS)
+    run_processes(2, _not_finite)

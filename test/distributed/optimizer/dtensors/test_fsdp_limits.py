@@ -30,7 +30,6 @@ from zero_opt.errors import (
     UnsupportedParam,
 )
 
-SECONDS = 60  # nothing hangs
 WORKER, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
 AdamW, reduced = torch.optim.AdamW, zero_opt.AlreadyReduced()
 
@@ -77,7 +76,7 @@ def _construction(rank: int, world_size: int) -> None:
 
 
 def test_what_cannot_be_meant_is_refused_with_the_way_out() -> None:
-    run_processes(2, _construction, timeout=SECONDS)
+    run_processes(2, _construction)
 
 
 def _accepted(rank: int, world_size: int) -> None:
@@ -106,7 +105,7 @@ def _accepted(rank: int, world_size: int) -> None:
 
 
 def test_a_reduction_that_has_happened_is_accepted() -> None:
-    run_processes(2, _accepted, timeout=SECONDS)
+    run_processes(2, _accepted)
 
 
 def _unsharded(rank: int, world_size: int) -> None:
@@ -143,7 +142,7 @@ def _unsharded(rank: int, world_size: int) -> None:
 
 
 def test_gathered_copies_are_neither_taken_nor_left_behind() -> None:
-    run_processes(2, _unsharded, timeout=SECONDS)
+    run_processes(2, _unsharded)
 
 
 def _misfits(rank: int, world_size: int) -> None:
@@ -163,7 +162,7 @@ def _misfits(rank: int, world_size: int) -> None:
 
 
 def test_state_that_does_not_fit_changes_nothing() -> None:
-    run_processes(2, _misfits, timeout=SECONDS)
+    run_processes(2, _misfits)
 
 
 # -- other DTensors ---------------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ def _two_dimensions(rank: int, world_size: int) -> None:
 
 
 def test_two_dimensional_meshes() -> None:
-    run_processes(4, _two_dimensions, timeout=SECONDS)
+    run_processes(4, _two_dimensions)
 
 
 def _without_fsdp(rank: int, world_size: int) -> None:
@@ -245,7 +244,7 @@ def _without_fsdp(rank: int, world_size: int) -> None:
 
 def test_dtensors_without_fsdp() -> None:
     """Gradients that are cut otherwise than their parameter are brought to where they are stepped."""
-    run_processes(2, _without_fsdp, timeout=SECONDS)
+    run_processes(2, _without_fsdp)
 
 
 def _shared_cores(rank: int, world_size: int) -> Any:
@@ -258,7 +257,7 @@ def _shared_cores(rank: int, world_size: int) -> Any:
 
 
 def test_ranks_of_one_host_share_its_cores() -> None:
-    assert run_processes(2, _shared_cores, timeout=SECONDS) == [True, True]
+    assert run_processes(2, _shared_cores) == [True, True]
 
 
 def _norm_without_a_rank(rank: int, world_size: int) -> str:
@@ -273,7 +272,7 @@ def _norm_without_a_rank(rank: int, world_size: int) -> str:
 
 
 def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
-    message, _ = run_processes(2, _norm_without_a_rank, timeout=SECONDS, expect_errors=True)
+    message, _ = run_processes(2, _norm_without_a_rank, expect_errors=True)
     assert isinstance(message, str)
     assert "restart from the last checkpoint" in message
 
@@ -290,5 +289,5 @@ def _fsdp1(rank: int, world_size: int, original: bool) -> str:
 
 @pytest.mark.parametrize("original", [False, True])
 def test_parameters_of_fsdp1_are_refused(original: bool) -> None:
-    for message in run_processes(2, _fsdp1, original, timeout=300):
+    for message in run_processes(2, _fsdp1, original):
         assert "(FSDP1)" in message and "use torch.distributed.fsdp.fully_shard" in message

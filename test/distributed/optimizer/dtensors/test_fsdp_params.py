@@ -16,7 +16,6 @@ import zero_opt
 from test.support.fsdp_models import Net, backward, locals_of, mesh_of, sharded
 from test.support.harness import assert_bitwise, run_processes
 
-SECONDS = 300  # nothing hangs
 STEPS = 3
 OFFLOADS = {"none": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}
 
@@ -70,12 +69,12 @@ def _fsdp(rank: int, world_size: int, offload: Any, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 def test_fully_shard_after_the_optimizer(fused: bool) -> None:
-    run_processes(2, _fsdp, None, fused, timeout=SECONDS)
+    run_processes(2, _fsdp, None, fused)
 
 
 @pytest.mark.parametrize("offload", ["host", "worker"])
 def test_fully_shard_after_an_optimizer_with_an_offload(offload: str) -> None:
-    run_processes(2, _fsdp, OFFLOADS[offload], True, timeout=SECONDS)
+    run_processes(2, _fsdp, OFFLOADS[offload], True)
 
 
 def _sharded_again(rank: int, world_size: int, offload: Any) -> None:
@@ -95,7 +94,7 @@ def _sharded_again(rank: int, world_size: int, offload: Any) -> None:
 
 @pytest.mark.parametrize("offload", ["none", "worker"])
 def test_dtensors_are_replaced_by_others(offload: str) -> None:
-    run_processes(2, _sharded_again, OFFLOADS[offload], timeout=SECONDS)
+    run_processes(2, _sharded_again, OFFLOADS[offload])
 
 
 def _refused_over_dtensors(rank: int, world_size: int) -> None:
@@ -128,7 +127,7 @@ def _refused_over_dtensors(rank: int, world_size: int) -> None:
 
 
 def test_dtensors_that_cannot_be_followed() -> None:
-    run_processes(2, _refused_over_dtensors, timeout=SECONDS)
+    run_processes(2, _refused_over_dtensors)
 
 
 def _left_behind(rank: int, world_size: int) -> list[list[str]]:
@@ -154,7 +153,7 @@ def _left_behind(rank: int, world_size: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_that_lost_its_optimizer_is_mentioned_once(world_size: int) -> None:
-    for replaced, usual in run_processes(world_size, _left_behind, timeout=SECONDS):
+    for replaced, usual in run_processes(world_size, _left_behind):
         assert ["met no gradient on any rank" in said for said in replaced] == [True] and not usual
 
 
@@ -177,4 +176,4 @@ def _replaced_group(rank: int, world_size: int) -> None:
 
 
 def test_a_group_in_the_place_of_another() -> None:
-    run_processes(1, _replaced_group, timeout=SECONDS)
+    run_processes(1, _replaced_group)

@@ -32,7 +32,6 @@ from test.support.fsdp_models import (
 )
 from test.support.harness import assert_bitwise, run_processes
 
-SECONDS = 60  # nothing hangs
 WORKER, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
 OFFLOADS = {"device": None, "worker": WORKER}
 
@@ -77,7 +76,7 @@ def _shown(rank: int, world_size: int) -> None:
 
 
 def test_state_is_shown_as_dtensors_over_live_memory() -> None:
-    run_processes(4, _shown, timeout=SECONDS)
+    run_processes(4, _shown)
 
 
 def _edited(rank: int, world_size: int) -> None:
@@ -103,7 +102,7 @@ def _edited(rank: int, world_size: int) -> None:
 
 
 def test_edited_state_is_what_is_stepped() -> None:
-    run_processes(2, _edited, timeout=SECONDS)
+    run_processes(2, _edited)
 
 
 def _consolidated(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
@@ -142,7 +141,7 @@ def _locals(states: Any) -> Any:
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["shards", "replicas"])
 def test_a_plain_optimizer_loads_what_was_consolidated(shape: tuple[int, ...]) -> None:
-    run_processes(torch.Size(shape).numel(), _consolidated, shape, timeout=SECONDS)
+    run_processes(torch.Size(shape).numel(), _consolidated, shape)
 
 
 def _loaded(rank: int, world_size: int) -> None:
@@ -171,7 +170,7 @@ def _loaded(rank: int, world_size: int) -> None:
 
 
 def test_state_of_torch_is_loaded_whole_or_cut_in_any_way() -> None:
-    run_processes(4, _loaded, timeout=SECONDS)
+    run_processes(4, _loaded)
 
 
 def _with_masters(rank: int, world_size: int, folder: str) -> None:
@@ -206,7 +205,7 @@ def _with_masters(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_masters_of_dtensors_are_alike_wherever_they_are(tmp_path: Path) -> None:
-    run_processes(2, _with_masters, str(tmp_path), timeout=SECONDS)
+    run_processes(2, _with_masters, str(tmp_path))
 
 
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
@@ -239,8 +238,8 @@ def _state_dict(net: Net, optimizer: zero_opt.ShardedOptimizer, *, own: bool) ->
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "ours"])
 def test_a_checkpoint_is_loaded_at_another_number_of_ranks(tmp_path: Path, offload: Any, own: bool) -> None:
-    saved = run_processes(2, _save, tmp_path, offload, own, timeout=SECONDS)
-    loaded = run_processes(3, _load, tmp_path, offload, own, timeout=SECONDS)
+    saved = run_processes(2, _save, tmp_path, offload, own)
+    loaded = run_processes(3, _load, tmp_path, offload, own)
     for found in (*saved[1:], *loaded):
         assert_bitwise(found, saved[0])
 
@@ -258,4 +257,4 @@ def _full(rank: int, world_size: int) -> None:
 
 
 def test_torch_gathers_the_full_state() -> None:
-    run_processes(2, _full, timeout=SECONDS)
+    run_processes(2, _full)

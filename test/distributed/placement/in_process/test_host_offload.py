@@ -17,7 +17,6 @@ from test.support.scenario import BUCKET_MB, case, expected, train
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import InPlace, Mastered
 
-SECONDS = 30  # nothing hangs
 OFFLOAD = zero_opt.CPUOffload()
 # Cuts buckets of 2 KiB into sub-groups, and leaves the first parameters where they are.
 PARTLY = zero_opt.CPUOffload(ratio=0.6, subgroup_mb=1024 / 2**20)
@@ -57,7 +56,7 @@ def test_fp32_bits_of_the_device_tier(name: str, elsewhere: str, monkeypatch: py
     for world_size, reduction in ((1, zero_opt.AlreadyReduced()), (2, zero_opt.Overlapped(BUCKET_MB))):
         params, state = expected(CASES[name][1], world_size, reduction, 6)
         for offload in (OFFLOAD, PARTLY) if elsewhere == "elsewhere" else (OFFLOAD,):
-            runs = run_processes(world_size, _train, name, reduction, {"offload": offload}, timeout=SECONDS)
+            runs = run_processes(world_size, _train, name, reduction, {"offload": offload})
             for found, found_state in runs:
                 assert_bitwise(found, params, f"{offload}")
                 if found_state is not None:
@@ -78,7 +77,7 @@ def test_halves_have_the_bits_of_masters_on_the_device(
             with monkeypatch.context() as patch:
                 _as_if_elsewhere(patch)
                 run = partial(train_halves, cls=cls, dtype=dtype, offload=offload, precision=precision, **kwargs)
-                found.append(run_processes(2, run, timeout=SECONDS))
+                found.append(run_processes(2, run))
         assert_bitwise(found[1], found[0])
         assert_bitwise(found[2], found[0])
 
@@ -91,9 +90,9 @@ def test_a_split_master_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         fused=True,
         precision=zero_opt.MixedPrecision("split"),
     )
-    here = run_processes(2, run, timeout=SECONDS)
+    here = run_processes(2, run)
     _as_if_elsewhere(monkeypatch)
-    assert_bitwise(run_processes(2, partial(run, offload=OFFLOAD), timeout=SECONDS), here)
+    assert_bitwise(run_processes(2, partial(run, offload=OFFLOAD)), here)
 
 
 def _units(offload: zero_opt.CPUOffload, dtype: torch.dtype) -> list[tuple[type, list[int]]]:
@@ -129,8 +128,8 @@ def test_two_gradient_buffers_serve_all_sub_groups(monkeypatch: pytest.MonkeyPat
         optimizer.step()
         optimizer.zero_grad()
     placement: Any = optimizer._engine.placement  # type: ignore[union-attr]
-    (lane,) = placement._make_units._lanes.values()
-    assert len(lane._free) == 2
+    (link,) = placement._make_units._links.values()
+    assert len(link._free) == 2
     optimizer.close()
 
 

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
 from test.support.scenario import values
-from test.support.worker_training import DTYPES, SECONDS, SHAPES, backward, make_params
+from test.support.worker_training import DTYPES, SHAPES, backward, make_params
 from zero_opt.placement.nvme import state_file
 from zero_opt.placement.nvme import step as nvme_step
 from zero_opt.placement.nvme.window_pass import Disk
@@ -192,8 +193,8 @@ def _fails_nowhere(rank: int, world_size: int, path: Path) -> Any:
 
 
 def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
-    found = run_processes(2, _fails_on_one, tmp_path, timeout=SECONDS)
-    assert_bitwise(found, run_processes(2, _fails_nowhere, tmp_path, timeout=SECONDS))
+    found = run_processes(2, _fails_on_one, tmp_path)
+    assert_bitwise(found, run_processes(2, _fails_nowhere, tmp_path))
 
 
 def _goes_on(rank: int, world_size: int, path: Path, fails: bool) -> Any:
@@ -235,7 +236,7 @@ def _goes_on(rank: int, world_size: int, path: Path, fails: bool) -> Any:
 
 
 def test_a_failure_that_nobody_flushes(tmp_path: Path) -> None:
-    found, wanted = (run_processes(2, _goes_on, tmp_path, fails, timeout=SECONDS) for fails in (True, False))
+    found, wanted = (run_processes(2, _goes_on, tmp_path, fails) for fails in (True, False))
     assert_bitwise(found, wanted)
 
 
@@ -279,7 +280,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer = make(params, tmp_path, offload=in_file(tmp_path, hang_timeout=0.05))
     backward(params, 1, 0)
     answers, read = threading.Event(), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *given: answers.wait(SECONDS) and read(*given))
+    monkeypatch.setattr(os, "preadv", lambda *given: answers.wait(PATIENCE_S) and read(*given))
     with pytest.raises(zero_opt.StorageFailed, match=r"has not answered for 0\.05 s.*hang_timeout"):
         optimizer.step()
     answers.set()
@@ -339,7 +340,7 @@ def _file_limit(rank: int, world_size: int, path: Path, added: bool) -> str:
 
 @pytest.mark.parametrize("added", [False, True])
 def test_no_room(added: bool, tmp_path: Path) -> None:
-    first, second = run_processes(2, _file_limit, tmp_path, added, timeout=SECONDS)
+    first, second = run_processes(2, _file_limit, tmp_path, added)
     assert first == f"rank 1: {second}"
 
 
@@ -356,7 +357,7 @@ def _bad_path(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_a_path_that_is_none_on_one_rank(tmp_path: Path) -> None:
-    run_processes(2, _bad_path, tmp_path, timeout=SECONDS)
+    run_processes(2, _bad_path, tmp_path)
 
 
 def _die(rank: int, world_size: int, path: Path) -> None:
@@ -371,7 +372,7 @@ def _die(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_killed_process(tmp_path: Path) -> None:
-    (failure,) = run_processes(1, _die, tmp_path, timeout=SECONDS, expect_errors=True)
+    (failure,) = run_processes(1, _die, tmp_path, expect_errors=True)
     assert failure.type_name == "Died"
     assert list(tmp_path.iterdir()) == []
 
@@ -427,4 +428,4 @@ def _forked(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_a_fork_may_not_touch_the_file(tmp_path: Path) -> None:
-    run_processes(1, _forked, tmp_path, backend=None, timeout=SECONDS)
+    run_processes(1, _forked, tmp_path, backend=None)

@@ -16,17 +16,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
 from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
-from test.support.worker_training import (
-    DTYPES,
-    LRS,
-    NATIVE,
-    OVERLAPPED,
-    SECONDS,
-    SHAPES,
-    backward,
-    make_params,
-    simulate,
-)
+from test.support.worker_training import DTYPES, LRS, NATIVE, OVERLAPPED, SHAPES, backward, make_params, simulate
 from zero_opt.placement.nvme import extents
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -43,9 +33,7 @@ def test_same_bits_as_a_plain_optimizer(world_size: int, reduction: Any, tmp_pat
     second = {"lr": 0.02, "amsgrad": True, "weight_decay": 0.3}
     adam = case(torch.optim.AdamW, second, fused=True, lr=0.01)
     params, state = expected(case(zero_opt.CPUAdamW, second, lr=0.01), world_size, reduction)
-    for rank, (found, found_state) in enumerate(
-        run_processes(world_size, _train_case, adam, reduction, tmp_path, timeout=SECONDS)
-    ):
+    for rank, (found, found_state) in enumerate(run_processes(world_size, _train_case, adam, reduction, tmp_path)):
         assert_bitwise(found, params, f"rank {rank}")
         if found_state is not None:
             assert_bitwise(found_state["state"], state["state"], "state")
@@ -71,7 +59,7 @@ def train_ranks(rank: int, world_size: int, path: Path, steps: int, dtype: torch
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_dtype(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     seen, state = simulate(world_size, 6, 0, dtype)
-    for rank, found in enumerate(run_processes(world_size, train_ranks, tmp_path, 6, dtype, timeout=SECONDS)):
+    for rank, found in enumerate(run_processes(world_size, train_ranks, tmp_path, 6, dtype)):
         assert_bitwise(found[0], seen, f"rank {rank}")
         assert_bitwise(found[1], state, f"state on rank {rank}")
 
@@ -237,7 +225,7 @@ def test_a_checkpoint_of_a_plain_optimizer_goes_on_here_and_back(dtype: torch.dt
 
     take(plain, params, range(3))
     saved = ([param.detach().clone() for param in params], plain.state_dict())
-    found, state, _ = run_processes(1, _resume, tmp_path, saved, dtype, timeout=SECONDS)[0]
+    found, state, _ = run_processes(1, _resume, tmp_path, saved, dtype)[0]
     take(plain, params, range(3, 6))
     assert_bitwise(found, [param.detach() for param in params])
     assert_bitwise(state["state"], plain.state_dict()["state"])
@@ -248,13 +236,13 @@ def test_a_checkpoint_of_a_plain_optimizer_goes_on_here_and_back(dtype: torch.dt
 
 def test_a_checkpoint_loads_at_another_world_size(tmp_path: Path) -> None:
     start = [param.detach().clone() for param in make_params()]
-    of_two = run_processes(2, train_ranks, tmp_path, 3, torch.float32, timeout=SECONDS)[0]
+    of_two = run_processes(2, train_ranks, tmp_path, 3, torch.float32)[0]
     optimizer = make(make_params(), tmp_path)
     saved = (of_two[0][-1], {"state": of_two[1], "param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.load_state_dict(saved[1])
     assert_bitwise(optimizer.state_dict()["state"], of_two[1])
     optimizer.close()
-    results = [run_processes(size, _resume, tmp_path, saved, torch.float32, timeout=SECONDS) for size in (1, 2)]
+    results = [run_processes(size, _resume, tmp_path, saved, torch.float32) for size in (1, 2)]
     assert results[1][0][2] == results[0][0][2]
     assert not torch.equal(results[0][0][0][0], start[0])
     assert_bitwise(results[1][0][0], results[1][1][0])

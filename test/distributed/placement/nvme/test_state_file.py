@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
-from test.support.worker_training import SECONDS, backward, make_params
+from test.support.worker_training import backward, make_params
 from zero_opt.system import readable_pages
 
 SELECTIVE = zero_opt.Selective(0.5, update_interval=2, select_interval=2)
@@ -22,7 +23,7 @@ SELECTIVE = zero_opt.Selective(0.5, update_interval=2, select_interval=2)
 def _lost(optimizer: zero_opt.ShardedOptimizer) -> None:
     """The disk does not give what is in the file, nor takes anything."""
     placement = placement_of(optimizer)
-    os.ftruncate(getattr(placement, "_home", placement)._disk.file._fd, 0)
+    os.ftruncate(getattr(placement, "_inner", placement)._disk.file._fd, 0)
 
 
 def _unreadable(rank: int, world_size: int, path: Path, call: str, closed: bool) -> None:
@@ -55,7 +56,7 @@ def _unreadable(rank: int, world_size: int, path: Path, call: str, closed: bool)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_state_that_one_rank_cannot_read_is_an_error_on_all_at_once(call: str, world_size: int, tmp_path: Path) -> None:
     name, _, closed = call.partition(" ")
-    run_processes(world_size, _unreadable, tmp_path, name, bool(closed), timeout=SECONDS, group_timeout=20 * SECONDS)
+    run_processes(world_size, _unreadable, tmp_path, name, bool(closed), group_timeout=20 * PATIENCE_S)
 
 
 def _loads(rank: int, world_size: int, path: Path, options: dict[str, Any], late: bool) -> None:
@@ -95,7 +96,7 @@ def _loads(rank: int, world_size: int, path: Path, options: dict[str, Any], late
 def test_a_load_that_one_rank_cannot_write_is_an_error_on_all(
     options: dict[str, Any], late: bool, tmp_path: Path
 ) -> None:
-    run_processes(2, _loads, tmp_path, options, late, timeout=SECONDS, group_timeout=20 * SECONDS)
+    run_processes(2, _loads, tmp_path, options, late, group_timeout=20 * PATIENCE_S)
 
 
 def _edits(rank: int, world_size: int, path: Path, what: str, dtype: torch.dtype) -> None:
@@ -127,7 +128,7 @@ def _edits(rank: int, world_size: int, path: Path, what: str, dtype: torch.dtype
 @pytest.mark.parametrize("what", ["replace", "drop", "master", "select"])
 def test_what_else_touches_state_that_is_lost_is_an_error_and_no_signal(what: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if what == "master" else torch.float32
-    run_processes(1, _edits, tmp_path, what, dtype, backend=None, timeout=SECONDS)
+    run_processes(1, _edits, tmp_path, what, dtype, backend=None)
 
 
 def test_a_kernel_that_cannot_tell_is_not_needed_for_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

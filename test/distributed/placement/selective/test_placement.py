@@ -15,7 +15,6 @@ from test.support.scenario import values
 from test.support.selective_reference import Reference
 from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
 
-SECONDS = 60  # nothing hangs
 SHAPES = ((130, 7), (65,), (), (40, 30), (3, 5, 7, 2), (0, 3), (24, 50), (2, 200), (64, 1))
 TRANSPOSED = 6
 LAST = 4
@@ -156,7 +155,7 @@ def assert_as_simulated(found: Any, simulated: Any) -> None:
 def test_as_the_reference_in_process(policy: Selective, world_size: int) -> None:
     """Over threads, with parameters cut between ranks anywhere."""
     simulated = simulate(world_size, policy, 0, torch.float32)
-    for found in run_threads(world_size, train, CPUOffload(selective=policy), timeout=SECONDS):
+    for found in run_threads(world_size, train, CPUOffload(selective=policy)):
         assert_as_simulated(found, simulated)
 
 
@@ -183,16 +182,16 @@ def test_as_the_reference_wherever_the_rest_is(
 ) -> None:
     """Over processes; what is stepped off device may arrive with the next step."""
     simulated = simulate(world_size, POLICIES[policy], int(home == "worker, later"), dtype)
-    for found in run_processes(world_size, train, HOMES[home](POLICIES[policy], tmp_path), dtype, timeout=SECONDS):
+    for found in run_processes(world_size, train, HOMES[home](POLICIES[policy], tmp_path), dtype):
         assert_as_simulated(found, simulated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_columns_and_windows_of_one_step_are_plain(dtype: torch.dtype) -> None:
     """``topk_ratio=1``: nothing is off device. ``topk_ratio=0``, a step per window: all is, as without a selection."""
-    plain = run_threads(2, train, CPUOffload(), dtype, range(STEPS), None, 0.5, timeout=SECONDS)
+    plain = run_threads(2, train, CPUOffload(), dtype, range(STEPS), None, 0.5)
     for policy in (Selective(1.0), Selective(1.0, 3, 5, 4), Selective(0.0, update_interval=1)):
-        found = run_threads(2, train, CPUOffload(selective=policy), dtype, range(STEPS), None, 0.5, timeout=SECONDS)
+        found = run_threads(2, train, CPUOffload(selective=policy), dtype, range(STEPS), None, 0.5)
         assert_bitwise([run[0] for run in found], [run[0] for run in plain])
         for index, state in plain[0][1].items():
             assert_bitwise({key: found[0][1][index][key] for key in state}, state)
@@ -201,10 +200,10 @@ def test_all_columns_and_windows_of_one_step_are_plain(dtype: torch.dtype) -> No
 @EACH
 def test_resumed_at_another_world_size(policy: Selective) -> None:
     """In the middle of a window; the gradients are the same at any world size, so all goes on to the bit."""
-    through = run_threads(1, train_alike, policy, range(STEPS), None, timeout=SECONDS)[0]
+    through = run_threads(1, train_alike, policy, range(STEPS), None)[0]
     for half, before, after in ((10, 3, 2), (13, 1, 3)):
-        saved = run_threads(before, train_alike, policy, range(half), None, timeout=SECONDS)[0]
-        for found in run_threads(after, train_alike, policy, range(half, STEPS), saved, timeout=SECONDS):
+        saved = run_threads(before, train_alike, policy, range(half), None)[0]
+        for found in run_threads(after, train_alike, policy, range(half, STEPS), saved):
             assert_bitwise(found[0], through[0])
             if found[1] is not None:
                 assert_bitwise(found[1], through[1])
@@ -279,10 +278,10 @@ def load_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int,
 def test_saved_by_parts_at_another_world_size(policy: str, tmp_path: Any) -> None:
     """Between windows and within one, with gradients that wait or without; before and after all have state."""
     halves = (12, 13, 17)
-    through = run_threads(1, train_alike, POLICIES[policy], range(STEPS), None, timeout=SECONDS)[0]
-    run_processes(2, save_parts, POLICIES[policy], halves, str(tmp_path), timeout=SECONDS)
+    through = run_threads(1, train_alike, POLICIES[policy], range(STEPS), None)[0]
+    run_processes(2, save_parts, POLICIES[policy], halves, str(tmp_path))
     for world_size in (1, 3):
-        for runs in run_processes(world_size, load_parts, POLICIES[policy], halves, str(tmp_path), timeout=SECONDS):
+        for runs in run_processes(world_size, load_parts, POLICIES[policy], halves, str(tmp_path)):
             for found in runs:
                 assert_bitwise(found[0], through[0])
                 if found[1] is not None:
@@ -292,7 +291,7 @@ def test_saved_by_parts_at_another_world_size(policy: str, tmp_path: Any) -> Non
 def test_a_plain_optimizer_loads_it_and_what_it_saves_counts_steps_per_param() -> None:
     """The extra keys mean nothing to it; once it has stepped they are out of date, and are not believed."""
     policy = POLICIES["some"]
-    params, saved = run_threads(1, train_alike, policy, range(10), None, timeout=SECONDS)[0]
+    params, saved = run_threads(1, train_alike, policy, range(10), None)[0]
     plain_params = [nn.Parameter(param.clone()) for param in params]
     plain = torch.optim.AdamW(groups_of(plain_params), fused=True)
     plain.load_state_dict(saved)
@@ -302,7 +301,7 @@ def test_a_plain_optimizer_loads_it_and_what_it_saves_counts_steps_per_param() -
     kept = plain.state_dict()
     assert "column_steps" in kept["state"][0]
     again = [[param.detach() for param in plain_params], kept]
-    state = run_threads(1, train_alike, policy, range(10, 11), again, timeout=SECONDS)[0][1]["state"]
+    state = run_threads(1, train_alike, policy, range(10, 11), again)[0][1]["state"]
     before = float(kept["state"][0]["step"])
     assert state[0]["column_steps"].unique().tolist() in ([before, before + 1], [before + 1])
 

@@ -10,7 +10,7 @@ import torch
 
 import zero_opt
 from test.support.harness import run_processes
-from test.support.worker_training import LATER, NOW, SECONDS, make, make_params
+from test.support.worker_training import LATER, NOW, make, make_params
 from zero_opt.system import shared_memory
 
 
@@ -22,13 +22,13 @@ def _construct_apart(rank: int, world_size: int, offloads: Any, error: Any) -> s
 
 @pytest.mark.parametrize("offloads", [(None, NOW), (LATER, None), (NOW, LATER)])
 def test_ranks_that_offload_differently(offloads: Any) -> None:
-    for message in run_processes(2, _construct_apart, offloads, zero_opt.RankMismatch, timeout=SECONDS):
+    for message in run_processes(2, _construct_apart, offloads, zero_opt.RankMismatch):
         assert message.startswith("offload: ")
 
 
 def test_cores_that_one_rank_does_not_have() -> None:
     offloads = (NOW, zero_opt.WorkerOffload(cores=(4000,)))
-    for message in run_processes(2, _construct_apart, offloads, zero_opt.ConfigError, timeout=SECONDS):
+    for message in run_processes(2, _construct_apart, offloads, zero_opt.ConfigError):
         assert "4000" in message
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import values
 from test.support.worker_training import (
@@ -23,7 +24,6 @@ from test.support.worker_training import (
     LATER,
     NOW,
     OVERLAPPED,
-    SECONDS,
     backward,
     make,
     make_params,
@@ -66,7 +66,7 @@ def _die_for_good(rank: int, world_size: int, folder: Path, delay: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", broken)
-            os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
         if delay:
             optimizer.step()
             call: Any = optimizer.flush
@@ -84,9 +84,9 @@ def _die_for_good(rank: int, world_size: int, folder: Path, delay: int) -> Any:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_step_that_no_worker_could_take_is_taken_at_last(tmp_path: Path, delay: int) -> None:
-    found = run_processes(2, _die_for_good, tmp_path, delay, timeout=SECONDS)
+    found = run_processes(2, _die_for_good, tmp_path, delay)
     assert_bitwise(found[0], found[1])
-    assert_bitwise(found, run_processes(2, _undisturbed, delay, timeout=SECONDS))
+    assert_bitwise(found, run_processes(2, _undisturbed, delay))
 
 
 def _undisturbed(rank: int, world_size: int, delay: int) -> Any:
@@ -109,7 +109,7 @@ def _fail_and_step_on(rank: int, world_size: int, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(process, "_MAIN", broken)
-            os.kill(worker_of(optimizer)._held.child.pid, signal.SIGKILL)
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
         message = "rank 1: step 3 failed there with WorkerDied"
         with pytest.raises(zero_opt.WorkerDied) if rank == 1 else pytest.raises(zero_opt.StepFailed, match=message):
             train(optimizer, params, range(3, 4), rank)
@@ -120,7 +120,7 @@ def _fail_and_step_on(rank: int, world_size: int, folder: Path) -> Any:
 
 
 def test_a_failed_step_is_made_up_for_by_the_next(tmp_path: Path) -> None:
-    found = run_processes(2, _fail_and_step_on, tmp_path, timeout=SECONDS)
+    found = run_processes(2, _fail_and_step_on, tmp_path)
     assert_bitwise(found[0], found[1])
 
 
@@ -130,7 +130,7 @@ def test_an_interrupted_step_is_finished_by_a_flush() -> None:
     train(optimizer, params, range(2))
     optimizer.zero_grad()
     backward(params, 2, 0)
-    pid = worker_of(optimizer)._held.child.pid
+    pid = worker_of(optimizer)._handles.child.pid
     os.kill(pid, signal.SIGSTOP)
     main = threading.main_thread().ident
     assert main is not None
@@ -138,7 +138,7 @@ def test_an_interrupted_step_is_finished_by_a_flush() -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    timer.join(SECONDS)
+    timer.join(PATIENCE_S)
     os.kill(pid, signal.SIGCONT)
     optimizer.flush()
     train(optimizer, params, range(3, 5))
@@ -178,7 +178,7 @@ def _break_backward(rank: int, world_size: int, offload: Any, broken: bool) -> A
 
 @EACH
 def test_a_broken_backward_leaves_nothing(offload: Any) -> None:
-    runs = [run_processes(2, _break_backward, offload, broken, timeout=SECONDS) for broken in (True, False)]
+    runs = [run_processes(2, _break_backward, offload, broken) for broken in (True, False)]
     assert_bitwise(*runs)
 
 
@@ -192,7 +192,7 @@ def _too_much(rank: int, world_size: int) -> str:
 
 
 def test_too_little_memory_on_one_rank_is_an_error_on_all() -> None:
-    for message in run_processes(2, _too_much, timeout=SECONDS):
+    for message in run_processes(2, _too_much):
         assert re.search(r"needs [\d,]+ bytes of host memory, and 1,000 bytes may", message)
 
 
@@ -216,7 +216,7 @@ def _add_too_much(rank: int, world_size: int, offload: Any) -> Any:
 
 @EACH
 def test_a_group_without_memory_is_not_added(offload: Any) -> None:
-    found = run_processes(2, _add_too_much, offload, timeout=SECONDS)
+    found = run_processes(2, _add_too_much, offload)
     assert_bitwise(found[0], found[1])
     assert not torch.equal(found[0][3], make_params()[3])
 
@@ -251,8 +251,8 @@ def _fork_and_step(rank: int, world_size: int, offload: Any) -> Any:
 @EACH
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fork_of_the_trainer_cannot_step(world_size: int, offload: Any) -> None:
-    found = run_processes(world_size, _fork_and_step, offload, timeout=SECONDS)
-    assert_bitwise(found, run_processes(world_size, _train_flushed, 4, offload, timeout=SECONDS))
+    found = run_processes(world_size, _fork_and_step, offload)
+    assert_bitwise(found, run_processes(world_size, _train_flushed, 4, offload))
 
 
 def _train_flushed(rank: int, world_size: int, steps: int, offload: Any) -> Any:
@@ -269,7 +269,7 @@ def test_cores_come_back_and_no_worker_stays(caplog: pytest.LogCaptureFixture) -
     for closed in (True, False):
         with caplog.at_level(logging.INFO, "zero_opt"):
             optimizer = make(make_params(), offload=LATER)
-        pidfd = os.pidfd_open(worker_of(optimizer)._held.child.pid)
+        pidfd = os.pidfd_open(worker_of(optimizer)._handles.child.pid)
         assert (os.sched_getaffinity(0) < cores) == (len(cores) > 1)
         if closed:
             optimizer.close()
@@ -304,9 +304,9 @@ def _resume(rank: int, world_size: int, saved: Any, dtype: torch.dtype, steps: r
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_checkpoints_go_to_any_number_of_ranks(first: int, second: int, dtype: torch.dtype) -> None:
     empty = {"params": make_params(dtype), "optimizer": make_plain(make_params(dtype)).state_dict()}
-    whole = run_processes(1, _resume, empty, dtype, range(5), NOW, timeout=SECONDS)[0]
-    half = run_processes(first, _resume, empty, dtype, range(3), NOW, timeout=SECONDS)[0]
-    rest = run_processes(second, _resume, half, dtype, range(3, 5), NOW, timeout=SECONDS)
+    whole = run_processes(1, _resume, empty, dtype, range(5), NOW)[0]
+    half = run_processes(first, _resume, empty, dtype, range(3), NOW)[0]
+    rest = run_processes(second, _resume, half, dtype, range(3, 5), NOW)
     assert_bitwise(rest[0]["params"], whole["params"])
     assert_bitwise(rest[0]["optimizer"]["state"], whole["optimizer"]["state"])
 
@@ -406,7 +406,7 @@ def _grow(rank: int, world_size: int, offload: Any) -> Any:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_are_added_and_unfrozen(world_size: int, offload: Any) -> None:
     plain = _grow(0, 1, None)
-    for rank, found in enumerate(run_processes(world_size, _grow, offload, timeout=SECONDS)):
+    for rank, found in enumerate(run_processes(world_size, _grow, offload)):
         assert_bitwise(found[0], plain[0], f"rank {rank}")
         if rank == 0:
             assert_bitwise(found[1], plain[1], "state")
@@ -434,7 +434,7 @@ def test_gathering_in_the_background(offload: Any) -> None:
             optimizer.close()
         return results
 
-    for one, other in run_processes(2, run, timeout=SECONDS):
+    for one, other in run_processes(2, run):
         assert_bitwise(one, other)
 
 
@@ -487,5 +487,5 @@ def test_threads_change_no_bit(threads: int) -> None:
         return train_ranks(rank, world_size, 4, offload=zero_opt.WorkerOffload(threads=threads))
 
     simulated = simulate(2, 4, 0)
-    for seen, _, _ in run_processes(2, run, timeout=SECONDS):
+    for seen, _, _ in run_processes(2, run):
         assert_bitwise(seen, simulated[0])

@@ -17,7 +17,6 @@ from test.support.worker_training import (
     NATIVE,
     NOW,
     OVERLAPPED,
-    SECONDS,
     SHAPES,
     assert_as_simulated,
     backward,
@@ -41,9 +40,7 @@ def test_same_bits_as_a_plain_optimizer(world_size: int, reduction: Any) -> None
     second = {"lr": 0.02, "amsgrad": True, "weight_decay": 0.3}
     adam = case(torch.optim.AdamW, second, fused=True, lr=0.01)
     params, state = expected(case(zero_opt.CPUAdamW, second, lr=0.01), world_size, reduction)
-    for rank, (found, found_state) in enumerate(
-        run_processes(world_size, _train_case, adam, reduction, timeout=SECONDS)
-    ):
+    for rank, (found, found_state) in enumerate(run_processes(world_size, _train_case, adam, reduction)):
         assert_bitwise(found, params, f"rank {rank}")
         if found_state is not None:
             assert_bitwise(found_state["state"], state["state"], "state")
@@ -52,7 +49,7 @@ def test_same_bits_as_a_plain_optimizer(world_size: int, reduction: Any) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_dtype(world_size: int, dtype: torch.dtype) -> None:
-    found = run_processes(world_size, train_ranks, 6, dtype, timeout=SECONDS)
+    found = run_processes(world_size, train_ranks, 6, dtype)
     assert_as_simulated(found, simulate(world_size, 6, 0, dtype))
 
 
@@ -71,7 +68,7 @@ def _train_placed(rank: int, world_size: int, cls: Any, offload: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [*NATIVE, *NATIVE.values()])
 def test_same_bits_as_on_the_device(cls: Any) -> None:
-    on_device, in_worker = (run_processes(2, _train_placed, cls, offload, timeout=SECONDS) for offload in (None, NOW))
+    on_device, in_worker = (run_processes(2, _train_placed, cls, offload) for offload in (None, NOW))
     assert_bitwise(on_device, in_worker)
 
 
@@ -86,7 +83,7 @@ def test_without_a_process_group(delay: int) -> None:
     def run(rank: int, world_size: int) -> Any:
         return _train_alone(rank, world_size, offload=zero_opt.WorkerOffload(delay))
 
-    assert_as_simulated(run_processes(1, run, backend=None, timeout=SECONDS), simulate(1, 6, delay))
+    assert_as_simulated(run_processes(1, run, backend=None), simulate(1, 6, delay))
 
 
 # -- a step later -----------------------------------------------------------------------------------------------------
@@ -117,7 +114,7 @@ def test_an_update_lands_a_step_later(world_size: int) -> None:
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, 200, offload=LATER)
 
-    assert_as_simulated(run_processes(world_size, run, timeout=SECONDS), simulate(world_size, 200, 1))
+    assert_as_simulated(run_processes(world_size, run), simulate(world_size, 200, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -126,7 +123,7 @@ def test_a_step_later_in_other_ways(dtype: torch.dtype, reduction: Any) -> None:
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, 9, dtype, offload=LATER, reduction=reduction)
 
-    assert_as_simulated(run_processes(2, run, timeout=SECONDS), simulate(2, 9, 1, dtype))
+    assert_as_simulated(run_processes(2, run), simulate(2, 9, 1, dtype))
 
 
 def _clip(rank: int, world_size: int, delay: int, by_call: bool, zero: bool) -> Any:
@@ -153,7 +150,7 @@ def _clip(rank: int, world_size: int, delay: int, by_call: bool, zero: bool) -> 
 @pytest.mark.parametrize("zero", [False, True])
 def test_clipping_and_accumulation(by_call: bool, zero: bool) -> None:
     """Without zero_grad, what a backward adds to is what the worker may be reading."""
-    results = [run_processes(2, _clip, delay, by_call, zero, timeout=SECONDS) for delay in (0, 1)]
+    results = [run_processes(2, _clip, delay, by_call, zero) for delay in (0, 1)]
     assert_bitwise(results[0], results[1])
     assert_bitwise(results[0][0][0], results[0][1][0])
 
@@ -251,7 +248,7 @@ def _edited_plain(dtype: torch.dtype) -> Any:
 def test_edits_are_noticed(world_size: int, offload: Any, dtype: torch.dtype) -> None:
     """A master that still rounds to its parameter is kept."""
     plain = _edited_plain(dtype)
-    for found in run_processes(world_size, _train_edited, dtype, offload, timeout=SECONDS):
+    for found in run_processes(world_size, _train_edited, dtype, offload):
         assert_bitwise(found, plain)
 
 
@@ -282,7 +279,7 @@ def _edit_unused(rank: int, world_size: int, offload: Any, reduction: Any) -> An
 def test_an_edited_parameter_that_a_step_does_not_use(world_size: int, offload: Any, reduction: Any) -> None:
     plain = _edit_unused(0, 1, None, reduction)
     assert (plain[1][0] == 7).all()
-    for found in run_processes(world_size, _edit_unused, offload, reduction, timeout=SECONDS):
+    for found in run_processes(world_size, _edit_unused, offload, reduction):
         assert_bitwise(found, plain)
 
 
@@ -311,4 +308,4 @@ def _edit_while_pending(rank: int, world_size: int) -> None:
 
 
 def test_an_edit_while_a_step_is_pending_is_refused() -> None:
-    run_processes(2, _edit_while_pending, timeout=SECONDS)
+    run_processes(2, _edit_while_pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import Future
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import OFFLOADS, SPECULATING, Layers, optimizer_of, slowly
-from test.support.worker_training import LATER, NOW, SECONDS, stillborn_workers
+from test.support.worker_training import LATER, NOW, stillborn_workers
 from zero_opt.comm.exchange import Ident
 from zero_opt.placement.worker import results
-from zero_opt.placement.worker.results import LateResults, ParamWriter, Used, build_results
+from zero_opt.placement.worker.results import LateDelivery, ParamWriter, ResultDelivery, Used
 from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.system.background_thread import SerialThread
 
@@ -97,9 +98,7 @@ def _train(rank: int, world_size: int, late: bool, offload: Any, dtype: torch.dt
 )
 def test_the_bits_of_copies_within_step(world_size: int, offload: Any, dtype: torch.dtype, reduction: Any) -> None:
     """Evaluation, a recomputed forward, tied and mirrored parameters, and those that a parent reads."""
-    within, late = (
-        run_processes(world_size, _train, way, offload, dtype, reduction, timeout=SECONDS) for way in (False, True)
-    )
+    within, late = (run_processes(world_size, _train, way, offload, dtype, reduction) for way in (False, True))
     assert_bitwise(late, within)
 
 
@@ -114,7 +113,7 @@ def held_back(patch: pytest.MonkeyPatch, params: list[Tensor]) -> Any:
     def gated(self: ParamWriter, made: list[Used]) -> None:
         if any(flat.param is param for shard, _ in made for flat in shard.flats for param in params):
             begun.set()
-            assert go.wait(SECONDS)
+            assert go.wait(PATIENCE_S)
         write(self, made)
 
     with patch.context() as inside:
@@ -157,7 +156,7 @@ def test_a_module_waits_for_its_own_and_the_first_for_the_least(monkeypatch: pyt
         optimizer.step()
         for layer in model.layers[:2]:
             layer(torch.ones(20))
-        assert gate.begun.wait(SECONDS)
+        assert gate.begun.wait(PATIENCE_S)
         assert_bitwise(model.copies(), [*first[:2], before[2]])
         gate.go.set()
         model.layers[2](torch.ones(20))
@@ -195,7 +194,7 @@ def test_nothing_is_begun_where_results_still_are(monkeypatch: pytest.MonkeyPatc
     model, optimizer = begun(dtype=torch.bfloat16)
     with held_back(monkeypatch, [model.layers[0].weight]) as gate:
         optimizer.step()
-        assert gate.begun.wait(SECONDS)
+        assert gate.begun.wait(PATIENCE_S)
         optimizer.zero_grad()
         model.backward(1)
         placement = parts_of(optimizer).placement
@@ -236,7 +235,7 @@ def test_copies_are_made_on_the_worker_s_cores(monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     optimizer.flush()
     assert seen == [(before - trainer, len(before - trainer), True)] * 3
-    assert parts_of(optimizer).parts.thread.submit(os.sched_getaffinity, 0).result(SECONDS) == trainer
+    assert parts_of(optimizer).parts.thread.submit(os.sched_getaffinity, 0).result(PATIENCE_S) == trainer
     optimizer.close()
 
 
@@ -251,7 +250,7 @@ def test_a_parameter_that_is_changed_before_its_update_has_arrived(world_size: i
         model, optimizer = begun()
         with held_back(pytest.MonkeyPatch(), [model.layers[0].weight]) as gate:
             optimizer.step()
-            assert gate.begun.wait(SECONDS)
+            assert gate.begun.wait(PATIENCE_S)
             with torch.no_grad():
                 model.layers[1].weight.fill_(3.0)
             gate.go.set()
@@ -270,7 +269,7 @@ def test_a_parameter_that_is_changed_before_its_update_has_arrived(world_size: i
         optimizer.close()
         return model.copies()
 
-    found = run_processes(world_size, run, timeout=SECONDS)
+    found = run_processes(world_size, run)
     for copies in found:
         assert_bitwise(copies, found[0])
         assert not torch.equal(copies[1], torch.full((10, 20), 3.0))
@@ -305,7 +304,7 @@ def test_ctrl_c_while_a_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         for wait in (lambda: model.layers[0](torch.ones(20)), optimizer.flush):
             with monkeypatch.context() as inside:
-                inside.setattr(Future, "result", _interrupted)
+                inside.setattr(futures, "wait", _interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     wait()
         gate.go.set()
@@ -325,7 +324,7 @@ def test_a_worker_that_cannot_be_had(tmp_path: Path) -> None:
     model, optimizer = begun(zero_opt.WorkerOffload(speculate=True, max_deaths=2))
     before, worker = model.copies(), parts_of(optimizer).placement._worker
     optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
-    os.kill(worker._held.child.pid, signal.SIGKILL)
+    os.kill(worker._handles.child.pid, signal.SIGKILL)
     with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
         optimizer.step()
     model.layers[0](torch.ones(20))
@@ -360,7 +359,7 @@ def _without_a_rank(rank: int, _: int) -> tuple[list[Tensor], list[tuple[int, in
 
 
 def test_a_rank_that_is_lost_meanwhile() -> None:
-    (copies, spans), died = run_processes(2, _without_a_rank, timeout=SECONDS, expect_errors=True)
+    (copies, spans), died = run_processes(2, _without_a_rank, expect_errors=True)
     assert died.type_name == "Died"
     for copied, expected, span in zip(copies, plain(1), spans, strict=True):
         assert torch.equal(copied.view(-1)[slice(*span)], expected.view(-1)[slice(*span)])
@@ -378,7 +377,7 @@ def _other_names(rank: int, _: int) -> str:
 
 
 def test_models_with_another_order() -> None:
-    for message in run_processes(2, _other_names, timeout=SECONDS):
+    for message in run_processes(2, _other_names):
         assert "parameter 0 of overlap_param_gather: 'b.weight' on rank 0, 'a.weight' on rank 1" in message
 
 
@@ -389,7 +388,7 @@ def test_the_order_is_that_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = optimizer_of(model, False, NOW)
     buckets = parts_of(optimizer).partition.buckets
-    late = LateResults(model)
+    late = LateDelivery(model)
     first = {index: min(bucket.layout.params) for index, bucket in enumerate(buckets)}
     order = late.order(buckets)
     places = {param: place for place, param in enumerate(model.parameters())}
@@ -397,7 +396,7 @@ def test_the_order_is_that_of_the_model() -> None:
     assert needed == sorted(needed)
     assert len({first[index] for index in order}) == len(buckets) > 2
     assert order != sorted(order)
-    assert build_results(None).order(buckets) == sorted(order)
+    assert ResultDelivery().order(buckets) == sorted(order)
     optimizer.close()
 
 
@@ -409,10 +408,10 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
         bucket = SimpleNamespace(device=torch.device(device), layout=SimpleNamespace(index=index))
         return SimpleNamespace(bucket=bucket, edited=lambda _: False)
 
-    late = LateResults(nn.Linear(1, 1))
-    late.put([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
+    late = LateDelivery(nn.Linear(1, 1))
+    late.deliver([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
     assert written == [0]
-    late.bring_in_all()
+    late.await_results()
     assert written == [0, 1]
-    late.bring_in_all()
+    late.await_results()
     assert written == [0, 1]

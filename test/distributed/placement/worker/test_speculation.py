@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, values
 from test.support.worker_training import (
@@ -32,7 +33,6 @@ from test.support.worker_training import (
 from zero_opt.placement.worker.results import ParamWriter
 from zero_opt.reduction.grad_norm import square_sum
 
-SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)
 STEPS = 500
 LIMIT = 4.0
@@ -142,7 +142,7 @@ class _Mixed:
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         self.before(step, kind)
         self.backward(step, kind, part=2)
-        child = worker_of(self.optimizer)._held.child
+        child = worker_of(self.optimizer)._handles.child
         if child is not None and random.Random(f"{step} {self.rank}").random() < self.kills:
             os.kill(child.pid, signal.SIGKILL)
         self.between(step, kind)
@@ -217,8 +217,8 @@ def _train_speculating(rank: int, world_size: int, dtype: torch.dtype) -> Any:
 )
 def test_the_bits_of_synchronous_steps_with_workers_killed(world_size: int, train: Any, dtype: torch.dtype) -> None:
     """Clipped, unclipped, overflowing, skipped, edited, accumulated: 500 steps, the state included."""
-    plain = run_processes(world_size, _train_mixed, NOW, 0.0, False, dtype, timeout=SECONDS)
-    found = run_processes(world_size, train, dtype, timeout=SECONDS)
+    plain = run_processes(world_size, _train_mixed, NOW, 0.0, False, dtype)
+    found = run_processes(world_size, train, dtype)
     for (seen, state, _), (plain_seen, plain_state, _) in zip(found, plain, strict=True):
         assert_bitwise(seen, plain_seen)
         assert_bitwise(state, plain_state)
@@ -233,7 +233,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     def run(rank: int, world_size: int) -> Any:
         return train_ranks(rank, world_size, 12, dtype, offload=SPECULATING)
 
-    assert_as_simulated(run_processes(2, run, timeout=SECONDS), simulate(2, 12, 0, dtype))
+    assert_as_simulated(run_processes(2, run), simulate(2, 12, 0, dtype))
 
 
 @pytest.mark.parametrize("exchange", ["backend", "auto"])
@@ -253,7 +253,7 @@ def test_gradients_that_are_not_reduced_into_the_arena(exchange: str) -> None:
         optimizer.close()
         return [param.detach() for param in params], drafts
 
-    plain, found = (run_processes(2, run, offload, timeout=SECONDS) for offload in (NOW, SPECULATING))
+    plain, found = (run_processes(2, run, offload) for offload in (NOW, SPECULATING))
     assert_bitwise(found, plain)
 
 
@@ -268,7 +268,7 @@ def _after_backward(optimizer: zero_opt.ShardedOptimizer) -> Any:
     """The placement, once all buckets that have been sent are reduced."""
     engine: Any = optimizer._engine
     for future in engine.reduction._futures:
-        future.result(SECONDS)
+        future.result(PATIENCE_S)
     return placement_of(optimizer)
 
 
@@ -288,17 +288,17 @@ def _alone(act: Callable[[list[nn.Parameter], zero_opt.ShardedOptimizer], Any], 
 def test_a_step_is_begun_in_backward_and_only_committed_by_step() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
         before, state = [param.detach().clone() for param in params], optimizer.state_dict()
-        made = placement_of(optimizer)._worker.drafted
+        made = placement_of(optimizer)._worker.control.drafted
         _backward(params, 1)
         placement = _after_backward(optimizer)
-        placement._worker.wait_drafts(placement._worker.drafted)
-        drafted, buckets = placement._worker.drafted, len(placement._shards)
+        placement._worker.wait_drafts(placement._worker.control.drafted)
+        drafted, buckets = placement._worker.control.drafted, len(placement._shards)
         assert drafted - made == len(placement._drafts) == buckets > 1
         assert_bitwise([param.detach() for param in params], before)
         assert_bitwise(optimizer.state_dict(), state)
         views = dict(optimizer.state[params[0]])
         optimizer.step()
-        assert (placement._worker.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
+        assert (placement._worker.control.drafted, placement.kept, placement.redone) == (drafted, buckets, 0)
         assert optimizer.state[params[0]]["exp_avg"].data_ptr() != views["exp_avg"].data_ptr()
         assert optimizer.state[params[0]]["step"] == 2
 
@@ -356,7 +356,7 @@ def test_steps_are_not_begun_while_most_are_clipped() -> None:
 
 def _sums(placement: Any) -> list[Tensor | None]:
     """What is known of the norm, once the worker has nothing to do."""
-    placement._worker.wait_drafts(placement._worker.drafted)
+    placement._worker.wait_drafts(placement._worker.control.drafted)
     return [sums for shard in placement._shards.values() for sums in shard.bucket.squares()]
 
 
@@ -389,7 +389,7 @@ def test_a_norm_that_is_asked_for_is_summed_before_step() -> None:
 
 def test_nobody_waits_for_sums() -> None:
     def act(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer) -> None:
-        child = placement_of(optimizer)._worker._held.child
+        child = placement_of(optimizer)._worker._handles.child
         os.kill(child.pid, signal.SIGSTOP)
         _backward(params, 1)
         placement = _after_backward(optimizer)
@@ -476,9 +476,9 @@ def test_a_worker_that_cannot_be_had_leaves_the_step_pending(tmp_path: Path) -> 
         _backward(params, 1, size=100.0)
         _after_backward(optimizer)
         placement._worker._policy = zero_opt.WorkerOffload(speculate=True, max_deaths=2)
-        os.kill(placement._worker._held.child.pid, signal.SIGSTOP)
+        os.kill(placement._worker._handles.child.pid, signal.SIGSTOP)
         optimizer.param_groups[0]["lr"] = 0.5  # what was begun is void
-        os.kill(placement._worker._held.child.pid, signal.SIGKILL)
+        os.kill(placement._worker._handles.child.pid, signal.SIGKILL)
         with stillborn_workers(tmp_path), pytest.raises(zero_opt.WorkerDied):
             optimizer.step()
         assert_bitwise([param.detach() for param in params], before)

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
 from test.support.scenario import values
 from test.support.worker_training import NOW, make, make_params
 
-SECONDS = 120  # nothing hangs
 SPECULATING = zero_opt.WorkerOffload(speculate=True)
 
 
@@ -21,7 +21,7 @@ def _backward(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer, 
     torch.autograd.backward(params, [values(step, 1, 0, i, tuple(p.shape)) for i, p in enumerate(params)])
     engine: Any = optimizer._engine
     for future in engine.reduction._futures:
-        future.result(SECONDS)
+        future.result(PATIENCE_S)
     return engine.placement
 
 

@@ -133,19 +133,3 @@ def test_a_process_that_uses_an_accelerator_is_not_confined(used: bool, monkeypa
     split = agreed_split(WorkerOffload(1), AloneGroup())
     assert len(split.worker) == 4
     assert len(split.trainer) == (0 if used else 4)
-
-
-class _Told(AloneGroup):
-    """One of three ranks, that are told alike."""
-
-    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
-        return [payload] * 3
-
-
-@pytest.mark.parametrize(("host", "sharers"), [("some host", 3), ("", 1)])
-def test_ranks_whose_hosts_have_no_name_are_not_known_to_share_one(
-    host: str, sharers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cores, "host_if_known", lambda: host)
-    monkeypatch.setattr(cores, "meet_sharers", lambda count: count)
-    assert cores._agreed_sharers(_Told(), (0, 1)) == sharers

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
-from test.support.worker_trainer import NUMEL, PATIENCE_S, ROLES, Trainer, gone
+from test.support.worker_trainer import NUMEL, ROLES, Trainer, gone
 from zero_opt import OutOfMemory, WorkerDied, WorkerFailed
 from zero_opt.placement.worker import process as worker_process
 from zero_opt.system import shared_memory

@@ -1,0 +1,32 @@
+"""What can be stepped from a file, and in how many bytes of file and memory; builds the placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...comm.groups import Group
+from ...policies import NVMeOffload
+from ...sharding.buckets import GradBucket
+from ..core_sharers import agree_on_threads
+from ..memory import HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
+from ..policy import AdamPolicy
+from .extents import extents_of
+from .placement import NVMePlacement
+from .window_pass import BUFFERS
+
+
+class NVMePolicy(AdamPolicy[NVMeOffload]):
+    """``NVMeOffload``."""
+
+    def build(self, group: Group) -> NVMePlacement:
+        agree_on_threads(self.name, self.threads, group)
+        return NVMePlacement(self.offload, self.inputs.defaults, self.threads)
+
+    def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
+        tally, largest = reduced_gradients(buckets), 0
+        for extent in extents_of(buckets):
+            roles = extent.missing(amsgrad=inputs.amsgrad(extent.group))
+            extent.add_memory(tally, roles)
+            largest = max(largest, extent.window_nbytes(self.offload.window_mb * 2**20, len(roles)) * len(roles))
+        tally["staging", HOST_MEMORY, "windows"] += BUFFERS * largest
+        return tally

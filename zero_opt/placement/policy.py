@@ -1,0 +1,153 @@
+"""The base of what answers for an offload policy: checks, bytes, and building the placement."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..errors import ConfigConflict
+from ..kernels.adam_state import HALVES
+from ..policies import MixedPrecision
+from ..reduction import ReductionPolicy
+from ..sharding.buckets import GradBucket
+from ..system.devices import HOST
+from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
+from .interface import Placement, StretchPlacement
+from .memory import MemoryInputs, Tally
+
+OffloadT = TypeVar("OffloadT")
+ParamStates = Mapping[int, Mapping[str, Any]]
+
+
+class PlacementInputs(NamedTuple):
+    """What a placement is chosen and built from, besides its policy; the same on every rank."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    precision: MixedPrecision
+    reduction: ReductionPolicy
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether a master is to be the parameter and a remainder."""
+        return self.precision.master_dtype == "split"
+
+    @property
+    def is_native_class(self) -> bool:
+        """Whether the class is one of this package's, which step on the CPU alone."""
+        return self.optimizer_class in NATIVE_CLASSES
+
+    @property
+    def class_threads(self) -> int | None:
+        """The class's own argument for how many threads step; ``None`` without one."""
+        return self.defaults.get("threads") if self.is_native_class else None
+
+
+class PlacementPolicy(ABC):
+    """All that an offload policy decides: what can be stepped, as what, in how much memory, and by which placement.
+
+    An optimizer has one, made before anything else. Every method may be called at any time, on any rank alone, except
+    :meth:`build`.
+
+    Attributes:
+        begins_in_backward: whether steps begin while gradients are still being reduced.
+    """
+
+    begins_in_backward = False
+
+    def __init__(self, inputs: PlacementInputs) -> None:
+        self.inputs = inputs
+
+    @abstractmethod
+    def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        """Raise an error for what cannot be stepped as the policy says.
+
+        Args:
+            groups: param groups as the wrapped class completes them.
+            describe: names a parameter, given its number among those of ``groups``.
+
+        Raises:
+            UnsupportedOptimizer, UnsupportedParam, ConfigConflict, NativeUnavailable.
+        """
+
+    @abstractmethod
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
+        """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that cannot be taken."""
+
+    def loadable(self, states: ParamStates) -> ParamStates:
+        """Loaded states, per parameter, without what the placement would keep and not follow."""
+        return without_column_keys(states)
+
+    def steps_by_columns(self, param: Tensor) -> bool:  # noqa: ARG002
+        """Whether the number of steps of a parameter does not follow from how often it had gradients."""
+        return False
+
+    def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:  # noqa: ARG002
+        """The state that a parameter has because it is stepped by columns: a value each, and the shape it grows to."""
+        return {}
+
+    def stepped_as(self, param: Tensor) -> tuple[torch.dtype, torch.device]:
+        """The dtype of what is stepped for a parameter, and the device of its state, where it is not left there."""
+        return torch.float32 if param.dtype in HALVES else param.dtype, HOST
+
+    @abstractmethod
+    def build(self, group: Group) -> Placement:
+        """The placement, without any parameters. Collective."""
+
+    @abstractmethod
+    def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
+        """Bytes that the placement will hold of one rank's buckets, those of reduced gradients among them.
+
+        Args:
+            buckets: of tensors on the meta device; ``bucket.device`` alone says where their parameters will be.
+        """
+
+
+class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
+    """A policy by which the whole shard is stepped in one place.
+
+    Attributes:
+        offload: the policy as the user gave it.
+        delay: steps after which an update arrives.
+        leaves_some: whether a part of the parameters stays on an accelerator.
+    """
+
+    delay = 0
+    leaves_some = False
+
+    def __init__(self, offload: OffloadT, inputs: PlacementInputs) -> None:
+        super().__init__(inputs)
+        self.offload = offload
+
+    @property
+    def name(self) -> str:
+        """The policy's name, for messages."""
+        return type(self.offload).__name__
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads of this process step, as set by the user; ``None`` if not set."""
+        given: int | None = getattr(self.offload, "threads", None)
+        return given or self.inputs.class_threads
+
+    @abstractmethod
+    def build(self, group: Group) -> StretchPlacement: ...
+
+
+class AdamPolicy(SinglePlacePolicy[OffloadT]):
+    """A policy whose placement keeps fp32 masters and Adam's moments, and steps them natively."""
+
+    def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        if self.inputs.splits_masters:
+            raise ConfigConflict(f"{self.name} keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+        check_groups(self.name, self.inputs.optimizer_class, groups)
+        check_params(self.name, [param for group in groups for param in group["params"]], describe)
+
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
+        check_groups(self.name, self.inputs.optimizer_class, groups)
+        check_state(states)

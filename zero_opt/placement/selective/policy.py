@@ -1,0 +1,114 @@
+"""The policy of a shard whose selected columns are stepped at every step, and all others now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.groups import Group
+from ...errors import ConfigConflict, UnsupportedParam
+from ...kernels.adam_state import MOMENTS
+from ...layout import ParamSlice
+from ...policies import Selective
+from ...sharding.buckets import GradBucket
+from ...sharding.flat_param import FlatParam
+from ...system.devices import is_host
+from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
+from ..in_process.policy import add_slice
+from ..in_process.units import slices_of
+from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
+from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy
+from .column_shard import columns_of, home_bucket, is_matrix
+from .column_state import column_places
+from .placement import SelectivePlacement, matrix_members
+from .schedule import selected_count
+
+
+class SelectivePolicy(PlacementPolicy):
+    """``Selective``, within an offload policy.
+
+    Args:
+        home: the policy of what is not selected.
+    """
+
+    def __init__(self, selective: Selective, home: SinglePlacePolicy[Any]) -> None:
+        super().__init__(home.inputs)
+        self._selective, self._inner = selective, home
+
+    def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        params = [param for group in groups for param in group["params"]]
+        if self.inputs.splits_masters:
+            raise ConfigConflict("Selective keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+        if self._inner.leaves_some:
+            raise ConfigConflict(
+                "CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it"
+            )
+        for index, param in enumerate(params):
+            if not is_host(param.device) and self.inputs.is_native_class:
+                raise UnsupportedParam(
+                    f"{describe(index)} is on {param.device}, where Selective leaves a part of it, and "
+                    f"{self.inputs.optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW"
+                )
+        check_groups("Selective", self.inputs.optimizer_class, groups)
+        check_params("Selective", params, describe)
+        self._inner.check(groups, describe)
+
+    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
+        check_groups(self._inner.name, self.inputs.optimizer_class, groups)
+        check_state(states)
+
+    def loadable(self, states: ParamStates) -> ParamStates:
+        return states
+
+    def steps_by_columns(self, param: Tensor) -> bool:
+        return is_matrix(param)
+
+    def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:
+        return column_places(param) if is_matrix(param) else {}
+
+    def build(self, group: Group) -> SelectivePlacement:
+        home, inputs = self._inner, self.inputs
+        built = home.build(group)
+        return SelectivePlacement(
+            self._selective, built, group, inputs.optimizer_class, inputs.defaults, home.delay, home.threads
+        )
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
+        tally, homes = reduced_gradients(buckets), []
+        for bucket in buckets:
+            matrices = matrix_members(bucket)
+            pieces, flats = slices_of(bucket, range(len(bucket.slices)))
+            for at, (piece, flat) in enumerate(zip(pieces, flats, strict=True)):
+                if at in matrices:
+                    self._add_columns(tally, piece, flat, amsgrad=inputs.amsgrad(piece.group))
+                else:
+                    add_slice(tally, inputs, piece, flat, DEVICE, self.stepped_as(flat.param)[0])
+            if matrices:
+                homes.append(home_bucket(bucket, matrices, "meta"))
+        for home in homes:
+            home.writable(keep=False)  # for means of gradients
+            home.device = torch.device(home.layout.device)
+            tally["buffers", HOST_MEMORY, "copies of columns"] += sum(flat.param.nbytes for flat in home.params)
+        for (kind, where, name), nbytes in self._inner.memory(homes, inputs).items():
+            place = ("buffers", HOST_MEMORY, "means of gradients") if kind == "grad_shards" else (kind, where, name)
+            tally[place] += nbytes
+        return tally
+
+    def _add_columns(self, tally: Tally, piece: ParamSlice, flat: FlatParam, *, amsgrad: bool) -> None:
+        """Add what is kept of a matrix's slice beside its home."""
+        columns = columns_of(piece, flat)
+        count, fp32 = selected_count(self._selective.topk_ratio, columns.total), torch.float32.itemsize
+        # A slice within one row has a part of some columns, and so of some of the selected ones: their share of it.
+        here = count if columns.width == columns.total else round(count * columns.width / columns.total)
+        if count < columns.total or self._selective.warmup_steps:
+            tally["staging", HOST_MEMORY, "gradients that wait"] += piece.in_param.numel * fp32
+        tally["masters", DEVICE, "selected columns"] += here * columns.height * fp32
+        for key in (*MOMENTS, *([MAXIMUM] if amsgrad else [])):
+            tally["state", DEVICE, key] += here * columns.height * fp32
+        # Counts of all columns, and numbers of those selected at all, and of those here.
+        tally["buffers", HOST_MEMORY, "columns"] += columns.total * fp32 + (count + columns.width) * 8
