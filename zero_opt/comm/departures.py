@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import PeerLost
@@ -81,14 +81,15 @@ class Departures:
         tell: tells the other ranks about a departure that this one has noticed.
         explain, lives: see :class:`Watch`.
         news: whether other ranks can tell this one about departures.
-        silent: the ranks that are silent.
+        silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
+            for, and that have not answered since.
     """
 
     def __init__(self) -> None:
         self.calls, self.news = 0, False
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
-        self.silent, self._gone = list[int](), False
+        self.silent, self.unanswering, self._gone = list[int](), set[int](), False
         self.tell: Callable[[Departure], None] | None = None
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
@@ -98,7 +99,7 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            self._gone |= departure.how in (How.LOST, How.CUT_OFF)
+            self._gone |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
             if departure.how is How.SILENT:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
@@ -107,13 +108,8 @@ class Departures:
 
     @property
     def given_up(self) -> bool:
-        """Whether any rank is lost, cut off or silent."""
-        return self._gone or bool(self.silent)
-
-    def answered(self, ranks: Collection[int]) -> None:
-        """Note that ranks that may have been silent have answered."""
-        with self._lock:
-            self.silent[:] = [rank for rank in self.silent if rank not in ranks]
+        """Whether any rank is lost, cut off or silent, or does not answer."""
+        return self._gone or bool(self.unanswering)
 
     def find(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""

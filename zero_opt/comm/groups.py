@@ -419,9 +419,7 @@ class SideGroup(Group):
         self._waits.run(call, self.lookout(ASKS))
 
     def looking(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which any thread may wait for messages of ranks of this host that stop, or are killed."""
-        if threading.current_thread() is threading.main_thread():  # see Message.wait()
-            return contextlib.nullcontext()
+        """Return a context in which another thread than the main one waits for a rank, which may stop or be killed."""
         return looked_beside(self.lookout(ASKS, rank), self.interrupt)
 
     def _take_leave(self) -> None:

@@ -219,8 +219,7 @@ class Watch:
         have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
         if waiting:  # what waits can be repeated, so the other ranks need not know
-            for rank in ranks:
-                self.departures.hear(Departure(rank, How.SILENT))
+            self.departures.unanswering.update(ranks)
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
         self._give_up(ranks)
         return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")

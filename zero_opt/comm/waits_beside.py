@@ -9,7 +9,7 @@ from concurrent import futures
 from typing import Any
 
 from ..errors import PeerLost
-from ..system.background_thread import SerialThread
+from ..system.background_thread import CallingThread, SerialThread
 from .peer_watch import LOOK_AGAIN_S
 
 
@@ -17,16 +17,14 @@ class WaitingThread:
     """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
 
     Args:
-        interrupt: ends a wait that is under way, at the interpreter's exit. leaves: whether a wait that its caller
-            leaves goes on; else it is interrupted.
+        interrupt: ends a wait that is under way.
     """
 
-    def __init__(self, interrupt: Callable[[], None], *, leaves: bool = False) -> None:
-        self._interrupt, self._leaves = interrupt, leaves
-        self._thread = SerialThread("zero_opt wait", interrupt)
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
 
     def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
-        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it, or leaves it."""
+        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
         try:
             if self._thread.ended:
                 raise RuntimeError
@@ -39,15 +37,24 @@ class WaitingThread:
                 look()
             future.result(0)
         finally:
-            if not future.done():
+            if not future.done():  # the ranks are not at one point any more
                 self._thread.close()
                 self._thread = SerialThread("zero_opt wait", self._interrupt)
-                if not self._leaves:  # the ranks are not at one point any more
-                    self._interrupt()
+                self._interrupt()
 
     def close(self) -> None:
         """Wait for nothing more."""
         self._thread.close()
+
+
+def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+    """Submit a call to a thread; call it here where the interpreter's exit has begun, which starts no threads."""
+    try:
+        if not thread.ended:
+            return thread.submit(call, *arguments)
+    except RuntimeError:
+        pass
+    return CallingThread().submit(call, *arguments)
 
 
 def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None]]) -> Any:
