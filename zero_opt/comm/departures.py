@@ -91,14 +91,15 @@ class Departures:
         tell: tells the other ranks about a departure that this one has noticed.
         explain, lives: see :class:`Watch`.
         news: whether other ranks can tell this one about departures.
-        unannounced: whether any rank is lost, silent or cut off. silent: the ranks that are silent.
+        silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
+            for, and that have not answered since.
     """
 
     def __init__(self) -> None:
         self.calls, self.news = 0, False
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
-        self.unannounced, self.silent = False, list[int]()
+        self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
         self.tell: Callable[[Departure], None] | None = None
         self.explain: Callable[..., PeerLost | None] = _unexplained
         self.lives: Callable[[int], bool] = _unknown
@@ -108,12 +109,17 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            self.unannounced |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
+            self._unannounced |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
             if departure.how is How.SILENT:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
                 return fresh
             return self._heard.setdefault(departure.rank, departure) is departure
+
+    @property
+    def unannounced(self) -> bool:
+        """Whether any rank is lost, cut off or silent, or does not answer."""
+        return self._unannounced or bool(self.unanswering)
 
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""

@@ -49,7 +49,7 @@ ALONE = "alone"
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
 # What a rank waits for that asks for state, or is asked.
-_ASKS = "this rank waits for its message"
+ASKS = "this rank waits for its message"
 # The tag of Group.move(); no exchange of buckets over the same connections has it.
 _MOVED = NEVER_SENT - 1
 
@@ -206,13 +206,13 @@ class Group:
         """
         return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
 
-    def lookout(self, waiting: str = "") -> Callable[[], None]:
+    def lookout(self, waiting: str = "", only: int | None = None) -> Callable[[], None]:
         """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped.
 
         Args:
-            waiting: says what waits, if not a step.
+            waiting: says what waits, if not a step. only: the rank that is waited for, if not all are.
         """
-        stops = None if self._watch is None else Stops(self._watch, waiting)
+        stops = None if self._watch is None else Stops(self._watch, waiting, only)
         return (lambda: None) if stops is None else stops.look if waiting else stops.attend
 
     @contextlib.contextmanager
@@ -412,17 +412,15 @@ class SideGroup(Group):
     farewell: Callable[[], None] | None = None
     control: Group | None = None
 
-    def lookout(self, waiting: str = "") -> Callable[[], None]:
-        return super().lookout(waiting) if self.control is None else self.control.lookout(waiting)
+    def lookout(self, waiting: str = "", only: int | None = None) -> Callable[[], None]:
+        return super().lookout(waiting, only) if self.control is None else self.control.lookout(waiting, only)
 
     def aside(self, call: Callable[[], None]) -> None:
-        self._waits.run(call, self.lookout(_ASKS))
+        self._waits.run(call, self.lookout(ASKS))
 
-    def looking(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which any thread may wait for messages of ranks of this host that stop, or are killed."""
-        if threading.current_thread() is threading.main_thread():  # see Message.wait()
-            return contextlib.nullcontext()
-        return looked_beside(self.lookout(_ASKS), self.interrupt)
+    def looking(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which another thread than the main one waits for a rank, which may stop or be killed."""
+        return looked_beside(self.lookout(ASKS, rank), self.interrupt)
 
     def _take_leave(self) -> None:
         if self.farewell is not None:

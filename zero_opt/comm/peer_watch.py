@@ -216,11 +216,12 @@ class Watch:
         """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
         if seconds < self._hang_timeout_s:
             return None
-        self._notice_silent(ranks)
         have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
-        if waiting:
+        if waiting:  # what waits can be repeated, so the other ranks need not know
+            self.departures.unanswering.update(ranks)
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
+        self._notice_silent(ranks)
         return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
@@ -403,8 +404,9 @@ class Stops:
     The connections of a rank that was killed stay open as long as a process that it has forked lives.
     """
 
-    def __init__(self, watch: Watch, waiting: str = "") -> None:
-        self._watch, self._waiting = watch, waiting
+    def __init__(self, watch: Watch, waiting: str = "", only: int | None = None) -> None:
+        """``waiting``: see :meth:`Watch.hung`. ``only``: the rank that is waited for, if not all are."""
+        self._watch, self._waiting, self._only = watch, waiting, only
         self._begun = self._looked = time.monotonic()
         self._since: dict[int, float] = {}
         self._ended: dict[int, float] = {}
@@ -425,7 +427,8 @@ class Stops:
         for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
             if now - since >= _ANNOUNCED_S:
                 raise self._watch.leave_lost(rank)
-        self._since = {rank: self._since.get(rank, now) for rank in self._watch.stopped()}
+        stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
         if self._since:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
             if error is not None:

@@ -9,7 +9,7 @@ from concurrent import futures
 from typing import Any
 
 from ..errors import PeerLost
-from ..system.background_thread import SerialThread
+from ..system.background_thread import CallingThread, SerialThread
 from .peer_watch import LOOK_AGAIN_S
 
 
@@ -45,6 +45,16 @@ class WaitingThread:
     def close(self) -> None:
         """Wait for nothing more."""
         self._thread.close()
+
+
+def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+    """Submit a call to a thread; call it here where the interpreter's exit has begun, which starts no threads."""
+    try:
+        if not thread.ended:
+            return thread.submit(call, *arguments)
+    except RuntimeError:
+        pass
+    return CallingThread().submit(call, *arguments)
 
 
 def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None]]) -> Any:

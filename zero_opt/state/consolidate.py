@@ -152,6 +152,11 @@ class IncomingState:
             return run[entry.start : entry.start + entry.numel]
         return None
 
+    def runs_for(self, payload: bytes) -> list[Tensor]:
+        """Make room for a rank's listed entries; return the runs that its messages go to, in their order."""
+        targets = [(entry, self.place(entry)) for entry in listed(payload)]
+        return [target[span] for entry, target in targets if target is not None for span in spans(entry)]
+
     def add_own(self, state: LocalState) -> None:
         """Copy in this rank's own state."""
         for entry in state.entries():

@@ -5,12 +5,17 @@ Every message is a few int64 numbers, except listings and the elements themselve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..comm.peer_watch import WARN_AFTER_S
 from ..comm.transfers import Transfer
+from ..errors import PeerLost, StepDesync
+from ..system.log import log
+from .guard import Verdict
 
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
@@ -59,6 +64,19 @@ class Answer(NamedTuple):
     nbytes: int
     pull: int
 
+    def require_ready(self, rank: int, mine: int) -> None:
+        """Raise an error unless the answering rank has the state of the asking one's step, ``mine``."""
+        if self.code == Verdict.AHEAD.value:
+            raise StepDesync(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {self.step + 1}, or "
+                "loaded or added what this one has not; call it between steps"
+            )
+        if self.code == Verdict.BEHIND.value:
+            raise PeerLost(
+                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {self.step}; let every "
+                "rank take this step, or give them longer with checks=Checks(timeout=...)"
+            )
+
 
 def words_of(*numbers: int) -> Tensor:
     """Return the integers as a tensor that can be sent."""
@@ -68,6 +86,31 @@ def words_of(*numbers: int) -> Tensor:
 def answer_tag(pull: int) -> int:
     """Return the tag of what an asked rank sends; what the asking rank sends has the next tag."""
     return RING_TAG + 1 + 2 * (pull % _PULL_TAGS)
+
+
+class Pull:
+    """A request of this rank for the others' state, whose caller may leave it. Two threads use it at the same time.
+
+    Attributes:
+        number: differs from those of other requests. step: this rank's. heard: the step, where it is known, of each
+            rank that has not sent its listing. waiting: the ranks that wait for this one to say "go" or "stop"; the
+            thread that removes a rank says so. left: whether the caller has left, or has all.
+    """
+
+    def __init__(self, number: int, step: int, ranks: Sequence[int]) -> None:
+        self.number, self.tag, self.step = number, answer_tag(number), step
+        self.heard: dict[int, int | None] = dict.fromkeys(ranks)
+        self.waiting = set[int]()
+        self.left = False
+
+    def warn(self) -> None:
+        """Name, in the log, the ranks that have not sent their listings."""
+        ranks = ", ".join(
+            f"rank {rank}" + ("" if step is None else f" (in step {step})")
+            for rank, step in sorted(self.heard.copy().items())
+        )
+        if ranks:
+            log.warning("state_dict() in step %d has waited %d s for %s", self.step, WARN_AFTER_S, ranks)
 
 
 class Offer(NamedTuple):

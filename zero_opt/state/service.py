@@ -14,6 +14,10 @@ own: READY or why not, then its list of entries. Once the asking rank has made r
 rank after the other. That rank sends its elements, then the error, if there was one. The state of a rank may not change
 until the rank has sent all.
 
+The asking rank waits on a thread beside the caller's, who may leave: by an exception of a signal handler, or since a
+rank is stopped. gloo cannot cancel a wait without ending all connections. So what the thread waits for still comes, and
+is dropped, before the next pull begins. Ranks that have not been told to go are told to stop.
+
 [Note: the end]
 A rank that closes says so round the ring, and serves on until all ranks have closed; the process's exit waits for
 that. No thread can be started by then (Python 3.12). So the thread that listens, which must not wait, answers what is
@@ -38,23 +42,18 @@ import torch
 from torch import Tensor
 
 from ..comm.departures import Departure, Departures, How
-from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.groups import ASKS, SideGroup, bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, first_line
 from ..comm.transfers import Message, Transfer, TransferQueue
-from ..errors import (
-    OptimizerClosed,
-    PeerLost,
-    StateNotConsolidated,
-    StepDesync,
-    ZeroOptError,
-    error_of_rank,
-    name_and_text,
-)
+from ..comm.waits_beside import outcome, submitted
+from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
 from ..sharding.flat_param import FlatParam
+from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
-from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing, spans
+from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing
 from .guard import OnePull, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -67,6 +66,7 @@ from .messages import (
     STOP,
     Answer,
     Offer,
+    Pull,
     RingMessage,
     answer_tag,
     words_of,
@@ -113,12 +113,12 @@ class StateService:
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
-        self._asking = OnePull()
-        self._pulls = 0
+        self._asking, self._beside, self._pulls = OnePull(), SerialThread("zero_opt state wait"), 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
-        # rank has at most three under way. The others may have no receiver.
+        # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
+        self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
         self._answering: set[threading.Thread] = set()
         self._serving = process_exit.Serving()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -190,7 +190,8 @@ class StateService:
             self._capture = self._final = None
         self._serving.end()
         self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
-        self._passed, self._sent = deque(), deque()  # messages keep the connections open
+        self._beside.close()
+        self._passed, self._sent, self._unwanted = deque(), deque(), deque()  # messages keep the connections open
         self._side.close()
         process_exit.running.discard(self)
 
@@ -202,6 +203,7 @@ class StateService:
         """Wait for a message, longer than its sender may wait itself. A message of no bytes is never sent."""
         if into.numel():
             self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
+            self._departures.unanswering.discard(src)
 
     def _receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
         text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -242,7 +244,7 @@ class StateService:
     def _answer(self, message: RingMessage) -> None:
         """Answer one pull from beginning to end."""
         self._use_device()
-        with self._served(message.origin), self._side.looking():
+        with self._served(message.origin), self._side.looking(message.origin):
             offer = self._offer(message)
             if offer is not None:
                 self._deliver(offer)
@@ -312,6 +314,8 @@ class StateService:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change(self._guard.edit_marks()):
                     self._send_elements(offer, offer.state)
+            else:  # gloo cancels a message that nobody holds, and a pull that was left still waits for this one
+                self._unwanted.append((offer.sending, offer.text))
         finally:
             self._guard.leave()
 
@@ -357,94 +361,90 @@ class StateService:
             )
         with self._asking.one(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             own = self._own_state("this rank", self._capture, self._guard.failure)
-            self._pulls += 1
-            unasked = set(self._others)
             try:
-                with self._side.looking():
-                    payloads = self._ask(changes)
+                with self._new_pull() as pull:
+                    payloads = self._wait_beside(self._ask, pull, changes)
                     result = IncomingState(flats)
                     targets = [self._place(result, own, payload) for payload in payloads]
-                    for rank in self._others:
-                        unasked.discard(rank)
-                        self._fetch(rank, targets[rank])
+                    self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
                 raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
-            finally:
-                with contextlib.suppress(RuntimeError):
-                    for rank in unasked:
-                        self._send(rank, answer_tag(self._pulls) + 1, STOP, self._pulls)
             return result.by_param()
+
+    @contextlib.contextmanager
+    def _new_pull(self) -> Iterator[Pull]:
+        """A context of one pull, after which no rank waits for a word of it."""
+        self._pulls += 1
+        pull = Pull(self._pulls, self._guard.step, self._others)
+        warning = threading.Timer(WARN_AFTER_S, pull.warn)
+        process_exit.started(warning)
+        try:
+            yield pull
+        finally:
+            warning.cancel()
+            pull.left = True
+            if pull.waiting:
+                with uninterrupted(), contextlib.suppress(RuntimeError, KeyError):
+                    while True:
+                        self._send(pull.waiting.pop(), pull.tag + 1, STOP, pull.number)
+
+    def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
+        return outcome(submitted(self._beside, call, *arguments), partial(self._side.lookout, ASKS))
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
             raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
-                f"this rank holds only a shard of the state, and another has ended: {self._lost}; restart all ranks "
-                "from a checkpoint"
+                f"the ranks' connections for state_dict() have broken ({self._lost}): call opt.consolidate_state_dict("
+                "to=rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
 
-    def _ask(self, changes: int) -> list[bytes | None]:
+    def _ask(self, pull: Pull, changes: int) -> list[bytes | None]:
         """Ask all ranks; return their listings, ``None`` for this rank."""
-        heard: dict[int, int | None] = dict.fromkeys(self._others)
-        warning = threading.Timer(WARN_AFTER_S, self._warn, [heard])
-        process_exit.started(warning)
-        try:
-            self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, self._pulls, changes)))
-            return [None if rank == self._side.rank else self._answer_of(rank, heard) for rank in range(len(heard) + 1)]
-        finally:
-            warning.cancel()
+        pull.waiting.update(self._others)
+        if pull.left:  # before it began
+            return []
+        self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
+        return [self._answer_of(rank, pull) if rank in pull.heard else None for rank in range(self._side.world_size)]
 
-    def _warn(self, heard: dict[int, int | None]) -> None:
-        ranks = ", ".join(
-            f"rank {rank}" + ("" if step is None else f" (in step {step})") for rank, step in sorted(heard.items())
-        )
-        log.warning("state_dict() in step %d has waited %d s for %s", self._guard.step, WARN_AFTER_S, ranks)
-
-    def _answer_of(self, rank: int, heard: dict[int, int | None]) -> bytes:
-        """Return a rank's listing. ``heard`` has the step of each rank that has not sent one."""
-        tag, mine, answer = answer_tag(self._pulls), self._guard.step, Answer(LATER, 0, 0, 0)
-        while answer.code == LATER or answer.pull != self._pulls:
+    def _answer_of(self, rank: int, pull: Pull) -> bytes:
+        """Return a rank's listing."""
+        tag, answer = pull.tag, Answer(LATER, 0, 0, 0)
+        while answer.code == LATER or answer.pull != pull.number:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
             words = words_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
-            heard[rank] = answer.step
-        if answer.code == Verdict.AHEAD.value:
-            raise StepDesync(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {answer.step + 1}, or "
-                "loaded or added what this one has not; call it between steps"
-            )
-        if answer.code == Verdict.BEHIND.value:
-            raise PeerLost(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {answer.step}; let "
-                "every rank take this step, or give them longer with checks=Checks(timeout=...)"
-            )
+            pull.heard[rank] = answer.step
+        answer.require_ready(rank, pull.step)
         payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(payload))
-        del heard[rank]
+        del pull.heard[rank]
         return payload
 
     def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
         """Make room for a rank's entries; return the runs that its messages go to."""
-        if payload is None:
-            result.add_own(own)
-            return []
-        runs: list[Tensor] = []
-        for entry in listed(payload):
-            target = result.place(entry)
-            if target is not None:
-                runs.extend(target[span] for span in spans(entry))
-        return runs
+        if payload is not None:
+            return result.runs_for(payload)
+        result.add_own(own)
+        return []
 
-    def _fetch(self, rank: int, runs: list[Tensor]) -> None:
-        tag, window, complete, size = answer_tag(self._pulls), TransferQueue(), False, words_of(0)
+    def _fetch_all(self, pull: Pull, targets: list[list[Tensor]]) -> None:
+        """Fill these runs with all ranks' elements, unless the caller has left."""
+        for rank in self._others:
+            pull.waiting.remove(rank)  # KeyError: the caller has left, and does not see it
+            self._fetch(rank, targets[rank], pull)
+
+    def _fetch(self, rank: int, runs: list[Tensor], pull: Pull) -> None:
+        tag, window, complete, size = pull.tag, TransferQueue(), False, words_of(0)
         try:
-            self._send(rank, tag + 1, GO, self._pulls)
+            self._send(rank, tag + 1, GO, pull.number)
             for run in runs:
                 window.add(self._side.receive_from(run, rank, tag), run)
             window.drain()

@@ -120,8 +120,8 @@ class SerialThread:
 
     @property
     def ended(self) -> bool:
-        """Whether interpreter exit has begun, or will not be noticed here, as in a fork: calls would not be run."""
-        return _over.is_set() or (self._thread is not None and not self._thread.is_alive())
+        """Whether calls would not be run: interpreter exit has begun, or this is a fork, or it was closed."""
+        return _over.is_set() or not self._stop.alive or (self._thread is not None and not self._thread.is_alive())
 
     @property
     def is_current(self) -> bool:

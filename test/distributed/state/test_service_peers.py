@@ -199,11 +199,11 @@ def _closed_beside_a_pull(rank: int, world_size: int) -> str:
     asked = service_of(optimizer)
     ask = asked._ask
 
-    def late(changes: int) -> Any:
+    def late(*given: int) -> Any:
         store.set("asks", "")
         while asked._side._pg is not None:
             time.sleep(0.01)
-        return ask(changes)
+        return ask(*given)
 
     asked._ask = late
     with pytest.raises(zero_opt.PeerLost) as caught:

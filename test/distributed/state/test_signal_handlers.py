@@ -42,9 +42,9 @@ def _inside_a_pull(rank: int, world_size: int) -> Any:
         asked: Any = service_of(optimizer)
         ask = asked._ask
 
-        def interrupted(changes: int) -> Any:
+        def interrupted(*given: int) -> Any:
             _interrupt()
-            return ask(changes)
+            return ask(*given)
 
         asked._ask = interrupted
         found = len(optimizer.state_dict()["state"])
