@@ -105,10 +105,10 @@ def _is_stopped_again_and_again(rank: int, world_size: int) -> tuple[int, int, l
             with pytest.raises(zero_opt.PeerSilent, match=r"rank 1 .*repeat the call"):
                 optimizer.state_dict()
         waiting = sum(thread.name == "zero_opt state wait" for thread in threading.enumerate())
-        assert asked._departures.given_up
+        assert asked._departures.unannounced
         os.kill(pids[1], signal.SIGCONT)
         assert _step_of(optimizer) == 2
-        assert not asked._departures.given_up
+        assert not asked._departures.unannounced
         store.set("told", "")
     dist.barrier()
     asks = opened.count(0)
