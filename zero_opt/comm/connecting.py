@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
+from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, until, values
@@ -32,10 +33,9 @@ _OWN_DESCRIPTORS, _THREADS = 4, 3
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
 # Seconds that ranks have to connect, and seconds more for each of them, however long the group's timeout is.
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
-_DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
 # Which limit a message of the operating system or of gloo is about.
 _LIMITS = {
-    "Too many open files": _DESCRIPTOR_LIMIT,
+    "Too many open files": DESCRIPTOR_LIMIT,
     "new thread": THREAD_LIMIT,
     "Resource temporarily unavailable": THREAD_LIMIT,
 }
@@ -66,7 +66,7 @@ def require_descriptors(count: int, purpose: str) -> None:
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise OutOfResources(
-            f"{purpose} needs {count} file descriptors ({error.strerror}); raise the limit of {_DESCRIPTOR_LIMIT}"
+            f"{purpose} needs {count} file descriptors ({error.strerror}); raise the limit of {DESCRIPTOR_LIMIT}"
         ) from error
     finally:
         for fd in opened:
@@ -85,8 +85,8 @@ def _how_to_raise(needed: int, most: int) -> str:
 def _open_descriptors() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux; or not even a descriptor for this
-        return 0
+    except OSError as error:  # not even a descriptor for this; or not Linux
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if error.errno in NO_DESCRIPTORS else 0
 
 
 def _require_threads(count: int) -> None:

@@ -32,7 +32,8 @@ def sharded_state_dict(optimizer: ShardedOptimizer) -> StateDict:
 
     Raises:
         StateDictError: on every rank, if state of one is not tensors, numbers or strings.
-        StorageFailed, OutOfResources: on every rank, if one cannot read its state, or open files for an import.
+        StorageFailed, OutOfResources, OutOfMemory: on every rank, if one cannot read its state, open files,
+            or hold its rows.
         StepPending, StepFailed, OptimizerClosed: as for :meth:`ShardedOptimizer.consolidate_state_dict`.
     """
     _check(optimizer)

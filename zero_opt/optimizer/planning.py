@@ -95,6 +95,7 @@ class Planner:
             with parts.agreement.together():
                 parts.placement.add(added)
         except BaseException:
+            parts.placement.drop(added)
             parts.partition.drop(added)
             raise
         self._reserve_staging(added)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
+from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
@@ -68,6 +69,12 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
 
     def drop_groups(self, kept: int) -> None:
         del self._amsgrad[kept:]
+
+    def drop(self, buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            self._shards.pop(bucket.layout.index, None)
+            for index in bucket.layout.params:
+                self._places.pop(index, None)
 
     def repoint(self, params: Sequence[int]) -> None:
         for index in params:

@@ -68,6 +68,10 @@ class Placement(ABC):
         """
 
     @abstractmethod
+    def drop(self, buckets: Sequence[GradBucket]) -> None:
+        """Take back the last :meth:`add`, which another rank could not join, if this rank could."""
+
+    @abstractmethod
     def repoint(self, params: Sequence[int]) -> None:
         """Follow parameters, given by global index, whose data moved."""
 

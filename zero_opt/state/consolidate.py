@@ -23,6 +23,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
+from ..system.shared_memory import allocation_errors
 from .state_dict import StatesByIndex, torch_dtype
 
 # Tensors up to this many elements (step counts) travel inside the listing.
@@ -136,7 +137,15 @@ class IncomingState:
         self._states: StatesByIndex = {}
 
     def place(self, entry: Entry) -> Tensor | None:
-        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
+        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline.
+
+        Raises:
+            OutOfMemory: there is none.
+        """
+        with allocation_errors("the optimizer's full state"):
+            return self._place(entry)
+
+    def _place(self, entry: Entry) -> Tensor | None:
         state = self._states.setdefault(entry.param, {})
         if not entry.travels:
             state[entry.key] = small_value(entry)
@@ -228,7 +237,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     Raises:
         ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
         StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
-            cannot be read.
+            cannot be read. OutOfMemory: on every rank, if ``to`` has no room.
     """
     group, mine = agreement.group, b""
     local = LocalState.of(placement, partition)
@@ -236,9 +245,15 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         check_rank(to, group.world_size, "to")
         mine = listing(local)
     agreement.on_contents([("rank to consolidate to", to)])
+    payloads = group.all_gather_bytes(mine)
     result = IncomingState(partition.flats) if group.rank == to else None
+    places: list[Iterator[Tensor | None]] = []
+    with agreement.together():
+        for src, payload in enumerate(payloads):
+            entries = listed(payload) if result is not None and src != to else []
+            places.append(iter([result.place(entry) for entry in entries] if result is not None else []))
     window, failed = TransferQueue(), list[Exception]()
-    for src, payload in enumerate(group.all_gather_bytes(mine)):
+    for src, payload in enumerate(payloads):
         if src == to:
             if result is not None:
                 try:
@@ -247,7 +262,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
                     failed.append(error)
             continue
         for entry in listed(payload):
-            target = None if result is None else result.place(entry)
+            target = next(places[src], None)
             sent = chunks_to_send(local, entry, failed) if group.rank == src else iter(())
             for span in spans(entry):
                 chunk = next(sent, None if target is None else target[span])

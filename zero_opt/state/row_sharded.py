@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..layout import ParamSlice, Span
 from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
+from ..system.shared_memory import allocation_errors
 from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
 from .state_dict import StatesByIndex, cut, torch_dtype
 
@@ -111,35 +113,42 @@ class ShardedState:
 
         Raises:
             StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
-                cannot be read.
+                cannot be read. OutOfMemory: on every rank, if one has no room.
         """
         mine, failed = b"", list[Exception]()
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition)
             mine = listing(local)
+        listings = [listed(payload) for payload in self._group.all_gather_bytes(mine)]
         runs: dict[tuple[int, str], Tensor] = {}
         result: StatesByIndex = {}
-        for owner, payload in enumerate(self._group.all_gather_bytes(mine)):
-            for entry in listed(payload):
-                state = result.setdefault(entry.param, {})
-                if not entry.travels:
-                    state[entry.key] = small_value(entry)
+        with self._agreement.together(), allocation_errors("sharded_state_dict()"):
+            for entry in chain.from_iterable(listings):
+                self._place(entry, runs, result.setdefault(entry.param, {}))
+        for owner, entries in enumerate(listings):
+            for entry in entries:
+                rows = runs.get((entry.param, entry.key)) if entry.travels else None
+                if rows is None:
                     continue
-                form = self._form(entry)
-                if not form.numel:
-                    state[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
-                    continue
-                if entry.key not in state:
-                    numel = form.run(self._group.rank, self._group.world_size).numel
-                    run = runs[entry.param, entry.key] = torch.empty(numel, dtype=form.dtype, device="cpu")
-                    state[entry.key] = form.wrap(run, self._group)
-                source = None
+                source, form = None, self._form(entry)
                 if owner == self._group.rank:
                     source = read_to_send(partial(_on_host, local, entry), entry.numel, form.dtype, failed)
-                self._to_rows(owner, entry, form, source, runs[entry.param, entry.key])
+                self._to_rows(owner, entry, form, source, rows)
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
         return {index: result[index] for index in sorted(result)}
+
+    def _place(self, entry: Entry, runs: dict[tuple[int, str], Tensor], state: dict[str, Any]) -> None:
+        """Make room for this rank's rows of an entry, unless another rank's entry has, and add them to ``state``."""
+        form = self._form(entry) if entry.travels else None
+        if form is None:
+            state[entry.key] = small_value(entry)
+        elif not form.numel:
+            state[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+        elif entry.key not in state:
+            numel = form.run(self._group.rank, self._group.world_size).numel
+            run = runs[entry.param, entry.key] = torch.empty(numel, dtype=form.dtype, device="cpu")
+            state[entry.key] = form.wrap(run, self._group)
 
     def _form(self, entry: Entry) -> Form:
         dtype = torch_dtype(entry.dtype)

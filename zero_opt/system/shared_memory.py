@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..errors import OutOfMemory, mib
+from ..errors import OutOfMemory, OutOfResources, mib
 
 PAGE = mmap.PAGESIZE
 
@@ -167,8 +167,10 @@ class GrowingArena(Arena):
 # how much memory there is
 
 
-# Also of the last two, that there are no descriptors left: memory is mapped by one.
-_REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+_REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC)
+# Memory is mapped by a descriptor.
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
 
 
 def require_memory(nbytes: int, what: str) -> None:
@@ -186,15 +188,37 @@ def require_memory(nbytes: int, what: str) -> None:
 
 @contextlib.contextmanager
 def memory_errors(nbytes: int, what: str) -> Iterator[None]:
-    """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory."""
+    """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory.
+
+    Raises:
+        OutOfMemory: it does. OutOfResources: it refuses a file descriptor for the memory.
+    """
     try:
         yield
     except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+            raise OutOfResources(
+                f"{what} needs a file descriptor ({error}); raise the limit of {DESCRIPTOR_LIMIT}"
+            ) from error
         if isinstance(error, OSError) and error.errno not in _REFUSED:
             raise
         raise OutOfMemory(
             f"{what} needs {mib(nbytes)} of host memory, and the system refuses it ({error}) though "
             f"{mib(memory_left())} may still be had; see the limits of this process (ulimit -a)"
+        ) from error
+
+
+@contextlib.contextmanager
+def allocation_errors(what: str) -> Iterator[None]:
+    """Within it, that torch's allocator of host memory gets none is an OutOfMemory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        text = (str(error) or "MemoryError").splitlines()[0]
+        raise OutOfMemory(
+            f"{what} gets no host memory; see the limits of this process (ulimit -a) and of its memory cgroups ({text})"
         ) from error
 
 

@@ -87,6 +87,16 @@ def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(
         assert message.startswith(f"rank {world_size - 1}: ") == (rank != world_size - 1)
 
 
+def test_descriptors_are_counted_by_the_limit_where_there_is_none_to_count_them() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert connecting._open_descriptors() == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert connecting._open_descriptors() > 3
+
+
 # -- what fails in the middle -----------------------------------------------------------------------------------------
 
 

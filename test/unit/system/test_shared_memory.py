@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -9,8 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_opt import OutOfMemory
-from zero_opt.system.shared_memory import PAGE, Arena, GrowingArena, memory_left, page_aligned, require_memory
+from zero_opt import OutOfMemory, OutOfResources
+from zero_opt.system.shared_memory import (
+    PAGE,
+    Arena,
+    GrowingArena,
+    allocation_errors,
+    memory_errors,
+    memory_left,
+    page_aligned,
+    require_memory,
+)
 
 
 def test_pages() -> None:
@@ -154,3 +164,29 @@ def test_more_memory_than_there_is() -> None:
     with pytest.raises(OutOfMemory, match=r"this needs [\d,]+\.0 MiB of host memory, and [\d,]+\.\d MiB may") as caught:
         require_memory(1 << 50, "this")
     assert isinstance(caught.value, MemoryError)
+
+
+# -- what the system refuses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_memory_without_a_descriptor(number: int) -> None:
+    raising = pytest.raises(OutOfResources, match=r"it needs a file descriptor .*raise the limit of file descriptors")
+    with raising, memory_errors(PAGE, "it"):
+        raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EFBIG, errno.ENOSPC])
+def test_memory_that_is_refused(number: int) -> None:
+    raising = pytest.raises(OutOfMemory, match=r"it needs 4,096 bytes of host memory, and the system refuses it")
+    with raising, memory_errors(PAGE, "it"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_memory_that_torch_s_allocator_does_not_get() -> None:
+    raising = pytest.raises(OutOfMemory, match=r"it gets no host memory; .*ulimit -a.*DefaultCPUAllocator")
+    with raising, allocation_errors("it"):
+        torch.empty(1 << 56, dtype=torch.uint8, device="cpu")
+    for other in (RuntimeError("another"), OSError(errno.ENOMEM, "another")):
+        with pytest.raises(type(other), match="another"), allocation_errors("it"):
+            raise other

@@ -86,6 +86,16 @@ class DevicePlacement(StretchPlacement):
                 group["params"].extend(unit.stepped)
         self._units.update(made)
 
+    def drop(self, buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            for unit in self._units.pop(bucket.layout.index, ()):
+                group, dropped = self._optimizer.param_groups[bucket.layout.group], set(map(id, unit.stepped))
+                group["params"] = [param for param in group["params"] if id(param) not in dropped]
+                for param in unit.stepped:
+                    self._optimizer.state.pop(param, None)
+                for piece in unit.pieces:
+                    del self._places[piece.param]
+
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
         assert self._inner is not None, "add_group comes first"

@@ -47,16 +47,15 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        if not buckets:
-            return
-        first = buckets[0].layout.index
-        # What another rank could not take in was dropped again, and is planned anew.
-        kept = [extent for extent in self._extents if extent.shards[0][1].index < first]
-        self._extend([*kept, *extents_of(buckets)])
+        self._extend([*self._extents, *extents_of(buckets)])
         self._shards = {shard.index: shard for extent in self._extents for _, shard in extent.shards}
         self._places = {
             piece.param: (shard, at) for shard in self._shards.values() for at, piece in enumerate(shard.pieces)
         }
+
+    def drop(self, buckets: Sequence[GradBucket]) -> None:
+        super().drop(buckets)
+        self._extend([extent for extent in self._extents if extent.shards[0][1].index in self._shards])
 
     def _extend(self, extents: list[Extent]) -> None:
         """Give all arrays of these a place that have none yet, and forget what else there is."""

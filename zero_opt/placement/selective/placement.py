@@ -95,12 +95,29 @@ class SelectivePlacement(Placement):
             self._totals.update(matrices)
             if len(matrices) < len(bucket.params):
                 self._small_buckets.add(bucket.layout.index)
-        self._selector = Selector(self._policy.topk_ratio, dict(sorted(self._totals.items())), self._group)
+        self._select_from_all()
         self._shards.update(added)
         for shard in added.values():
             for position, piece in enumerate(shard.pieces):
                 self._places[piece.param] = (shard, position)
                 self._load_slice(piece.param, {}, self._first_columns(piece.param))
+
+    def drop(self, buckets: Sequence[GradBucket]) -> None:
+        indices = [bucket.layout.index for bucket in buckets]
+        self._inner.drop([self._shards.pop(index).home for index in indices if index in self._shards])
+        self._small.drop(buckets)
+        self._small_buckets.difference_update(indices)
+        for bucket in buckets:
+            self._buckets.pop(bucket.layout.index, None)
+            for index in bucket.layout.params:
+                self._totals.pop(index, None)
+                self._places.pop(index, None)
+                self._shown.pop(index, None)
+        self._select_from_all()
+
+    def _select_from_all(self) -> None:
+        """Let columns of every matrix be selected, on whatever rank it lies."""
+        self._selector = Selector(self._policy.topk_ratio, dict(sorted(self._totals.items())), self._group)
 
     def repoint(self, params: Sequence[int]) -> None:
         self._small.repoint([index for index in params if index not in self._totals])
