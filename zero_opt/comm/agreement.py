@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
+from ..system.shared_memory import allocation_errors
 from .groups import Group, bytes_tensor, tensor_bytes
 
 _HEADER = struct.Struct("<qqqBdQqQ")
@@ -105,6 +106,10 @@ class StepAgreement:
     same_edits: bool = True
     abandoned: Sequence[int] = ()
     rounds_by: Sequence[int] = ()
+
+
+# In place of a digest: this rank could not compute one.
+_NO_DIGEST = bytes(hashlib.sha256().digest_size)
 
 
 class Agreement:
@@ -267,13 +272,21 @@ class Agreement:
         A fixed-size digest is compared; the entries travel only when digests differ.
 
         Raises:
-            RankMismatch: on every rank, naming the first entry that differs and both values.
+            RankMismatch: on every rank, naming the first entry that differs and both values. ZeroOptError: on every
+                rank, what the iterator of the entries raises on one.
         """
-        listed = [[name, value] for name, value in entries]
-        encoded = json.dumps(listed).encode()
-        digest = hashlib.sha256(encoded).digest()
-        digests = self.group.all_gather(bytes_tensor(digest))
-        if all(torch.equal(digests[0], other) for other in digests):
+        failure: Exception | None = None
+        encoded, digest = b"", _NO_DIGEST
+        try:
+            with allocation_errors("the comparison of parameters between ranks"):
+                encoded = json.dumps([[name, value] for name, value in entries]).encode()
+            digest = hashlib.sha256(encoded).digest()
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            failure = error
+        digests = [tensor_bytes(other) for other in self.group.all_gather(bytes_tensor(digest))]
+        if _NO_DIGEST in digests:
+            self.raise_first_error(failure)
+        if all(digests[0] == other for other in digests):
             return
         gathered = [json.loads(payload) for payload in self.group.all_gather_bytes(encoded)]
         for rank, other in enumerate(gathered):

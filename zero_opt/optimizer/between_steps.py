@@ -70,7 +70,7 @@ class BetweenSteps(Engine):
         """
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
         self.skips, self.begun = 0, False
-        self._loaded = self._closed = False
+        self._loaded = self._half_loaded = self._closed = False
         self._params_may_differ = False  # ranks may not have all of each other's updates
         self._digest = HyperDigest()
         parts = EngineParts(config, groups, owner or user, describe, self.unscale)
@@ -269,6 +269,7 @@ class BetweenSteps(Engine):
         self._planner.plan(mask_of(states))
         mine = parts.full.own_part(states)
         self._guard.begin(parts.patience_s)
+        self._half_loaded = True
         with self._guard.telling_why(), self.agreement.together():  # a disk may have failed since that was checked
             self.placement.load(mine, loaded.groups)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
@@ -280,6 +281,7 @@ class BetweenSteps(Engine):
         self._guard.note_failure(None)
         self.gather.forget_failure()
         self._guard.commit(self.count.step)
+        self._half_loaded = False
 
     # -- memory, and the end ------------------------------------------------------------------------------------------
 

@@ -27,7 +27,15 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
-from ..errors import ConfigConflict, ConfigTypeError, StepDesync, StepFailed, UnsupportedParam, ZeroOptError
+from ..errors import (
+    ConfigConflict,
+    ConfigTypeError,
+    StateDictError,
+    StepDesync,
+    StepFailed,
+    UnsupportedParam,
+    ZeroOptError,
+)
 from ..layout import mask_of
 from ..reduction import DDPHookReduction, GradShard, OwnRounds
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure
@@ -89,7 +97,13 @@ class ShardedEngine(BetweenSteps):
 
     def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
-        error = self._parked.error() or self._guard.tell_untold_failure() or self._adopt_edits()
+        error: ZeroOptError | None = self._parked.error() or self._guard.tell_untold_failure()
+        if self._half_loaded:
+            error = StateDictError(
+                "load_state_dict() has ended with an error after it had begun to write, so the state is that of no "
+                "step; load a checkpoint on all ranks"
+            )
+        error = error or self._adopt_edits()
         try:
             self._follow_moved()
         except UnsupportedParam as unsupported:

@@ -150,7 +150,9 @@ class IncomingState:
         if not entry.travels:
             state[entry.key] = small_value(entry)
         elif entry.kind == "tensor":
-            full = state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+            if entry.key not in state:
+                state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
+            full: Tensor = state[entry.key]
             return full.view(-1)
         else:
             flat = self._flats[entry.param]
@@ -249,9 +251,8 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     result = IncomingState(partition.flats) if group.rank == to else None
     places: list[Iterator[Tensor | None]] = []
     with agreement.together():
-        for src, payload in enumerate(payloads):
-            entries = listed(payload) if result is not None and src != to else []
-            places.append(iter([result.place(entry) for entry in entries] if result is not None else []))
+        for payload in payloads:
+            places.append(iter(() if result is None else [result.place(entry) for entry in listed(payload)]))
     window, failed = TransferQueue(), list[Exception]()
     for src, payload in enumerate(payloads):
         if src == to:

@@ -184,7 +184,7 @@ class StateService:
     def _end(self) -> None:
         """End the threads, and drop state and connections: no rank can ask any more, and none can be asked."""
         self._jobs.put(None)
-        for thread in [*self._answering, self._delivering]:
+        for thread in filter(threading.Thread.is_alive, [*self._answering, self._delivering]):
             thread.join(_INTERRUPTION_S)
         with self._condition:
             self._capture = self._final = None

@@ -11,6 +11,7 @@ import torch
 import zero_opt
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
+from zero_opt.optimizer import contents
 from zero_opt.state.consolidate import IncomingState
 from zero_opt.state.row_sharded import ShardedState
 
@@ -59,3 +60,22 @@ def test_of_a_rank_that_reads_state_alone() -> None:
     found = run_processes(2, _without_memory, lambda optimizer: optimizer.state_dict(), IncomingState, False)
     assert [step for _, step in found] == [3.0, 3.0]
     assert found[1][0]
+
+
+def _values_without_memory(rank: int, world_size: int) -> str:
+    params, optimizer = make_stepped(2)
+    added = [torch.nn.Parameter(torch.ones(20))]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(contents, "value_digest", _too_much)
+        with pytest.raises(zero_opt.OutOfMemory, match="the comparison of parameters between ranks") as caught:
+            optimizer.add_param_group({"params": added})
+    optimizer.add_param_group({"params": added})
+    take_step([*params, *added], optimizer)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_to_compare_values_with() -> None:
+    first, second = run_processes(2, _values_without_memory)
+    assert first == f"rank 1: {second}"

@@ -16,7 +16,7 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.interrupts import uninterrupted
 from ...system.log import log
-from ...system.shared_memory import require_memory
+from ...system.shared_memory import memory_errors, require_memory
 from ..adam_placement import NativePlacement
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
@@ -71,8 +71,10 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             windows += extent.windows(self._window_bytes, len(windows))
         largest = max((window.total_nbytes for window, _ in windows), default=0)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
-            require_memory(BUFFERS * largest, f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}")
-            self._buffers = [Buffer(largest) for _ in range(BUFFERS)]
+            what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
+            require_memory(BUFFERS * largest, what)
+            with memory_errors(BUFFERS * largest, what):
+                self._buffers = [Buffer(largest) for _ in range(BUFFERS)]
         self._extents, self._windows = extents, windows
 
     @property
