@@ -61,7 +61,7 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
         StateDictError: on every rank, naming what does not fit on one. RankMismatch: the ranks give different things.
     """
     _check(optimizer)
-    optimizer.load_state_dict(optimizer._on_all(partial(_saved, state_dict), "load_sharded_state_dict()"))
+    optimizer.load_state_dict(optimizer._checked_on_all(partial(_saved, state_dict)))
 
 
 def _check(optimizer: object) -> None:

@@ -14,7 +14,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class OneCall:
-    """What one optimizer is in the middle of.
+    """The calls that one optimizer is in.
 
     Only ``state_dict()`` may be called beside another call, since :class:`StateGuard` keeps readers and changes apart.
     Other calls are refused at once: inside a call that waits for the other ranks, they would wait for themselves.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -322,10 +321,12 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             StepPending: a delayed step is pending; :meth:`flush` brings it in.
             OptimizerClosed: closed with a step pending that was lost.
         """
-        read = partial(self._one_call.read, self._engine.state_dict)
         if not asked_by_load():
-            return self._with_hooks(read)
-        return self._with_hooks(lambda: with_places(read(), self.param_groups, self._config))
+            return self._with_hooks(self._read)
+        return self._with_hooks(lambda: with_places(self._read(), self.param_groups, self._config))
+
+    def _read(self) -> StateDict:
+        return self._one_call.read(self._engine.state_dict)
 
     def _with_hooks(self, make: Callable[[], StateDict]) -> StateDict:
         """Return the state dict that ``make`` returns, after the user's state dict hooks."""
@@ -370,10 +371,10 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     # -- for checkpoint.py, ddp_hook.py and torch ---------------------------------------------------------------------
 
     @one_call("load_sharded_state_dict()")
-    def _on_all(self, make: Callable[[], StateDict], call: str) -> StateDict:
+    def _checked_on_all(self, make: Callable[[], StateDict]) -> StateDict:
         """Return what ``make`` returns, or raise on all ranks what it raises on one. Collective."""
         self._require_open()
-        with self._engine.together(call):
+        with self._engine.together("load_sharded_state_dict()"):
             return make()
 
     @one_call("sharded_state_dict()")

@@ -150,3 +150,22 @@ def _closure_calls(rank: int, world_size: int) -> list[Any]:
 def test_a_closure_may_call_them() -> None:
     for *params, plain in run_processes(2, _closure_calls):
         assert params == plain
+
+
+def _hook_calls(rank: int, world_size: int) -> list[Any]:
+    params, optimizer = make_stepped(1)
+    optimizer.register_step_pre_hook(lambda *_: optimizer.clip_grad_norm_(1e9) and None)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    optimizer.register_state_dict_pre_hook(lambda _: optimizer.consolidate_state_dict())
+    optimizer.register_load_state_dict_pre_hook(lambda *_: optimizer.flush())
+    optimizer.register_load_state_dict_post_hook(lambda _: optimizer.zero_grad())
+    take_step(params, optimizer)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    plain, _ = make_stepped(2)
+    return [p.tolist() for p in params] + [[p.tolist() for p in plain]]
+
+
+def test_hooks_may_call_them() -> None:
+    for *params, plain in run_processes(2, _hook_calls):
+        assert params == plain
