@@ -31,6 +31,7 @@ from .dtensors.mesh_params import admit
 from .interface import Engine
 from .loading import Loaded, fitted_shards
 from .offload_state import Parked
+from .one_call import OneCall
 from .parts import EngineParts
 from .planning import Planner
 from .process_groups import OwnGroups
@@ -41,6 +42,8 @@ _IDLE_S = 1.0
 
 class JoinableOptimizer(torch.optim.Optimizer, Joinable):
     """The type of the optimizer that users see."""
+
+    _one_call: OneCall
 
 
 class BetweenSteps(Engine):
@@ -69,7 +72,7 @@ class BetweenSteps(Engine):
             parked: the state that is away from its device.
         """
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
-        self.skips, self.begun = 0, False
+        self._one_call, self.skips, self.begun = user._one_call, 0, False
         self._loaded = self._half_loaded = self._closed = False
         self._params_may_differ = False  # ranks may not have all of each other's updates
         self._digest = HyperDigest()

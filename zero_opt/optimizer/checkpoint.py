@@ -62,15 +62,18 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
         StateDictError: on every rank, naming what does not fit on one. RankMismatch: the ranks give different things.
     """
     _check(optimizer)
-    with optimizer._together("load_sharded_state_dict()"):
-        real = _real_state(state_dict)
-        saved = {key: real if key == "state" else value for key, value in state_dict.items() if key != _WITH_STATE}
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(optimizer._checked_on_all(partial(_saved, state_dict)))
 
 
 def _check(optimizer: object) -> None:
     if not isinstance(optimizer, ShardedOptimizer):
         raise ConfigTypeError(f"optimizer must be a ShardedOptimizer, got {type(optimizer).__name__}")
+
+
+def _saved(state_dict: Mapping[str, Any]) -> StateDict:
+    """Return the state dict as it was before :func:`sharded_state_dict` added places."""
+    real = _real_state(state_dict)
+    return {key: real if key == "state" else value for key, value in state_dict.items() if key != _WITH_STATE}
 
 
 def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:

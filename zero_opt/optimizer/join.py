@@ -15,6 +15,7 @@ from ..comm.groups import Group, agreed_group
 from ..sharding.param_groups import following, hypers_of
 from ..system.devices import HOST, carries
 from .interface import Engine
+from .one_call import OneCall, one_call
 
 
 class ShadowSteps(JoinHook):
@@ -78,6 +79,7 @@ class UnevenInputs(Joinable):
     """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
 
     _engine: Engine
+    _one_call: OneCall
     param_groups: list[dict[str, Any]]
     _replan: Callable[[], None]
 
@@ -89,6 +91,7 @@ class UnevenInputs(Joinable):
         """
         return ShadowSteps(self._shadow_step, lambda: self._engine.forget_epoch())
 
+    @one_call("a step under Join")
     @following
     def _shadow_step(self) -> None:
         self._engine.shadow_step()

@@ -46,6 +46,7 @@ from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .join import follow_hypers
 from .loss_scale import overflowed, unscaling
+from .one_call import one_call
 
 
 class ShardedEngine(BetweenSteps):
@@ -254,6 +255,7 @@ class ShardedEngine(BetweenSteps):
             (self.reduction.scale_in_step if widened else self.reduction.scale)(clip_factor(norm, max_norm))
         return norm
 
+    @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
         agreed, shards = self.reduce()
         if agreed.absent:

@@ -30,6 +30,7 @@ from .join import UnevenInputs
 from .loading import asked_by_load, joined, with_places
 from .loss_scale import unscaling
 from .offload_state import Parked
+from .one_call import OneCall, one_call
 from .process_groups import OwnGroups
 from .sharded import ShardedEngine
 from .single_rank import SingleRank
@@ -58,7 +59,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
     :meth:`add_param_group`, :meth:`clip_grad_norm_`, :meth:`consolidate_state_dict` and :meth:`load_state_dict`
-    together.
+    together. While a call of a method is under way, a signal handler and other threads may call :meth:`state_dict`
+    alone: of any other method that changes the optimizer, or is collective, they get StepDesync. Closures may call all.
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
@@ -84,6 +86,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     ) -> None:
         params = run_once(params)
         self._process_group, self._parked, self._closed = process_group, Parked(), False
+        self._one_call = OneCall()
         Joinable.__init__(self)
         parent = None if any(map(is_dtensor, params_of(params))) else agreed_group(process_group)
         alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
@@ -175,6 +178,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """Return the name that messages give the parameter with a global index."""
         return param_name(self.param_groups, index)
 
+    @one_call("opt.add_param_group()")
     @torch.inference_mode(False)
     @following
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -191,6 +195,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    @one_call("opt.step()")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
@@ -212,7 +217,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
         def noted() -> Any:
             assert closure is not None
-            losses.append(closure())
+            losses.append(self._one_call.outside(closure))
+            self._require_open()
             return losses[-1]
 
         try:  # a class may take something else than a closure
@@ -221,6 +227,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             self._replan()
         return self._engine.step(losses.pop if losses else None, options)
 
+    @one_call("opt.zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
         super().zero_grad(set_to_none)
@@ -231,6 +238,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._require_open()
         return self._engine.no_sync()
 
+    @one_call("opt.clip_grad_norm_()")
     @torch.no_grad()
     @following
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -247,6 +255,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """How often :meth:`step` has left parameters and state alone, under ``Checks(nonfinite="skip")``."""
         return self._engine.skips
 
+    @one_call("opt.flush()")
     def flush(self) -> None:
         """Return when every parameter on this rank is up to date. Collective.
 
@@ -262,6 +271,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         with torch.no_grad():
             self._engine.flush()
 
+    @one_call("opt.offload_state()")
     def offload_state(self) -> None:
         """Give the parameters' device the memory of state, masters and reduced gradients until :meth:`reload_state`.
 
@@ -272,6 +282,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._engine.leave_device()
         self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
 
+    @one_call("opt.reload_state()")
     def reload_state(self) -> None:
         """Undo :meth:`offload_state`."""
         self._engine.come_back()
@@ -279,6 +290,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    @one_call("opt.consolidate_state_dict()")
     @following
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
@@ -310,8 +322,11 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             OptimizerClosed: closed with a step pending that was lost.
         """
         if not asked_by_load():
-            return self._with_hooks(self._engine.state_dict)
-        return self._with_hooks(lambda: with_places(self._engine.state_dict(), self.param_groups, self._config))
+            return self._with_hooks(self._read)
+        return self._with_hooks(lambda: with_places(self._read(), self.param_groups, self._config))
+
+    def _read(self) -> StateDict:
+        return self._one_call.read(self._engine.state_dict)
 
     def _with_hooks(self, make: Callable[[], StateDict]) -> StateDict:
         """Return the state dict that ``make`` returns, after the user's state dict hooks."""
@@ -347,6 +362,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @one_call("opt.load_state_dict()")
     @torch.inference_mode(False)
     @following
     def _load(self, state_dict: StateDict, *, strict: bool) -> None:
@@ -354,10 +370,14 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     # -- for checkpoint.py, ddp_hook.py and torch ---------------------------------------------------------------------
 
-    def _together(self, call: str) -> AbstractContextManager[None]:
+    @one_call("load_sharded_state_dict()")
+    def _checked_on_all(self, make: Callable[[], StateDict]) -> StateDict:
+        """Return what ``make`` returns, or raise on all ranks what it raises on one. Collective."""
         self._require_open()
-        return self._engine.together(call)
+        with self._engine.together("load_sharded_state_dict()"):
+            return make()
 
+    @one_call("sharded_state_dict()")
     @following
     def _rows(self) -> dict[int, dict[str, Any]]:
         """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
@@ -398,6 +418,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" in state:
+            self._one_call = OneCall()
             super().__setstate__(state)
         else:  # the wrapped class's own form; the class completes one that an older version of it wrote
             self._engine.set_state(state)
@@ -405,6 +426,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    @one_call("opt.close()")
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 

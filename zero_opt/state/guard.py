@@ -105,32 +105,40 @@ class StateGuard:
         self.failure: Exception | None = None
         self._told = False
         self._condition = threading.Condition()
-        self._readers = 0
-        self._changing = self._final = False
+        self._readers = self._own_readers = 0
+        self._waiting = self._changing = self._final = False
         self._broken: tuple[type[BaseException], str] | None = None
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def begin(self, patience_s: float) -> None:
-        """Wait until no thread reads the state, and let none begin to.
+        """Wait until no thread reads the state, and let none begin to; none of this rank's begins meanwhile either.
 
         Raises:
-            PeerLost: another rank still reads after ``patience_s`` seconds.
+            PeerLost: another rank, or a thread of this one, still reads after ``patience_s`` seconds.
         """
-        begun, warned = time.monotonic(), False
         with self._condition:
-            while self._readers:
-                waited = time.monotonic() - begun
-                if waited > patience_s:
-                    raise PeerLost(
-                        f"another rank has been reading the state of step {self.step} for {waited:.0f} s; give it "
-                        "longer with checks=Checks(timeout=...)"
-                    )
-                if waited > WARN_AFTER_S and not warned:
-                    warned = True
-                    log.warning("step %d waits for a state_dict() of the state before it", self.step)
-                self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
-            self._changing, self._broken = True, None
+            self._waiting = True
+            try:
+                self._wait_for_readers(patience_s)
+                self._changing, self._broken = True, None
+            finally:
+                self._waiting = False
+
+    def _wait_for_readers(self, patience_s: float) -> None:
+        begun, warned = time.monotonic(), False
+        while self._readers:
+            waited = time.monotonic() - begun
+            if waited > patience_s:
+                reader = "state_dict() on another thread of this rank" if self._own_readers else "another rank"
+                raise PeerLost(
+                    f"{reader} has been reading the state of step {self.step} for {waited:.0f} s; give it longer "
+                    "with checks=Checks(timeout=...)"
+                )
+            if waited > WARN_AFTER_S and not warned:
+                warned = True
+                log.warning("step %d waits for a state_dict() of the state before it", self.step)
+            self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
 
     @contextmanager
     def changing(self, patience_s: float, step: int) -> Iterator[None]:
@@ -279,25 +287,29 @@ class StateGuard:
         """Read the state as it is, and yield the number of changes.
 
         Raises:
-            StepDesync: the state is being changed, or a change has failed half-way. PeerLost: as a rank was lost.
+            StepDesync: the state is being changed, a change waits for its turn, which readers that come again and again
+                would never leave it, or one has failed half-way. PeerLost: as a rank was lost.
         """
         with self._condition:
             self.require_readable()
             self._readers += 1
+            self._own_readers += 1
             changes = self.changes
         try:
             yield changes
         finally:
-            self.leave()
+            with self._condition:
+                self._own_readers -= 1
+                self.leave()
 
     @property
     def is_changing(self) -> bool:
-        """Whether the state is being changed, or a change has failed half-way."""
-        return self._changing
+        """Whether the state is being changed or a change waits for its turn, or one has failed half-way."""
+        return self._changing or self._waiting
 
     def require_readable(self) -> None:
         """Raise the error of :meth:`reading` if there is one."""
-        if self._changing:
+        if self.is_changing:
             raise self._refusal()
 
     def _refusal(self) -> PeerLost | StepDesync:

@@ -57,6 +57,46 @@ def test_a_reader_that_stays_is_not_waited_for_for_ever() -> None:
     guard.begin(0.05)
 
 
+def test_a_change_that_waits_goes_before_a_new_reader() -> None:
+    guard, refused = StateGuard(), ""
+    thread = threading.Thread(target=guard.begin, args=(300,))
+    with guard.reading():
+        thread.start()
+        end = time.monotonic() + 20
+        while not refused and time.monotonic() < end:
+            try:
+                with guard.reading():
+                    time.sleep(0.01)
+            except StepDesync as error:
+                refused = str(error)
+        assert refused.startswith("state_dict() was called while step 0 is being taken; call it between steps")
+        assert guard.admit(0) is Verdict.READY  # another rank's reader, whose own change has begun to wait
+        guard.leave()
+        assert thread.is_alive()
+    thread.join(300)
+    guard.commit(step=1)
+    with guard.reading() as changes:
+        assert changes == 1
+
+
+def test_after_a_change_that_has_waited_in_vain_there_may_be_readers() -> None:
+    guard = StateGuard()
+    assert guard.admit(0) is Verdict.READY
+    with pytest.raises(PeerLost, match=r"^another rank has been reading the state of step 0 "):
+        guard.begin(0.05)
+    with guard.reading():
+        pass
+
+
+def test_a_change_names_the_thread_of_its_own_rank_that_reads() -> None:
+    guard = StateGuard()
+    with (
+        guard.reading(),
+        pytest.raises(PeerLost, match=r"^state_dict\(\) on another thread of this rank has been reading"),
+    ):
+        guard.begin(0.05)
+
+
 def test_a_reader_waits_for_what_is_to_come() -> None:
     guard = StateGuard()
     found: list[Verdict] = []
