@@ -28,7 +28,7 @@ class How(enum.IntEnum):
     FAILED = 2  # an exception has ended its program
     LOST = 3  # it has announced nothing: it was killed, or its host does not answer
     SILENT = 4  # another rank has given up waiting for it; it may still come
-    INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended its wait for the others; its program may go on
+    INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended a call there that all ranks make; its program may go on
     CUT_OFF = 6  # a connection to it has broken although it lives
 
 
@@ -61,8 +61,9 @@ class Departure(NamedTuple):
             How.FAILED: f"{name} has ended its program with an exception {when}; look at its log, and "
             "restart all ranks from the last checkpoint",
             How.LOST: f"{name} {waiting}; restart all ranks from the last checkpoint",
-            How.INTERRUPTED: f"{name} has left training {when}, because an exception there (Ctrl-C, or a signal "
-            "handler's) has ended its wait for the other ranks; restart all ranks from the last checkpoint",
+            How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a "
+            "signal handler, has ended a call that all ranks make; look at its log, and restart all ranks from the "
+            "last checkpoint",
             How.CUT_OFF: f"{name} cannot reach each other any more: the network drops packets (only large ones, where "
             "a link's MTU is too small), or one is stopped on its host; restart all ranks from the last checkpoint",
         }[self.how]

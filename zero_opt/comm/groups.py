@@ -29,7 +29,7 @@ from .connecting import Connecting
 from .departures import Departures
 from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
 from .keepalive import HostLimits
-from .peer_watch import Stops, Watch
+from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .store import c10d
 from .transfers import Gathered, Message, Transfer, peer_lost, start
@@ -216,13 +216,13 @@ class Group:
         return (lambda: None) if stops is None else stops.look if waiting else stops.attend
 
     @contextlib.contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Return a context of waits for other ranks in a step; see :meth:`Watch.interrupted`."""
+    def exchanging(self, what: str = WAIT) -> Iterator[None]:
+        """Return a context of waits for other ranks in a step, or of ``what``; see :meth:`Watch.interrupted`."""
         try:
             yield
         except BaseException as error:
             if self._watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
-                self._watch.interrupted(error)
+                self._watch.interrupted(error, what)
             raise
 
     def awaits(self, rank: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
-from ..system.interrupts import uninterrupted
+from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
@@ -63,11 +63,17 @@ def done_within(work: Any, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
         return True
-    except RuntimeError:
+    except RuntimeError as error:
+        if by_handler(error):
+            raise
         if not work.is_completed():
             return False
     work.wait()  # over since: raises where it has failed
     return True
+
+
+# What something else than what a rank waits for has ended.
+WAIT = "its wait for the other ranks in"
 
 
 class Watch:
@@ -125,21 +131,21 @@ class Watch:
         except PeerLost:
             raise
         except BaseException as error:
-            if isinstance(error, RuntimeError) and (work is None or work.is_completed()):
+            over = work is None or work.is_completed()
+            if over and isinstance(error, RuntimeError) and not by_handler(error):
                 raise self._explain_error(error, patience.waited) or error from error
             self.interrupted(error)
             raise
 
-    def interrupted(self, error: BaseException) -> None:
-        """Leave training, once something else than what this rank waits for has ended its wait; tell the others."""
+    def interrupted(self, error: BaseException, what: str = WAIT) -> None:
+        """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them."""
         if self._given_up is not None:
             return
         with uninterrupted():
             if self.departures.tell is not None:
                 self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
             self._leave(
-                f"{type(error).__name__} has ended its wait for the other ranks in {self.where}; restart all ranks "
-                "from the last checkpoint"
+                f"{type(error).__name__} has ended {what} {self.where}; restart all ranks from the last checkpoint"
             )
 
     def mark(self) -> None:
@@ -239,11 +245,13 @@ class Watch:
         if not missing:
             return None
         self._notice_silent(missing)
-        have, does = ("have", "they do") if len(missing) > 1 else ("has", "it does")
+        have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
+        if not set(missing) <= self._near.keys():  # of another host nothing else is known
+            does += ", and whether a process has ended of which a forked child keeps the connections open"
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return self._leave(
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does} (py-spy dump), or wait longer with "
+            f"{self.alone(missing)}; look at what {does}, or wait longer with "
             f"{self.timeout} ({text})"
         )
 
@@ -356,9 +364,11 @@ class Watch:
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
         try:
-            return self._thread.submit(call).result(_STORE_S)
-        except (futures.TimeoutError, RuntimeError):
+            asked = self._thread.submit(call)
+        except RuntimeError:  # this process can get no thread
             return None
+        futures.wait([asked], _STORE_S)  # raises nothing but what a signal handler does
+        return asked.result(0) if asked.done() and not isinstance(asked.exception(0), RuntimeError) else None
 
     def close(self) -> None:
         """Ask the store nothing more."""

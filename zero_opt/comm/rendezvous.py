@@ -20,7 +20,7 @@ import math
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ from ..errors import (
     name_and_text,
 )
 from ..system.devices import HOST
+from ..system.interrupts import by_handler
 from ..system.log import log
 from .departures import Departures
 from .keepalive import HostLimits
@@ -92,6 +93,16 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
             "torch.distributed.init_process_group() before constructing ShardedOptimizer"
         )
     return None
+
+
+def ended_by(error: BaseException, name: str, call: str) -> str:
+    """Return what other ranks are told once an exception has ended, on the rank of that name, a call outside of a step.
+
+    Args:
+        call: what the user has called, which can be repeated.
+    """
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"an exception on {name} ({said}) has ended {call} there; call it again on every rank, or restart all"
 
 
 def refuse(error: ZeroOptError) -> None:
@@ -149,6 +160,7 @@ class Meeting:
         self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
         self._place = _meeting_place(self._key, self._number)
         self._absent: list[int] = []
+        self._calls: Sequence[str] = ()
         self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
 
     def come(self, obstacle: ZeroOptError | None = None) -> None:
@@ -158,9 +170,9 @@ class Meeting:
             obstacle: why this rank cannot go on, if so; raised on all ranks.
 
         Raises:
-            RankMismatch: another rank has been passed another group. PeerSilent: a rank does not come in time, or is
-                stopped. PeerLost: one has ended, its host is silent, or the store is lost. ZeroOptError: a rank's
-                error.
+            RankMismatch: another rank has been passed another group, or is in another call. PeerSilent: a rank does not
+                come in time, or is stopped. PeerLost: one has ended, its host is silent, an exception has ended its
+                call, or the store is lost. ZeroOptError: a rank's error.
         """
         met, come_s = False, self._patience.come_s
         try:
@@ -172,7 +184,7 @@ class Meeting:
                     f"{self._named()} did not come to {self._call} in {come_s:.1f} s; {self._come}, or give them "
                     "longer with init_process_group(timeout=...)"
                 )
-        except ZeroOptError as error:
+        except BaseException as error:
             self.leave(error)
             raise
         finally:
@@ -184,10 +196,20 @@ class Meeting:
         self._place, self._stops = default_store(self.name), Stops(self.watch, self._waiting)
 
     def leave(self, error: BaseException) -> None:
-        """Let the others hear of the error with which this rank leaves, unless another rank has left before."""
-        said = json.dumps([self.rank, *name_and_text(error), [[self._key, self._number]]])
+        """Let the others hear of the error with which this rank leaves, unless another rank has left before.
+
+        An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
+        """
+        told = error if isinstance(error, ZeroOptError) else PeerLost(ended_by(error, f"rank {self.rank}", self._call))
+        said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]]])
+
+        def put() -> None:
+            self._place.compare_set(_FAILED, "", said)
+            if self.name:  # others may know already that this rank has come, and go on
+                default_store(self.name).compare_set(_FAILED, "", said)
+
         with contextlib.suppress(PeerLost):
-            self.ask(self._place.compare_set, _FAILED, "", said)
+            self.ask(put)
 
     def look(self) -> None:
         """Raise the error with which another rank has left, or that of a rank of this host that is stopped or dead."""
@@ -202,7 +224,8 @@ class Meeting:
 
     def _arrive(self) -> bool:
         """Say that this rank has come; returns whether all have."""
-        self._place.set(f"came/{self.rank}", json.dumps([uuid.uuid4().hex, ProcessIdentity.of_this_process()]))
+        said = [uuid.uuid4().hex, ProcessIdentity.of_this_process(), self._call]
+        self._place.set(f"came/{self.rank}", json.dumps(said))
         return self._complete()
 
     def _complete(self) -> bool:
@@ -212,13 +235,17 @@ class Meeting:
         came = values(self._place, self._keys("came"))
         name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
         if name != self.name:
-            ranks = [ProcessIdentity(*json.loads(said)[1]) for said in came]
+            _, identities, self._calls = zip(*map(json.loads, came), strict=True)
+            ranks = [ProcessIdentity(*identity) for identity in identities]
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             departures = self._patience.departures or Departures()
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts, departures)
             default_store(name).set(f"seen/{self.rank}", "")
-        return bool(default_store(name).check(self._keys("seen")))
+        complete = bool(default_store(name).check(self._keys("seen")))
+        if complete:
+            _require_same(self._calls)
+        return complete
 
     def _look_around(self, waited: float) -> None:
         """Look around, if it is time to, ``waited`` seconds after the beginning.
@@ -296,6 +323,8 @@ class Meeting:
             try:
                 self._parent.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
             except RuntimeError as error:
+                if by_handler(error):
+                    raise
                 return PeerLost(
                     f"rank {rank} has ended, or its host does not answer, while another waited for it in "
                     f"{self._call}; look at its log, and restart all ranks ({first_line(error)})"
@@ -306,6 +335,15 @@ class Meeting:
         """Return names of the ranks that have not come."""
         others = f"one or more of the other ranks ({len(self._key[1]) - 1})"
         return ", ".join(f"rank {rank}" for rank in self._absent) or others
+
+
+def _require_same(calls: Sequence[str]) -> None:
+    """Raise RankMismatch unless all ranks are in the same call."""
+    for rank, call in enumerate(calls):
+        if call != calls[0]:
+            raise RankMismatch(
+                f"rank 0 called {calls[0]} where rank {rank} called {call}; every rank must call both, in one order"
+            )
 
 
 def _meeting_place(key: Key, number: int) -> Any:

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, PeerSilent
+from ..errors import PeerLost, PeerSilent, ZeroOptError
 from ..policies import Checks, waited_for
 from .connecting import Connecting, made_by_all
 from .departures import Departure, Departures, How
 from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
-from .peer_watch import Watch, first_line
-from .rendezvous import Patience
+from .peer_watch import WAIT, Watch, first_line
+from .rendezvous import Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
 _SAYING_S = 5.0
@@ -58,10 +58,9 @@ class _CallWatch(Watch):
 
         return self._ask(behind) or []
 
-    def interrupted(self, error: BaseException) -> None:
-        name = self.name([self._rank])
-        self._why = f"an exception on {name} (Ctrl-C, or a signal handler's) has ended {self.call} there; call it again"
-        super().interrupted(error)
+    def interrupted(self, error: BaseException, what: str = WAIT) -> None:
+        self._why = ended_by(error, self.name([self._rank]), self.call)
+        super().interrupted(error, what)
 
     def _leave(self, text: str) -> PeerSilent:
         if self._given_up is None:
@@ -126,8 +125,13 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
             limits.hold()
             group.watch(connecting.watch)
             departures.leave, connecting.watch.call = group.disconnect, call
-            yield group
-            group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
+            try:
+                yield group
+                group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
+            except BaseException as error:
+                if not isinstance(error, ZeroOptError):  # between two waits
+                    connecting.watch.interrupted(error)
+                raise
         finally:
             departures.forget()
             group.close()

@@ -16,7 +16,7 @@ this order, on the user's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -52,6 +52,8 @@ from .one_call import one_call
 class ShardedEngine(BetweenSteps):
     """The engine that reduces gradients, steps this rank's shards, and gathers the parameters; see the module."""
 
+    _sends = False  # whether a call of all ranks may have sent a message
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo  # what torch.compile cannot trace, it calls
@@ -61,10 +63,26 @@ class ShardedEngine(BetweenSteps):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if not overflowed(self._user):
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self._of_all_ranks():
                 agreed, shards = self.reduce()
                 self._update(agreed, shards, unscaling(self._user))
         return loss
+
+    @contextmanager
+    def _of_all_ranks(self) -> Iterator[None]:
+        """A context of what every rank does. An exception that ends it on this rank alone is the end of training here.
+
+        It is not where the exception comes before the first message, so that this rank can repeat the call; nor where
+        the other ranks are told of it, as of our own errors and of a step's failure.
+        """
+        self._sends = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._sends or isinstance(error, ZeroOptError) or error is self._guard.failure:
+                raise
+            with self._groups.control.exchanging("its part of"):
+                raise
 
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
@@ -84,7 +102,9 @@ class ShardedEngine(BetweenSteps):
         """
         self.placement.require_own()
         self.gather.flush()
-        own = self.reduction.send_rest(error or self._take_over_edits(), absent=absent)
+        error = error or self._take_over_edits()
+        self._sends = True
+        own = self.reduction.send_rest(error, absent=absent)
         agreed = self.agree(own, clip_to, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
         shards = self.reduction.collect(agreed)
@@ -243,8 +263,9 @@ class ShardedEngine(BetweenSteps):
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:
             error = refused
-        _, shards = self.reduce(limit, error=error)
-        return self._clip(shards, limit)
+        with self._of_all_ranks():
+            _, shards = self.reduce(limit, error=error)
+            return self._clip(shards, limit)
 
     def _clip(self, shards: Sequence[GradShard], max_norm: float) -> Tensor:
         """Clip reduced gradients, unless they will be skipped; return the norm before. Collective."""
@@ -257,14 +278,15 @@ class ShardedEngine(BetweenSteps):
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
-        agreed, shards = self.reduce()
-        if agreed.absent:
-            raise ConfigConflict(
-                "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
-            )
-        finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
-        self.reduction.scale(inv_scale)
-        return self.agreement.any(not finite)
+        with self._of_all_ranks():
+            agreed, shards = self.reduce()
+            if agreed.absent:
+                raise ConfigConflict(
+                    "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
+                )
+            finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
+            self.reduction.scale(inv_scale)
+            return self.agreement.any(not finite)
 
     def measure(self, shards: Sequence[GradShard]) -> Measured:
         """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective."""
@@ -293,11 +315,12 @@ class ShardedEngine(BetweenSteps):
         for param in self.parts.params:
             param.grad = None
         self.zero_grad()
-        agreed, shards = self.reduce(absent=True)
-        while agreed.clip_to is not None:
-            self._clip(shards, agreed.clip_to)
+        with self._of_all_ranks():
             agreed, shards = self.reduce(absent=True)
-        self._update(agreed, shards, 1.0)
+            while agreed.clip_to is not None:
+                self._clip(shards, agreed.clip_to)
+                agreed, shards = self.reduce(absent=True)
+            self._update(agreed, shards, 1.0)
 
     def forget_epoch(self) -> None:
         self.count.epoch = 0

@@ -11,6 +11,7 @@ from ..errors import StateDictError, StepDesync, ZeroOptError
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough
 from ..sharding.partition import Partition
+from ..system.interrupts import uninterrupted
 from .guard import CALL_LATER
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
@@ -96,14 +97,24 @@ class VisibleState:
 
     def _adopt_all(self) -> None:
         try:
-            changed = [self._adopt_slice(piece) for piece in self._pieces]
-            self.dropped |= self._stand_ins.take_dropped()
-            if any(changed):
-                self._show_live()
+            self._adopt_slices()
         except ZeroOptError:
             raise
-        except Exception as error:
-            raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
+        except Exception:
+            with uninterrupted():  # what a signal handler has raised is not raised again
+                try:
+                    self._adopt_slices()
+                except ZeroOptError:
+                    raise
+                except Exception as error:
+                    raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
+            raise
+
+    def _adopt_slices(self) -> None:
+        changed = [self._adopt_slice(piece) for piece in self._pieces]
+        self.dropped |= self._stand_ins.take_dropped()
+        if any(changed):
+            self._show_live()
 
     def _adopt_slice(self, piece: ParamSlice) -> bool:
         """Return whether the placement's live state of a slice is another object than the user's entry."""

@@ -1,4 +1,4 @@
-"""Stretches of code in which a Ctrl-C, or another signal that has a handler in Python, must not fall."""
+"""Stretches of code in which no Ctrl-C, nor another signal with a handler in Python, must fall; errors of handlers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+_PACKAGE = __name__.partition(".")[0]
 # Those that programs handle. A handler may raise, or call state_dict().
 _SIGNALS = (
     signal.SIGINT,
@@ -18,6 +19,20 @@ _SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+
+
+def by_handler(error: BaseException) -> bool:
+    """Return whether a signal handler has raised the error that the caller has caught.
+
+    To be asked where all else that raises is native code, called by this library: what it raises has passed no other
+    function of Python, and a handler is one.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 @contextlib.contextmanager

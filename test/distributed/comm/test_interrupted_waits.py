@@ -18,6 +18,10 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import process_identity
+from zero_opt.comm.groups import Group
+from zero_opt.optimizer.sharded import ShardedEngine
+from zero_opt.sharding.gather import ParamGather
+from zero_opt.state.visible_state import VisibleState
 
 
 class _Alarm(RuntimeError):
@@ -119,3 +123,81 @@ def _interrupt() -> float:
 
 def test_outside_of_waits_nothing_is_given_up() -> None:
     run_processes(2, _interrupted_between_calls)
+
+
+# -- between the waits of one call ------------------------------------------------------------------------------------
+
+
+def _strike(*_: Any, **__: Any) -> bool:
+    signal.raise_signal(signal.SIGALRM)
+    return True
+
+
+def _begins(group: Group, begin: Callable[[], Any], *given: Any) -> None:
+    """Stands for ``Group._run``: the signal falls while gloo begins, before there is anything to wait for."""
+    assert group._watch is not None
+    group._watch.wait(lambda: (_strike(), begin())[1])
+
+
+# What the signal falls into; only :func:`_begins` is in a wait.
+MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "report sent": (ShardedEngine, "_accept_edits", _strike),
+    "norm": (ShardedEngine, "measure", _strike),
+    "gather": (ParamGather, "begin", _strike),
+    "bucket": (ParamGather, "start", _strike),
+    "begin": (Group, "_run", _begins),
+}
+
+
+def _is_struck(rank: int, world_size: int, moment: str, how: str, first: str) -> Any:
+    params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002), max_grad_norm=0.1)
+    if rank:
+        return _said(lambda: CALLS[first](params, optimizer)), _said(lambda: take_step(params, optimizer))
+    signal.signal(signal.SIGALRM, lambda *_: _raise(how))
+    with pytest.MonkeyPatch.context() as patch:
+        owner, name, stand_in = MOMENTS[moment]
+        patch.setattr(owner, name, stand_in)
+        with pytest.raises(HOWS[how]):
+            CALLS[first](params, optimizer)
+    return _said(lambda: take_step(params, optimizer)), _said(lambda: CALLS["load"](params, optimizer))
+
+
+def _raise(how: str) -> None:
+    raise HOWS[how]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("first", "moment"), [*(("step", moment) for moment in MOMENTS), ("clip", "norm"), ("clip", "report sent")]
+)
+def test_so_is_a_call_that_ends_between_its_messages(first: str, moment: str, how: str) -> None:
+    """Later messages would meet those that the other ranks have sent in that call."""
+    found = run_processes(2, _is_struck, moment, how, first)
+    for name, text in found[0]:
+        assert name == "PeerSilent", text
+        what = "wait for the other ranks in" if moment == "begin" else "part of"
+        assert text.startswith(f"this rank has left training, because {HOWS[how].__name__} has ended its {what}"), text
+    _require([[], *found[1:]], how)
+
+
+def _is_struck_before_the_report(rank: int, world_size: int, how: str) -> Any:
+    """In the look at the user's edits; the step is repeated there, and goes well."""
+    params, optimizer = make_stepped(2)
+    optimizer.zero_grad()
+    torch.autograd.backward(params, [torch.full_like(param, 0.5) for param in params])
+    if rank == 0:
+        adopt_slice, moments = VisibleState._adopt_slice, iter(range(1000))
+        signal.signal(signal.SIGALRM, lambda *_: _raise(how))
+        with pytest.MonkeyPatch.context() as patch:
+            struck: Any = lambda *given: (next(moments) or _strike(), adopt_slice(*given))[1]  # noqa: E731
+            patch.setattr(VisibleState, "_adopt_slice", struck)
+            with pytest.raises(HOWS[how]):
+                optimizer.step()
+    optimizer.step()
+    return float(optimizer.state_dict()["state"][0]["step"])
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_step_that_ends_before_its_first_message_can_be_repeated(how: str) -> None:
+    """The error is the handler's own, and none about the user's edits."""
+    assert run_processes(2, _is_struck_before_the_report, how) == [3.0, 3.0]

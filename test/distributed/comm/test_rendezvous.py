@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import rendezvous, store
 from zero_opt.comm.connecting import Connecting
+from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
 
 MOST_SECONDS = 60
@@ -141,6 +143,73 @@ def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error()
         assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning
 
 
+# -- calls that are left ----------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Any] = {
+    "ShardedOptimizer()": lambda rank: _train(None, rank),
+    "broadcast_params()": lambda rank: zero_opt.broadcast_params(torch.nn.Linear(3, 3)),
+}
+# Where a signal falls while a rank is in such a call; the first is before the others have come.
+PLACES: dict[str, tuple[type, str]] = {
+    "waiting": (rendezvous.Meeting, "_look_around"),
+    "connecting": (Connecting, "meet"),
+    "between messages": (Group, "broadcast"),
+}
+
+
+def _leaves_a_call(rank: int, world_size: int, first: str, place: str, error: type[BaseException]) -> str:
+    """Rank 0 leaves the call by its signal handler's exception; all repeat it then, and make the other one."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        if place == "waiting":
+            store.wait(["left"], timedelta(seconds=PATIENCE_S))
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            CALLS[first](rank)
+    else:
+        signal.signal(signal.SIGALRM, lambda *_: _raise(error))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*PLACES[place], lambda *_: signal.raise_signal(signal.SIGALRM))
+            with pytest.raises(error):
+                CALLS[first](rank)
+        store.set("left", "")
+    for call in (first, *CALLS, first):  # the ranks have met equally often
+        CALLS[call](rank)
+    return str(caught.value) if rank else ""
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("by a signal handler")
+
+
+@pytest.mark.parametrize(
+    ("first", "place", "error"),
+    [
+        *product(CALLS, ["waiting"], [KeyboardInterrupt, RuntimeError]),
+        *product(CALLS, ["connecting"], [KeyboardInterrupt]),
+        ("broadcast_params()", "between messages", RuntimeError),
+    ],
+)
+def test_a_call_that_is_left_is_known_to_ranks_that_come_later(
+    first: str, place: str, error: type[BaseException]
+) -> None:
+    for said in run_processes(2, _leaves_a_call, first, place, error)[1:]:
+        what = f"an exception on rank 0 ({error.__name__}: by a signal handler) has ended {first} there; call it again"
+        assert said.startswith(what), said
+
+
+def _in_different_calls(rank: int, world_size: int) -> str:
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        list(CALLS.values())[rank](rank)
+    for call in CALLS.values():
+        call(rank)
+    return str(caught.value)
+
+
+def test_ranks_in_different_calls_hear_which() -> None:
+    both = "rank 0 called ShardedOptimizer() where rank 1 called broadcast_params(); every rank must call both"
+    assert all(said.startswith(both) for said in run_processes(2, _in_different_calls))
+
+
 # -- ranks that are stopped, or end -----------------------------------------------------------------------------------
 
 
@@ -225,7 +294,7 @@ def _earlier_group(rank: int, world_size: int) -> Tensor:
         ended.wait(PATIENCE_S)
         left = ProcessIdentity.of_this_process()
         for other, pid in ((1, ended.pid), (2, left.pid)):
-            place.set(f"came/{other}", json.dumps(["earlier", left._replace(pid=pid)]))
+            place.set(f"came/{other}", json.dumps(["earlier", left._replace(pid=pid), "broadcast_params()"]))
         _store_of_ranks().set("left", "")
     elif rank == 1:
         _store_of_ranks().wait(["looked"], timedelta(seconds=PATIENCE_S))
