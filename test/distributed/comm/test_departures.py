@@ -158,12 +158,12 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
     if rank == 1:
 
         def fail(*arguments: object, **options: object) -> None:
+            _leave(optimizer, "fails")
             raise SystemError("training went wrong")
 
         optimizer._engine.reduction._reduce = fail  # type: ignore[union-attr]
         with pytest.raises(SystemError):
             take_step(params, optimizer)
-        _leave(optimizer, "fails")
         return None
     said = _lost_in(lambda: take_step(params, optimizer))
     optimizer.close()
