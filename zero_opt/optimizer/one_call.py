@@ -26,7 +26,7 @@ class OneCall:
 
     def __init__(self) -> None:
         self.under_way: str | None = None
-        self.reading: frozenset[int] = frozenset()
+        self.reading = set[int]()
 
     def refusal(self, call: str, under_way: str | None) -> StepDesync:
         """Return the error for a call that begins while another one is under way."""
@@ -45,11 +45,11 @@ class OneCall:
         thread = get_ident()
         if thread in self.reading:
             return state_dict()
-        self.reading |= {thread}
         try:
+            self.reading.add(thread)
             return state_dict()
         finally:
-            self.reading -= {thread}
+            self.reading.discard(thread)
 
     def outside(self, closure: Callable[[], _Read]) -> _Read:
         """Return what the user's closure returns, which may call the optimizer as if no call were under way.

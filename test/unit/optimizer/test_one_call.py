@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from test.support.failures import PATIENCE_S
 from zero_opt.errors import StepDesync
 from zero_opt.optimizer.one_call import OneCall, one_call
 
@@ -102,3 +104,23 @@ def test_state_dict_may_be_called_beside_but_nothing_inside_it() -> None:
     subject._one_call.read(lambda: subject._one_call.read(read))
     subject.step(lambda: subject._one_call.read(str))
     assert subject.done == ["step", "step"]
+
+
+def test_threads_that_read_at_one_time_leave_nothing_behind() -> None:
+    one, both = OneCall(), threading.Barrier(2)
+
+    def reads() -> None:
+        both.wait(PATIENCE_S)
+        for _ in range(20_000):
+            one.read(lambda: None)
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other = threading.Thread(target=reads)
+        other.start()
+        reads()
+        other.join(PATIENCE_S)
+    finally:
+        sys.setswitchinterval(switching)
+    assert not one.reading
