@@ -67,10 +67,15 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
     Raises:
-        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
+        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists; the group was destroyed; or this
+            rank is not a member.
     """
     if process_group is not None:
         if isinstance(process_group, dist.ProcessGroup):
+            if process_group not in dist.distributed_c10d._world.pg_map:
+                raise ProcessGroupError(
+                    "process_group was destroyed, or torch.distributed.new_group() has not made it; pass one that exists"
+                )
             return process_group
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ProcessGroupError("this rank is not a member of the process_group it passed")

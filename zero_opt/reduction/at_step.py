@@ -54,7 +54,8 @@ class AtStepReduction(GradReduction):
         super().__init__(parts)
         self._sparse = SparseGrads(parts)
         self._reduced: _Signature | None = None
-        self._shards: list[GradShard] = []
+        self._used = 0  # a bit per parameter that had a gradient on any rank
+        self._with_sparse = False
         self._scaled = False  # since the last step, after they were reduced
         self._sequence = 0
         self._alone = False
@@ -77,7 +78,12 @@ class AtStepReduction(GradReduction):
             self._scaled, self.step_factor = False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._reduced = _Signature(self._parts.all_params)
-        return self._shards
+        return self._shards()
+
+    def _shards(self) -> list[GradShard]:
+        """Return the reduced gradients, where they may be written to; see [Note: who owns a shard's memory]."""
+        shards = self._parts.shards(self._used)
+        return self._sparse.merge(shards) if self._with_sparse else shards
 
     def _conflict(self, params: Sequence[Tensor]) -> GradientConflict | None:
         """Look for another reducer where gradients come for the first time."""
@@ -105,14 +111,14 @@ class AtStepReduction(GradReduction):
             overwrite = [False] * len(bucket.slices)
             bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
         self._partition.join()
-        self._shards = self._sparse.merge(parts.shards(used)) if sparse else parts.shards(used)
+        self._used, self._with_sparse = used, sparse
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`. Scales ``p.grad`` too, to which the next backward may add."""
         self._scaled = True
         params = self._parts.all_params
         scale_([param.grad.detach() for param in params if param.grad is not None], factor)
-        scale_([grad for shard in self._shards for grad in shard.grads if grad is not None], factor)
+        scale_([grad for shard in self._shards() for grad in shard.grads if grad is not None], factor)
         self._reduced = _Signature(params)
 
     def scale_in_step(self, factor: Tensor) -> None:

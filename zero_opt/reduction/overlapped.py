@@ -14,7 +14,7 @@ parameters were planned gives another: the one in which buckets were completed o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -26,11 +26,12 @@ from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
+from ..layout import mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad
-from .dropped_grads import require_same_restarts
+from .dropped_grads import Restarts, require_same_restarts
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
@@ -41,7 +42,8 @@ class OverlappedReduction(GradReduction):
 
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
-    slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so.
+    slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, and ``_held`` those of
+    which earlier rounds are part of the sum, as far as this rank knows.
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
@@ -55,11 +57,12 @@ class OverlappedReduction(GradReduction):
         self._sync = True
         self._consumed: dict[int, ConsumedGrad] = {}
         self._live: set[int] = set()
+        self._held: set[int] = set()
         self._shown: set[int] = set()
         self._void: Future[bool] | None = None
         self._launch_order: list[int] = []
         self._active: list[int] = []
-        self._active_as_sent: list[int] = []  # as of send_rest(): the ranks may plan more buckets after it
+        self._collecting = False  # from send_rest() to the end of collect(), between which ranks may plan more buckets
         self._completed: list[int] | None = []
         self._planned_in_step = False
         self._spoiled = False
@@ -70,7 +73,8 @@ class OverlappedReduction(GradReduction):
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
         self._rounds, self._next = 0, 0
-        self._restarted: set[int] = set()
+        self._restarted: set[int] = set()  # dropped or zeroed, though part of the sum
+        self._restarted_late: set[int] = set()  # of these, after the first round
         self._futures: list[Future[bool]] = []
 
     def _forget_backwards(self) -> None:
@@ -91,7 +95,7 @@ class OverlappedReduction(GradReduction):
                 self._squares.append(bucket.reader)
             self._launch_order.append(bucket.layout.index)
         self._completed, self._planned_in_step = [], True
-        if not self._fills:
+        if not self._fills and not self._collecting:
             self._activate()
 
     def _activate(self) -> None:
@@ -183,6 +187,7 @@ class OverlappedReduction(GradReduction):
         self._launch_all()
         partition = self._partition
         self._forget_dropped(self._shown)
+        self._held |= self._in_round
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
         self._in_round.clear()
@@ -209,11 +214,16 @@ class OverlappedReduction(GradReduction):
         """Return whether ``p.grad`` was dropped; another thread of autograd may have put a new one there."""
         return self._partition.flats[index].param.grad is not self._consumed[index]
 
-    def _restart(self, indices: Iterable[int]) -> None:
+    def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
-        self._live.difference_update(indices)
+        summed = (self._held | self._in_round).intersection(indices)
+        self._restarted |= summed
         if self._rounds:
-            self._restarted.update(indices)
+            self._restarted_late |= summed
+        self._held -= summed
+        self._live.difference_update(indices)
+        for index in indices:
+            self._consumed[index].pending = None
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -264,19 +274,18 @@ class OverlappedReduction(GradReduction):
             # Exchanges that zero_grad() has voided must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        self._active_as_sent, self._planned_in_step = self._active, False
-        flats = self._partition.flats
-        dropped = {index for index in self._in_round if flats[index].param.grad is None}
-        return OwnRounds(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
+        self._collecting, self._planned_in_step = True, False
+        return OwnRounds(self._rounds, error, self._restarted, self._matching.abandoned)
 
     def disagreed(self) -> None:
         """Void this epoch: buckets that were launched may answer those of another step."""
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        self._launch_zeros(self._matching.missing(agreed, self._active_as_sent))
+        self._launch_zeros(self._matching.missing(agreed, self._active))
         self._futures += self._matching.launch_held()
-        require_same_restarts(agreed, self._partition)
+        restarts = Restarts(mask_of(self._held - self._restarted), mask_of(self._restarted_late))
+        require_same_restarts(agreed, restarts, self._parts)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
@@ -294,6 +303,7 @@ class OverlappedReduction(GradReduction):
         elif self._completed is not None and agreed.rounds:
             self._learn_order()
         self._activate()
+        self._collecting = False
         self._show_used(agreed.used)
         return self._parts.shards(agreed.used)
 
@@ -323,15 +333,19 @@ class OverlappedReduction(GradReduction):
             )
 
     def _take_plain(self) -> None:
-        """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one."""
+        """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one.
+
+        Also notice those that were dropped after the last backward.
+        """
+        dropped = []
         for index, flat in self._partition.flats.items():
             grad = flat.param.grad
+            if grad is None:
+                if index in self._shown:
+                    dropped.append(index)
+                continue
             bucket = self._partition.places[index][0]
-            if (
-                grad is None
-                or bucket not in self._active
-                or (grad is self._consumed[index] and self._consumed[index].pending is None)
-            ):
+            if bucket not in self._active or (grad is self._consumed[index] and self._consumed[index].pending is None):
                 continue
             if grad is not self._consumed[index] and index in self._delivered:
                 raise GradientConflict(
@@ -342,6 +356,8 @@ class OverlappedReduction(GradReduction):
             if not self._fills or index in self._in_round:
                 self._open_round()
             self._take(index)
+        self._restart(dropped)
+        self._shown.difference_update(dropped)
 
     def _learn_order(self) -> None:
         """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
@@ -356,8 +372,10 @@ class OverlappedReduction(GradReduction):
             if used >> index & 1:
                 flat.param.grad = self._consumed[index]
                 self._shown.add(index)
+                self._held.add(index)
             else:
                 self._live.discard(index)
+                self._held.discard(index)
         for bucket in self._partition.buckets:
             for piece in bucket.slices:
                 if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
@@ -372,7 +390,7 @@ class OverlappedReduction(GradReduction):
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
-        self._spoiled = False
+        self._spoiled = self._collecting = False
         self._launch_zeros(self._matching.complete_round(self._active))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
