@@ -128,12 +128,12 @@ def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
     """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it.
 
     Raises:
-        ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks, too, that wait for this one
-            in the default group. A rank that is no member is right to be none.
+        ConfigError, ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks, too, that wait
+            for this one in the default group. A rank that is no member is right to be none.
     """
     try:
         return resolve_group(process_group)
-    except ConfigTypeError as error:
+    except (ConfigError, ConfigTypeError) as error:
         if dist.is_available() and dist.is_initialized() and dist.get_backend() not in _WITHOUT_PROCESSES:
             refuse(error)
         raise

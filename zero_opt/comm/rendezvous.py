@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import (
+    ConfigError,
     ConfigTypeError,
     PeerLost,
     PeerSilent,
@@ -67,14 +68,15 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
     Raises:
-        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists; the group was destroyed; or this
-            rank is not a member.
+        ConfigTypeError: it is none of these. ConfigError: the group was destroyed.
+        ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
     """
     if process_group is not None:
         if isinstance(process_group, dist.ProcessGroup):
             if process_group not in dist.distributed_c10d._world.pg_map:
-                raise ProcessGroupError(
-                    "process_group was destroyed, or torch.distributed.new_group() has not made it; pass one that exists"
+                raise ConfigError(
+                    "process_group was destroyed, or torch.distributed.new_group() has not made it; pass one that is "
+                    "there"
                 )
             return process_group
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:

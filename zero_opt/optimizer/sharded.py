@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..layout import mask_of
 from ..reduction import DDPHookReduction, GradShard, OwnRounds
-from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure
+from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure, norm_dtype
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..system.log import log
@@ -280,7 +280,8 @@ class ShardedEngine(BetweenSteps):
         """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective."""
         params = [piece.param for shard in shards for piece in shard.slices]
         known = [sums for shard in shards for sums in self.partition.buckets[shard.bucket].squares()]
-        return measure([grad for shard in shards for grad in shard.grads], params, self._groups.control, known)
+        dtype = norm_dtype(bucket.params[0].param for bucket in self.partition.buckets)
+        return measure([grad for shard in shards for grad in shard.grads], params, self._groups.control, known, dtype)
 
     @property
     def unscales(self) -> bool:

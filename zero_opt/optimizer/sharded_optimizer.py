@@ -245,7 +245,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
 
         Returns:
-            The norm before clipping, a 0-dim fp32 tensor, the same on every rank.
+            The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.
         """
         self._require_open()
         return self._engine.clip(max_norm)

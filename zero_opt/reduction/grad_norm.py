@@ -110,7 +110,7 @@ class Measured(NamedTuple):
     """The gradients of all ranks, the same on every rank.
 
     Attributes:
-        norm: L2, a 0-dim fp32 tensor.
+        norm: L2, a 0-dim tensor, fp32 or, where parameters are fp64, fp64.
         nonfinite: (rank, param) of the first rank with a non-finite element, and its first parameter with one.
     """
 
@@ -118,11 +118,17 @@ class Measured(NamedTuple):
     nonfinite: tuple[int, int] | None
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[int, float, float]]) -> Measured:
+    def from_rows(cls, rows: Sequence[tuple[int, float, float]], dtype: torch.dtype = torch.float32) -> Measured:
         """Combine (rank, sum of squares, first non-finite parameter or -1) of ranks, in one order everywhere."""
         total = sum(square for _, square, _ in rows)
-        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu")
+        norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=dtype, device="cpu")
         return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
+
+
+def norm_dtype(params: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of the norm over gradients of these parameters."""
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    return torch.float64 if wide else torch.float32
 
 
 def measure(
@@ -130,6 +136,7 @@ def measure(
     params: Sequence[int],
     group: Group | None,
     known: Sequence[Tensor | None] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Measured:
     """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
 
@@ -140,9 +147,10 @@ def measure(
         grads: this rank's part of the gradient; no element is on two ranks.
         params: what the gradients belong to, by global index.
         known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
+        dtype: see :func:`norm_dtype`.
     """
     rows = look(grads, params, group, known)
-    return Measured.from_rows([(rank, *row) for rank, row in enumerate(rows)])
+    return Measured.from_rows([(rank, *row) for rank, row in enumerate(rows)], dtype)
 
 
 def look(

@@ -83,6 +83,21 @@ def test_a_wrong_group_of_one_rank_is_its_error_on_all_and_all_can_go_on() -> No
         assert_bitwise(param, outcomes[0][1])
 
 
+def _with_a_destroyed_group(rank: int, world_size: int) -> tuple[list[tuple[str, str]], Tensor]:
+    """On one rank alone, then on all."""
+    twin = dist.new_group([0, 1])
+    dist.destroy_process_group(twin)
+    return [_refused(twin if rank == 1 else None), _refused(twin)], _afterwards(rank, world_size)
+
+
+def test_a_group_that_was_destroyed() -> None:
+    said = "process_group was destroyed"
+    for rank, (found, _) in enumerate(run_processes(2, _with_a_destroyed_group)):
+        assert [name for name, _ in found] == ["ConfigError"] * 2
+        assert [message.startswith(said if rank else f"rank 1: {said}") for _, message in found[:1]] == [True]
+        assert found[1][1].startswith(said) or found[1][1].startswith(f"rank {1 - rank}: {said}")
+
+
 def _apart(rank: int, world_size: int) -> tuple[list[tuple[str, str]], Tensor]:
     """One rank in another group of the same ranks; then in one of fewer, of which a third rank is no member."""
     twin, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])

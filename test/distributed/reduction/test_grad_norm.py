@@ -149,6 +149,32 @@ def test_the_coefficient_is_torchs_within_torchs_rounding(reduction: Any) -> Non
     assert 0 < clipped < STEPS
 
 
+def _wide(rank: int, world_size: int, scale: float, by_call: bool) -> tuple[Tensor | None, Tensor, int]:
+    """fp64 gradients whose norm fp32 may not hold."""
+    param = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    checks, limit = zero_opt.Checks(nonfinite="skip"), None if by_call else scale / 10
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=0.1, checks=checks, max_grad_norm=limit)
+    (param * scale).sum().backward()
+    norm = optimizer.clip_grad_norm_(scale / 10) if by_call else None
+    optimizer.step()
+    optimizer.close()
+    return norm, param.detach(), optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+@pytest.mark.parametrize("scale", [1e40, 1.0, 1e-50])
+def test_the_norm_of_fp64_gradients_is_fp64_as_in_torch(scale: float, by_call: bool) -> None:
+    plain = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    (plain * scale).sum().backward()
+    wanted = torch.nn.utils.clip_grad_norm_([plain], scale / 10)
+    torch.optim.SGD([plain], lr=0.1).step()
+    for norm, param, skipped in run_processes(2, _wide, scale, by_call):
+        assert skipped == 0
+        torch.testing.assert_close(param, plain.detach(), rtol=1e-15, atol=0.0)
+        if norm is not None:
+            torch.testing.assert_close(norm, wanted, rtol=1e-15, atol=0.0)
+
+
 def _not_finite(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     params = [nn.Parameter(torch.ones(130)), nn.Parameter(torch.ones(3))]
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)

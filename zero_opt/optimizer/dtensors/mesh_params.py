@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ...kernels import CPUAdam, CPUAdamW
 from ...policies import AlreadyReduced, DDPHook
-from ...reduction.grad_norm import Measured, look
+from ...reduction.grad_norm import Measured, look, norm_dtype
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
@@ -80,7 +80,7 @@ class MeshParams:
                 for param, grad in zip(params, grads, strict=True)
             ]
             rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
-        return Measured.from_rows(rows)
+        return Measured.from_rows(rows, norm_dtype(params))
 
     # -- state --------------------------------------------------------------------------------------------------------
 

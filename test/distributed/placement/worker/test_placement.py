@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from test.support.worker_training import (
     make_params,
     simulate,
     train_ranks,
+    worker_of,
 )
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -331,6 +334,30 @@ def _edit_state_while_pending(rank: int, world_size: int) -> None:
     optimizer.flush()
     assert optimizer.state_dict()["state"][0]["step"] == 3
     optimizer.close()
+
+
+def _clip_while_pending(rank: int, world_size: int, clips: bool) -> list[Tensor]:
+    """The worker is stopped, so that it reads the gradients of the step after they were clipped once more."""
+    params = make_params()
+    optimizer = make(params, offload=LATER, reduction=zero_opt.AtStep(BUCKET_MB))
+    pid = worker_of(optimizer)._handles.child.pid
+    backward(params, 1, rank)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        optimizer.step()
+        if clips:
+            optimizer.clip_grad_norm_(1e-3)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_clipping_after_a_step_does_not_change_that_step(world_size: int) -> None:
+    plain = run_processes(world_size, _clip_while_pending, False)
+    assert_bitwise(run_processes(world_size, _clip_while_pending, True), plain)
 
 
 def test_so_is_one_of_the_state_which_the_worker_writes_to() -> None:
