@@ -46,15 +46,18 @@ class StateShard(MasterShard):
     def _slice(self, role: str, position: int) -> Tensor:
         return self._arrays[role][slice(*self.pieces[position].in_shard)]
 
+    def _renew_view(self, position: int, own: ParamState) -> None:
+        """Let the dict that the user holds show other tensors of ours, but for what the user put into it."""
+        shown, before = self._views[position], self._own[position]
+        for key, value in own.items():
+            if shown.get(key) is before.get(key):
+                shown[key] = value
+        self._own[position] = own
+
     def _renew_views(self) -> None:
-        """Let the dicts that the user holds show the arrays as they are mapped now, but for what the user put there."""
-        held, own = self._views, self._own
-        self._views, self._own = {}, {}
-        for position, shown in held.items():
-            for key, value in self.state(position).items():
-                if shown.get(key) is own[position].get(key):
-                    shown[key] = value
-            self._views[position] = shown
+        """Let the dicts that the user holds show the arrays as they are mapped now."""
+        for position in self._views:
+            self._renew_view(position, self._shown(position))
 
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""

@@ -14,6 +14,7 @@ from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
+from ...system.extension import native
 from ...system.shared_memory import Arena
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
@@ -23,6 +24,14 @@ from ..memory import HOST_MEMORY, Tally, reduced_gradients
 _ARRAY_ALIGN = 64
 # Arrays whose distance is a power of two compete for one bank of memory: a step over large ones took 1.6 times as long.
 _GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ARRAY_ALIGN, 1 << 18
+
+
+SECOND_BANK = ", bank 1"
+
+
+def in_bank(role: str, bank: int) -> str:
+    """The name of an array of state in a bank."""
+    return role + SECOND_BANK if bank else role
 
 
 class Section(NamedTuple):
@@ -39,8 +48,10 @@ class ArenaShard(StateShard):
     many grad0, grad1 as asked for.
 
     Attributes:
-        bank: per slice, in which bank of arrays its state is; there is one, 0.
+        banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.
     """
+
+    banks = 1
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
@@ -139,34 +150,42 @@ class ArenaShard(StateShard):
         if self.grads_in_arena:
             self.bucket.lend()
 
-    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
-        """One native run, and its place in the shard, per stretch of neighboring slices at one step count and bank."""
+    def runs(self, positions: Sequence[int], grads: Tensor, *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
+        """One native run, and the address of its gradient, per stretch of neighboring slices at one step count and bank.
+
+        Args:
+            grads: the gradients, (shard numel,).
+        """
         next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
             return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
 
-        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
-        roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
         whole = [position for position in positions if position not in self.stretches]
         for (_, step, bank), members in groupby(enumerate(whole), kind):
             neighbors = [position for _, position in members]
             start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
-                yield self._run(roles, slice(start, stop), step, bank), slice(start, stop)
+                yield self._run(slice(start, stop), step, bank, amsgrad=amsgrad), grads[start:].data_ptr()
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:
                 where = slice(first + start, first + stop)
-                yield self._run(roles, where, count + 1, self.bank[position]), where
+                run = self._run(where, count + 1, self.bank[position], amsgrad=amsgrad)
+                yield run, grads[where].data_ptr()
 
-    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
-        """A run of some elements; ``roles`` names the array of each of its parts."""
-        arrays = {role: self._arrays[name][where] for role, name in roles.items()} | self._out(where)
-        return BoundRun(arrays, self.grad_dtype, step=step)
+    def _run(self, where: slice, step: float, bank: int, *, amsgrad: bool) -> native.AdamRun:
+        """A run of some elements, from one bank of state to the other one, if there is one."""
+        arrays = self._state(where, bank, amsgrad=amsgrad)
+        if self.param_dtype in HALVES:
+            arrays["out"] = self._arrays["out"][where]
+        to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
+        return BoundRun(arrays, self.grad_dtype, step=step, to=to).run
 
-    def _out(self, where: slice) -> dict[str, Tensor]:
-        return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
+    def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
+        """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""
+        names = {"param": "master", **{key: key for key in (*MOMENTS, *([MAXIMUM] if amsgrad else []))}}
+        return {role: self._arrays[in_bank(name, bank)][where] for role, name in names.items()}
 
     def count_step(self, positions: Collection[int]) -> None:
         """Count a step of these slices, whose gradients the worker has read."""

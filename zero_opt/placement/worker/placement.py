@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
@@ -50,6 +50,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.
+
+    Args:
+        model: results arrive after the step, in the order of its modules; ``None``, within it.
+        grad_buffers: how many each bucket has.
     """
 
     _policy_name = "WorkerOffload"
@@ -61,18 +65,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         policy: WorkerOffload,
         defaults: Mapping[str, Any],
         group: Group,
-        delivery: ResultDelivery,
+        model: nn.Module | None,
         grad_buffers: int = 1,
     ) -> None:
         super().__init__()
-        self._delivery = delivery
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
-        self._writer = ParamWriter(split, self._confined)
+        self._delivery = ResultDelivery(ParamWriter(split, self._confined), model)
         self._mapped: HostMemory | None = None  # the arena as accelerators see it
         self._copies: list[Any] = []  # events after those that accelerators make
         self._pace = Pace()
@@ -183,7 +186,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._pace.end(asked_for, self._worker.control.step_seconds)
 
     def _drop_pending(self) -> None:
-        self._delivery.forget_overtaken()
+        self._delivery.overtaken = None
         self.wait()
         if self._pending is not None:
             for used in self._pending.used:
@@ -195,7 +198,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def bring_in(self) -> Iterator[int]:
         self._delivery.await_results()
-        self._delivery.forget_overtaken()
+        self._delivery.overtaken = None
         self._load_mirrors()
         brought_in = list(self._bring_in_pending())
         self._delivery.await_results()  # the next step is made where they are
@@ -211,7 +214,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 shard.count_step(positions)
             self._written()
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
-            self._delivery.deliver(made, self._writer)
+            self._delivery.deliver(made)
             self._note_copies(shard for shard, _ in made)
             self._pending = None
         yield from pending.buckets
@@ -232,7 +235,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._await_copies()
         arrived = self._take_grads(grads)
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
-        keep: list[Tensor] = []
         for (shard, positions), home in arrived:
             number = shard.bucket.layout.group
             hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
@@ -241,10 +243,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
                 new = (hypers.for_mean_of(gradients).for_kernel(grad_scale), list[Any](), list[int]())
                 _, runs, addresses = batches.setdefault((number, gradients), new)
-                for bound, where in shard.runs(alike, amsgrad=amsgrad):
-                    runs.append(bound.run)
-                    keep.append(home[where])
-                    addresses.append(keep[-1].data_ptr())
+                for run, address in shard.runs(alike, home, amsgrad=amsgrad):
+                    runs.append(run)
+                    addresses.append(address)
         self._await_copies()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
@@ -42,7 +42,7 @@ from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
 from .process import Batches
-from .results import ResultDelivery, Used
+from .results import Used
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
 _RECENT_STEPS = 8
@@ -109,9 +109,9 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(
-        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, delivery: ResultDelivery
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, model: nn.Module | None
     ) -> None:
-        super().__init__(policy, defaults, group, delivery)
+        super().__init__(policy, defaults, group, model)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
@@ -215,13 +215,8 @@ class SpeculativePlacement(WorkerPlacement):
         self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
-            runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
-            home = shard.bucket.in_arena
-            batch = (
-                step.hypers.for_kernel(step.unscale),
-                [bound.run for bound, _ in runs],
-                [home[where].data_ptr() for _, where in runs],
-            )
+            runs = list(shard.runs(range(len(shard.pieces)), shard.bucket.in_arena, amsgrad=step.amsgrad))
+            batch = (step.hypers.for_kernel(step.unscale), [run for run, _ in runs], [grad for _, grad in runs])
             drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
         except (ZeroOptError, ValueError, TypeError, KeyError, OverflowError):
             return  # what is wrong with the hyperparameters, and whether it still is, is for step() to say
