@@ -14,7 +14,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
-from .interface import ParamState, Stretch, StretchPlacement
+from .interface import ParamState, StretchPlacement
 
 
 class PendingStep(Protocol):
@@ -28,7 +28,7 @@ ShardT = TypeVar("ShardT", bound=StateShard)
 StepT = TypeVar("StepT", bound=PendingStep)
 
 
-class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
+class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     """A placement whose state lies in arrays away from the parameters, one :class:`StateShard` per bucket.
 
     Subclasses say where the arrays lie, and how a step is taken and brought in.
@@ -40,9 +40,9 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
     _remedy = "call opt.flush()"
 
     def __init__(self) -> None:
+        super().__init__()
         self._amsgrad: list[bool] = []
         self._shards: dict[int, ShardT] = {}  # by bucket
-        self._places: dict[int, tuple[ShardT, int]] = {}  # by parameter: shard, position in it
         self._pending: StepT | None = None
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
@@ -76,20 +76,9 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
             for index in bucket.layout.params:
                 self._places.pop(index, None)
 
-    def repoint(self, params: Sequence[int]) -> None:
-        for index in params:
-            if index in self._places:
-                shard, position = self._places[index]
-                shard.repoint(position)
-
     def param_of(self, index: int) -> Tensor:
         shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
-
-    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        shard, position = self._places[index]
-        shard.stretches[position] = stretches
-        shard.gradients[position] = gradients
+        return shard.part(position)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -98,11 +87,6 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
         for index, (shard, position) in self._places.items():
             if position in shard.stepped:
                 yield index, shard.state(position)
-
-    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for index, state in self.state():
-            shard, position = self._places[index]
-            yield index, shard.saved_state(position, state)
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """Copy the values of an edited state to the arrays."""
@@ -150,11 +134,6 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
                 "changing parameters. A flush() after it keeps the change and drops the update"
             )
         return None
-
-    def _load_mirrors(self) -> None:
-        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
-        for shard, position in self._places.values():
-            shard.flats[position].load()
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..kernels.adam_state import HALVES, MOMENTS
 from ..sharding.buckets import GradBucket
 from .adam_rules import MAXIMUM
-from .interface import ParamState, Stretch
-from .masters import MasterShard
+from .interface import ParamState
+from .masters import MasterShard, Stretch, slices_of
 
 
 class StateShard(MasterShard):
@@ -24,18 +24,14 @@ class StateShard(MasterShard):
     Attributes:
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
-        stretches: of slices that are not stepped as a whole. gradients: of how many theirs is the mean.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
-        by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
-        super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
+        super().__init__(*slices_of(bucket))
         self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
         self.stepped: set[int] = set()
-        self.stretches: dict[int, Sequence[Stretch]] = {}
-        self.gradients = [1] * len(self.pieces)
         self._arrays: dict[str, Tensor] = {}
         self._views: dict[int, ParamState] = {}
         self._own: dict[int, ParamState] = {}

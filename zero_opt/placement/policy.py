@@ -136,7 +136,7 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         return given or self.inputs.class_threads
 
     @abstractmethod
-    def build(self, group: Group) -> StretchPlacement: ...
+    def build(self, group: Group) -> StretchPlacement[Any]: ...
 
 
 class AdamPolicy(SinglePlacePolicy[OffloadT]):

@@ -14,11 +14,10 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
-from ...system.log import log
-from ..interface import ParamState, Stretch, StretchPlacement
-from ..masters import MasterShard
+from ..adam_rules import say_without_masters
+from ..interface import ParamState, StretchPlacement
 from .native_steps import NativeSteps
-from .units import SPLIT, SliceGrads, Unit, UnitMaker, load_split
+from .units import SPLIT, DeviceUnits, SliceGrads, Unit, load_split
 
 
 class Work(NamedTuple):
@@ -37,7 +36,7 @@ class Work(NamedTuple):
         return [position for position, _ in self.grads]
 
 
-class DevicePlacement(StretchPlacement):
+class DevicePlacement(StretchPlacement[Unit]):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:
@@ -49,15 +48,15 @@ class DevicePlacement(StretchPlacement):
         self,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
-        make_units: UnitMaker,
+        make_units: DeviceUnits,
         native: NativeSteps | None = None,
     ) -> None:
+        super().__init__()
         self._class, self._defaults = optimizer_class, dict(defaults)
         self._apart = steps_params_apart(optimizer_class)
         self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
-        self._places: dict[int, tuple[Unit, int]] = {}
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         group = {**hypers_of(hypers), "params": []}
@@ -109,20 +108,13 @@ class DevicePlacement(StretchPlacement):
     def staging_nbytes(self) -> int:
         return self._make_units.staging_nbytes
 
-    def repoint(self, params: Sequence[int]) -> None:
-        for index in params:
-            if index in self._places:
-                unit, position = self._places[index]
-                unit.repoint(position)
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         inner = self._optimizer
-        for unit, position in self._places.values():
-            unit.flats[position].load()
+        self._load_mirrors()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             hypers = hypers_of(outer)
             for gone in hypers_of(own).keys() - hypers.keys():
@@ -195,11 +187,6 @@ class DevicePlacement(StretchPlacement):
                 unit.complete(position, state)
                 yield index, state
 
-    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for index, state in self.state():
-            unit, position = self._places[index]
-            yield index, unit.saved(position, state)
-
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
@@ -222,10 +209,6 @@ class DevicePlacement(StretchPlacement):
         unit, position = self._places[index]
         return unit.stepped[position]
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        unit, position = self._places[index]
-        unit.stretches[position], unit.gradients[position] = stretches, gradients
-
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; the wrapped class casts dtypes and fills in missing keys."""
         inner = self._optimizer
@@ -237,15 +220,14 @@ class DevicePlacement(StretchPlacement):
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
         without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
-        if without:
-            log.warning("no master was saved for %d parameters: their own values are taken", without)
+        say_without_masters(without)
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""
         unit, _ = self._places[index]
         if unit.form is SPLIT:
             return {}
-        return {key: value for key, value in saved.items() if key != "master" or not isinstance(unit, MasterShard)}
+        return {key: value for key, value in saved.items() if key != "master" or not unit.mastered}
 
     def _load_master(self, index: int, saved: Mapping[str, Any]) -> bool:
         """Give a loaded state its master; whether none was saved that is needed."""
@@ -256,7 +238,7 @@ class DevicePlacement(StretchPlacement):
             states[stepped] = load_split(saved, stepped)
         elif saved:
             unit.complete(position, states[stepped])
-        mastered = unit.form is SPLIT or isinstance(unit, MasterShard)
+        mastered = unit.form is SPLIT or unit.mastered
         return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
 
     def resident(self) -> Iterator[Tensor]:

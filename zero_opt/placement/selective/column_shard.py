@@ -14,9 +14,8 @@ from ...layout import ParamSlice, plan_flat
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.readable_pages import require_readable, require_writable
-from ..in_process.units import slices_of
-from ..interface import ParamState, Stretch
-from ..masters import FollowedParams, follow_param
+from ..interface import ParamState
+from ..masters import FollowedParams, Stretch, follow_param, slices_of
 from .columns import Columns
 
 

@@ -45,7 +45,7 @@ class SelectivePlacement(Placement):
     def __init__(
         self,
         policy: Selective,
-        inner: StretchPlacement,
+        inner: StretchPlacement[Any],
         group: Group,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],

@@ -18,7 +18,7 @@ from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
 from ..in_process.policy import add_slice
-from ..in_process.units import slices_of
+from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy
 from .column_shard import columns_of, home_bucket, is_matrix
@@ -82,7 +82,7 @@ class SelectivePolicy(PlacementPolicy):
         tally, homes = reduced_gradients(buckets), []
         for bucket in buckets:
             matrices = matrix_members(bucket)
-            pieces, flats = slices_of(bucket, range(len(bucket.slices)))
+            pieces, flats = slices_of(bucket)
             for at, (piece, flat) in enumerate(zip(pieces, flats, strict=True)):
                 if at in matrices:
                     self._add_columns(tally, piece, flat, amsgrad=inputs.amsgrad(piece.group))
