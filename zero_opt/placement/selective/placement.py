@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
+from ...kernels import adam_update_
 from ...policies import Selective
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
@@ -27,7 +28,7 @@ from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, StretchPlacement
 from .column_shard import ColumnShard, is_matrix
 from .column_state import ColumnState, SavedColumns, is_trusted
-from .column_step import ColumnSteps
+from .column_step import step_columns
 from .schedule import Schedule, Selector, selected_count
 
 
@@ -55,11 +56,10 @@ class SelectivePlacement(Placement):
         self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
         self._small = BucketwisePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
-        self._steps = ColumnSteps(defaults, threads)
+        flush_denormals = bool(defaults.get("flush_denormals", False))
+        self._update = partial(adam_update_, threads=threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
         self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
-        self._totals: dict[int, int] = {}  # columns of every matrix, on whatever rank
-        self._small_buckets: set[int] = set()  # that have what is no matrix, on whatever rank
         self._buckets: dict[int, GradBucket] = {}
         self._shards: dict[int, ColumnShard] = {}
         self._places: dict[int, tuple[ColumnShard, int]] = {}
@@ -89,13 +89,8 @@ class SelectivePlacement(Placement):
                 added[bucket.layout.index] = ColumnShard(bucket, members)
         self._inner.add([shard.home for shard in added.values()])
         self._small.add(buckets)
-        for bucket in buckets:
-            matrices = matrices_of(bucket)
-            self._buckets[bucket.layout.index] = bucket
-            self._totals.update(matrices)
-            if len(matrices) < len(bucket.params):
-                self._small_buckets.add(bucket.layout.index)
-        self._select_from_all()
+        self._buckets.update({bucket.layout.index: bucket for bucket in buckets})
+        self._plan_selections()
         self._shards.update(added)
         for shard in added.values():
             for position, piece in enumerate(shard.pieces):
@@ -106,21 +101,25 @@ class SelectivePlacement(Placement):
         indices = [bucket.layout.index for bucket in buckets]
         self._inner.drop([self._shards.pop(index).home for index in indices if index in self._shards])
         self._small.drop(buckets)
-        self._small_buckets.difference_update(indices)
         for bucket in buckets:
             self._buckets.pop(bucket.layout.index, None)
             for index in bucket.layout.params:
-                self._totals.pop(index, None)
                 self._places.pop(index, None)
                 self._shown.pop(index, None)
-        self._select_from_all()
+        self._plan_selections()
 
-    def _select_from_all(self) -> None:
+    def _plan_selections(self) -> None:
         """Let columns of every matrix be selected, on whatever rank it lies."""
-        self._selector = Selector(self._policy.topk_ratio, dict(sorted(self._totals.items())), self._group)
+        matrices = {index: matrices_of(bucket) for index, bucket in self._buckets.items()}
+        totals = sorted(total for of_bucket in matrices.values() for total in of_bucket.items())
+        self._selector = Selector(self._policy.topk_ratio, dict(totals), self._group)
+        # Those that have what is no matrix, on whatever rank.
+        self._small_buckets = {
+            index for index, bucket in self._buckets.items() if len(matrices[index]) < len(bucket.params)
+        }
 
     def repoint(self, params: Sequence[int]) -> None:
-        self._small.repoint([index for index in params if index not in self._totals])
+        self._small.repoint(params)
         for index in params:
             if index in self._places:
                 shard, position = self._places[index]
@@ -211,7 +210,7 @@ class SelectivePlacement(Placement):
         if index not in self._places:
             return self._small.param_of(index)
         shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
+        return shard.part(position)
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state. Collective."""
@@ -246,8 +245,9 @@ class SelectivePlacement(Placement):
 
     def _first_columns(self, index: int) -> Tensor:
         """What is selected of a matrix that had no gradient, or was not there, when columns were."""
-        selecting = self._schedule.since_selection >= 0
-        count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
+        shard, position = self._places[index]
+        selecting, total = self._schedule.since_selection >= 0, shard.slices[position].columns.total
+        count = selected_count(self._policy.topk_ratio, total) if selecting else 0
         return torch.arange(count, dtype=torch.int64, device="cpu")
 
     def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
@@ -353,7 +353,7 @@ class SelectivePlacement(Placement):
             if column_slice.chosen.numel() < column_slice.columns.total:
                 column_slice.gather(run, grad_scale)
             if column_slice.compact:
-                self._steps.step(column_slice, run, groups[shard.pieces[position].group], grad_scale)
+                step_columns(column_slice, run, groups[shard.pieces[position].group], grad_scale, self._update)
                 shard.write_selected(position)
             if column_slice.chosen.numel():
                 column_slice.count(selected=True)
