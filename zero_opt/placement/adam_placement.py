@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
 from .interface import ParamState, StretchPlacement
+from .masters import changed_while_pending
 
 
 class PendingStep(Protocol):
     """A step whose result is not in the parameters yet."""
 
-    def edited(self) -> Iterator[FlatParam]:
-        """Parameters that the user has changed since the step began."""
+    @property
+    def used(self) -> Iterable[tuple[StateShard, Sequence[int]]]:
+        """What it steps: shards, and positions of their slices."""
 
 
 ShardT = TypeVar("ShardT", bound=StateShard)
@@ -35,7 +36,7 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     """
 
     _policy_name: str
-    # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
+    # Parts of messages, see :func:`changed_while_pending`.
     _cause = ""
     _remedy = "call opt.flush()"
 
@@ -69,6 +70,12 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
 
     def drop_groups(self, kept: int) -> None:
         del self._amsgrad[kept:]
+
+    def _register(self, shards: Iterable[ShardT]) -> None:
+        """Note which shard has which parameters."""
+        for shard in shards:
+            self._shards[shard.bucket.layout.index] = shard
+            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
 
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
@@ -128,12 +135,7 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
         return self._pending is not None
 
     def conflict(self) -> StepPending | None:
-        for flat in () if self._pending is None else self._pending.edited():
-            return StepPending(
-                f"{flat.label} was changed while a step for it was pending{self._cause}; {self._remedy} before "
-                "changing parameters. A flush() after it keeps the change and drops the update"
-            )
-        return None
+        return changed_while_pending(() if self._pending is None else self._pending.used, self._remedy, self._cause)
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""

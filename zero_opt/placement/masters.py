@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import StepPending
 from ..kernels import copy_
 from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
@@ -104,6 +105,23 @@ class FollowedParams:
         """Let what was made of the parameter be right as it is, whatever was written to that."""
         self._stale.discard(position)
         self._known[position] = self.flats[position].edits
+
+
+def changed_while_pending(
+    used: Iterable[tuple[FollowedParams, Sequence[int]]], remedy: str = "call opt.flush()", cause: str = ""
+) -> StepPending | None:
+    """What is wrong if the user has changed a parameter that a pending step updates, of some slices.
+
+    Args:
+        remedy: what brings the step in. cause: why it is pending, where that is worth saying.
+    """
+    for shard, positions in used:
+        for position in filter(shard.edited, positions):
+            return StepPending(
+                f"{shard.flats[position].label} was changed while a step for it was pending{cause}; {remedy} before "
+                "changing parameters. A flush() after it keeps the change and drops the update"
+            )
+    return None
 
 
 class MasterShard(FollowedParams, ABC):

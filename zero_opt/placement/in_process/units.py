@@ -205,9 +205,7 @@ class DeviceUnits:
         members_of: positions of the slices of a bucket that are stepped; ``None``, of all.
     """
 
-    def __init__(
-        self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] | None = None) -> None:
         self._master_dtype, self._members_of = master_dtype, members_of
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[list[Unit]]:

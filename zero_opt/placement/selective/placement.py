@@ -26,6 +26,7 @@ from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import BucketwisePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, StretchPlacement
+from ..masters import changed_while_pending
 from .column_shard import ColumnShard, is_matrix
 from .column_state import ColumnState, SavedColumns, is_trusted
 from .column_step import step_columns
@@ -423,15 +424,9 @@ class SelectivePlacement(Placement):
         self._pending_buckets = set()
 
     def conflict(self) -> ZeroOptError | None:
-        conflict = self._inner.conflict()
-        for bucket, positions in self._submitted.items() if self.pending and conflict is None else ():
-            shard = self._shards[bucket]
-            for position in filter(shard.edited, positions):
-                return StepPending(
-                    f"{shard.flats[position].label} was changed while a step for it was pending; call opt.flush() "
-                    "before changing parameters. A flush() after it keeps the change and drops the update"
-                )
-        return conflict
+        submitted = self._submitted.items() if self.pending else ()
+        own = changed_while_pending((self._shards[bucket], positions) for bucket, positions in submitted)
+        return self._inner.conflict() or own
 
 
 def matrices_of(bucket: GradBucket) -> dict[int, int]:

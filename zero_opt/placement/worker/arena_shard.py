@@ -151,7 +151,7 @@ class ArenaShard(StateShard):
             self.bucket.lend()
 
     def runs(self, positions: Sequence[int], grads: Tensor, *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
-        """One native run, and the address of its gradient, per stretch of neighboring slices at one step count and bank.
+        """One native run, and the address of its gradient, per stretch of neighbors at one step count and in one bank.
 
         Args:
             grads: the gradients, (shard numel,).

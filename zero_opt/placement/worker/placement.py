@@ -15,7 +15,6 @@ from ...kernels.functions import adam_hypers
 from ...policies import WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
 from ...system.log import log
@@ -39,10 +38,6 @@ class Pending(NamedTuple):
     sequence: int | None
     buckets: Sequence[int]
     used: Sequence[Used]
-
-    def edited(self) -> Iterator[FlatParam]:
-        for shard, positions in self.used:
-            yield from (shard.flats[position] for position in positions if shard.edited(position))
 
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
@@ -85,9 +80,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def add(self, buckets: Sequence[GradBucket]) -> None:
         added = [self._shard_type(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
-        for shard in added:
-            self._shards[shard.bucket.layout.index] = shard
-            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
+        self._register(added)
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
