@@ -29,7 +29,7 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
-from .placement import BucketwisePlacement, Work
+from .placement import DevicePlacement, Work
 from .units import PLAIN, SPLIT, DeviceUnits, Mastered, SliceGrads, Unit, on_device
 
 _MIB = 2**20
@@ -244,15 +244,12 @@ class HostUnits(DeviceUnits):
         self._links.clear()
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[list[Unit]]:
-        away = [bucket for bucket in buckets if not self._is_host(bucket)]
+        away = [bucket for bucket in buckets if not is_host(bucket.device)]
         staying = self.staying(away)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
             self._link(device).reserve(room_for(self.leaving(there, staying)))
         return [self._units(bucket, staying) for bucket in buckets]
-
-    def _is_host(self, bucket: GradBucket) -> bool:
-        return is_host(bucket.device)
 
     def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:
@@ -273,7 +270,7 @@ class HostUnits(DeviceUnits):
 
     def _units(self, bucket: GradBucket, staying: set[int]) -> list[Unit]:
         members = range(len(bucket.slices))
-        if self._is_host(bucket):
+        if is_host(bucket.device):
             return on_device(bucket, members, self._master_dtype)
         stays = [member for member in members if bucket.slices[member].param in staying]
         form = SPLIT if self._master_dtype == "split" and bucket.params[0].param.dtype in HALVES else PLAIN
@@ -299,7 +296,7 @@ class HostUnits(DeviceUnits):
                 yield bucket, group
 
 
-class CPUPlacement(BucketwisePlacement):
+class CPUPlacement(DevicePlacement):
     """A shard that is stepped in host memory, while what stays on a device is stepped there."""
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:

@@ -126,7 +126,18 @@ class DevicePlacement(StretchPlacement[Unit]):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
-        """All at once: a class may keep state per group or per step."""
+        """Step one bucket at a time, so that it can be on its way to the other ranks while the next is stepped.
+
+        All are stepped at once where the class may keep state per group or per step.
+        """
+        if self._apart:
+            for shard in grads:
+                for work in self._works([shard]):
+                    work.unit.fetch(work.grads)
+                    self._step_unit(work, grad_scale)
+                if shard.used:
+                    yield shard.bucket
+            return
         works = list(self._works(grads))
         for work in works:
             work.unit.fetch(work.grads)
@@ -145,6 +156,18 @@ class DevicePlacement(StretchPlacement[Unit]):
                 if grads_of_unit:
                     unit.read_params([position for position, _ in grads_of_unit])
                     yield Work(unit, grads_of_unit)
+
+    def _step_unit(self, work: Work, grad_scale: float) -> None:
+        """Step a unit whose gradients are being fetched."""
+        inner, unit = self._optimizer, work.unit
+        group = inner.param_groups[unit.pieces[0].group]
+        if self._native is None or not self._native.can_step(unit, group):
+            if unit.form is SPLIT:
+                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
+            self._step_by_class([work], grad_scale)
+            return
+        self._native.step(unit, group, inner.state, grad_scale)
+        unit.send(work.positions)
 
     def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
         """Step units whose gradients are being fetched, by the wrapped class."""
@@ -252,30 +275,6 @@ class DevicePlacement(StretchPlacement[Unit]):
         self._places.clear()
         self._units.clear()
         self._make_units.close()
-
-
-class BucketwisePlacement(DevicePlacement):
-    """Steps one bucket at a time, so that it can be on its way to the other ranks while the next is stepped."""
-
-    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
-        for shard in grads:
-            for work in self._works([shard]):
-                work.unit.fetch(work.grads)
-                self._step_unit(work, grad_scale)
-            if shard.used:
-                yield shard.bucket
-
-    def _step_unit(self, work: Work, grad_scale: float) -> None:
-        """Step a unit whose gradients are being fetched."""
-        inner, unit = self._optimizer, work.unit
-        group = inner.param_groups[unit.pieces[0].group]
-        if self._native is None or not self._native.can_step(unit, group):
-            if unit.form is SPLIT:
-                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
-            self._step_by_class([work], grad_scale)
-            return
-        self._native.step(unit, group, inner.state, grad_scale)
-        unit.send(work.positions)
 
 
 def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:

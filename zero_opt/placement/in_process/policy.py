@@ -25,7 +25,7 @@ from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..policy import OffloadT, ParamStates, PlacementInputs, SinglePlacePolicy
 from .host_offload import CPUPlacement, HostUnits, room_for
 from .native_steps import FusedRule, NativeSteps, allows_fused, asks_for_fused
-from .placement import BucketwisePlacement, DevicePlacement
+from .placement import DevicePlacement
 from .units import DeviceUnits
 
 
@@ -113,8 +113,7 @@ class OnDevicePolicy(InProcessPolicy[None]):
 
     def build(self, group: Group) -> DevicePlacement:  # noqa: ARG002
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
-        strategy = BucketwisePlacement if steps_params_apart(cls) else DevicePlacement
-        return strategy(cls, defaults, DeviceUnits(self.inputs.precision.master_dtype), self.native_steps())
+        return DevicePlacement(cls, defaults, DeviceUnits(self.inputs.precision.master_dtype), self.native_steps())
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits = reduced_gradients(buckets), self.inputs.splits_masters

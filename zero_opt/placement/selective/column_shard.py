@@ -251,20 +251,17 @@ class ColumnShard(FollowedParams):
             require_writable(home[key])
         column_slice, run = self.slices[position], self.param_run(position)
         values = {key: value.to(torch.float32) for key, value in values.items()}
+        master = values.get("master", run)
         # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.
-        self._fill(position, self.home.params[position].param, values.get("master", run).to(run.dtype))
+        self._fill(position, self.home.params[position].param, master.to(run.dtype))
         for key, value in values.items():
             self._fill(position, home[key], value)
         column_slice.compact = {}
         if column_slice.selected:
-            parts = {
-                "param": values.get("master", run),
-                **{key: value for key, value in values.items() if key != "master"},
-            }
-            for key, value in parts.items():
-                column_slice.compact[key] = column_slice.take(value, column_slice.selected).to(
-                    column_slice.device, torch.float32
-                )
+            for key, value in {**values, "master": master}.items():
+                selected = column_slice.take(value, column_slice.selected)
+                role = "param" if key == "master" else key
+                column_slice.compact[role] = selected.to(column_slice.device, torch.float32)
 
     def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
         """Write a slice's elements to where its columns are at home."""

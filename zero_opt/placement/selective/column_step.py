@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ def _stretch_parts(
 
 
 def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:
-    hypers, amsgrad = adam_hypers(group), bool(group["amsgrad"])
-    kernel = torch._fused_adamw_ if hypers.decoupled else torch._fused_adam_
+    options, amsgrad = asdict(adam_hypers(group)), bool(group["amsgrad"])
+    kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
     for count, part in _stretch_parts(column_slice, grad, amsgrad=amsgrad):
         kernel(
             [part["param"]],
@@ -62,11 +63,6 @@ def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str,
             [part["exp_avg_sq"]],
             [part[MAXIMUM]] if amsgrad else [],
             [torch.tensor(count + 1, dtype=torch.float32, device=grad.device)],
-            lr=hypers.lr,
-            beta1=hypers.beta1,
-            beta2=hypers.beta2,
-            weight_decay=hypers.weight_decay,
-            eps=hypers.eps,
             amsgrad=amsgrad,
-            maximize=hypers.maximize,
+            **options,
         )

@@ -63,9 +63,6 @@ class SelectivePolicy(PlacementPolicy):
     def loadable(self, states: ParamStates) -> ParamStates:
         return states
 
-    def steps_by_columns(self, param: Tensor) -> bool:
-        return is_matrix(param)
-
     def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:
         return column_places(param) if is_matrix(param) else {}
 
