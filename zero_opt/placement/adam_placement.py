@@ -56,9 +56,10 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     def _written(self) -> None:
         """Make what was written to the state last, and let autograd know of it."""
 
-    @abstractmethod
     def _drop_pending(self) -> None:
         """Wait for transfers that are under way, and forget the pending step."""
+        self.wait()
+        self._pending = None
 
     def _await_copies(self) -> None:
         """Return when no accelerator reads or writes the arrays."""

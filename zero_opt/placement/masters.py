@@ -66,17 +66,14 @@ class FollowedParams:
         """The slice of the parameter as users see it; see :meth:`FlatParam.part`."""
         return self.flats[position].part(self.pieces[position].in_param)
 
-    def is_whole(self, position: int) -> bool:
-        """Whether the slice is its whole parameter."""
-        return self.pieces[position].in_param.numel == self.flats[position].param.numel()
-
     def shaped(self, run: Tensor, position: int) -> Tensor:
         """A 1-D run of a slice as users see it: in the parameter's shape where the slice is whole."""
-        return self.flats[position].shaped(run) if self.is_whole(position) else run
+        return self.flats[position].shaped_if_whole(run)
 
     def flat_grad(self, position: int, grad: Tensor) -> Tensor:
         """Return a gradient of a slice as 1-D in storage order; a view where possible."""
-        return self.flats[position].flatten(grad) if self.is_whole(position) else grad
+        flat = self.flats[position]
+        return flat.flatten(grad) if grad.numel() == flat.param.numel() else grad
 
     def repoint(self, position: int) -> None:
         """Follow a parameter whose data moved: what lies there is the user's."""

@@ -40,10 +40,6 @@ class FileShard(StateShard):
     def master(self, position: int) -> Tensor:
         return self.param_run(position) if self.direct else super().master(position)
 
-    def result(self, position: int) -> Tensor:
-        """The master, rounded; a step itself writes to the parameters."""
-        return self.master(position).to(self.param_dtype)
-
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice.
 

@@ -68,7 +68,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
-        largest = max((window.total_nbytes for window, _ in windows), default=0)
+        largest = max((window.nbytes * len(window.starts) for window, _ in windows), default=0)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
             what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
             require_memory(BUFFERS * largest, what)
@@ -138,10 +138,6 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         """Read all state, and mark it to be written back; raise StorageFailed where that is impossible."""
         for extent in self._extents:
             extent.require_writable(self._disk.file)
-
-    def _drop_pending(self) -> None:
-        self.wait()
-        self._pending = None
 
     def bring_in(self) -> Iterator[int]:
         self._load_mirrors()

@@ -52,10 +52,8 @@ class FileStep:
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._following: set[tuple[int, int]] = set()
         self._dropped: set[tuple[int, int]] = set()
-        self._kept = False
         for grad_shard in grads:
-            shard = shards[grad_shard.bucket]
-            positions = grad_shard.with_grad
+            shard, positions = shards[grad_shard.bucket], grad_shard.with_grad
             if positions:
                 self._used[grad_shard.bucket] = (shard, positions)
             for position in positions:
@@ -139,9 +137,7 @@ class FileStep:
 
     def keep(self) -> None:
         """The step has failed: let it outlive the backward that gave the gradients, and be seen as far as it went."""
-        if not self._kept:
-            self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
-            self._kept = True
+        self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
         for bucket in self._used:
             self.store(bucket)
 

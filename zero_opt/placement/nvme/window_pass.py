@@ -47,11 +47,6 @@ class FileWindow(NamedTuple):
     starts: dict[str, int]
     nbytes: int
 
-    @property
-    def total_nbytes(self) -> int:
-        """Of all arrays."""
-        return self.nbytes * len(self.starts)
-
 
 class Buffer:
     """Memory for a window: whole pages, one array after the other."""

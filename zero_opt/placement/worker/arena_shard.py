@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +33,6 @@ def in_bank(role: str, bank: int) -> str:
     return role + SECOND_BANK if bank else role
 
 
-class Section(NamedTuple):
-    """Where an array lies in the arena."""
-
-    start: int
-    dtype: torch.dtype
-
-
 class ArenaShard(StateShard):
     """A state shard whose arrays lie in the arena.
 
@@ -58,7 +50,7 @@ class ArenaShard(StateShard):
         self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
         self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
         self.bank = [0] * len(self.pieces)
-        self._sections: dict[str, Section] = {}
+        self._sections: dict[str, tuple[int, torch.dtype]] = {}  # where each array begins in the arena
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -109,7 +101,7 @@ class ArenaShard(StateShard):
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
         for role, dtype in arrays.items():
-            self._sections[role] = Section(start, dtype)
+            self._sections[role] = (start, dtype)
             start += self.nbytes_of({role: dtype})
         return start
 
@@ -132,30 +124,40 @@ class ArenaShard(StateShard):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
+    @property
+    def grads(self) -> Tensor:
+        """The place in the arena that the worker reads gradients from, (shard numel,)."""
+        return self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
+
+    def take_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy those gradients to the arena that have not been reduced into it.
 
         From an accelerator the copies may still be under way on its current stream.
         """
-        home = self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
+        home = self.grads
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
                 # In one order of elements: between two, torch may copy by way of host memory that no event guards.
                 target.copy_(self.flat_grad(position, grad), non_blocking=True)
-        return home
 
     def lend_grads(self) -> None:
         """Let the worker read the gradients until :meth:`count_step`."""
         if self.grads_in_arena:
             self.bucket.lend()
 
-    def runs(self, positions: Sequence[int], grads: Tensor, *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
-        """One native run, and the address of its gradient, per stretch of neighbors at one step count and in one bank.
+    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
+        """Native runs over these slices, each from one bank of state to the other if there is one; their gradients."""
+        home = self.grads
+        for where, step, bank in self._neighbors(positions):
+            arrays = self._state(where, bank, amsgrad=amsgrad)
+            if self.param_dtype in HALVES:
+                arrays["out"] = self._arrays["out"][where]
+            to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
+            yield BoundRun(arrays, self.grad_dtype, step=step, to=to).run, home[where].data_ptr()
 
-        Args:
-            grads: the gradients, (shard numel,).
-        """
+    def _neighbors(self, positions: Sequence[int]) -> Iterator[tuple[slice, float, int]]:
+        """Stretches of neighboring slices with one step count and bank: where, the number of the step, the bank."""
         next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
@@ -166,21 +168,11 @@ class ArenaShard(StateShard):
             neighbors = [position for _, position in members]
             start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
-                yield self._run(slice(start, stop), step, bank, amsgrad=amsgrad), grads[start:].data_ptr()
+                yield slice(start, stop), step, bank
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:
-                where = slice(first + start, first + stop)
-                run = self._run(where, count + 1, self.bank[position], amsgrad=amsgrad)
-                yield run, grads[where].data_ptr()
-
-    def _run(self, where: slice, step: float, bank: int, *, amsgrad: bool) -> native.AdamRun:
-        """A run of some elements, from one bank of state to the other one, if there is one."""
-        arrays = self._state(where, bank, amsgrad=amsgrad)
-        if self.param_dtype in HALVES:
-            arrays["out"] = self._arrays["out"][where]
-        to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
-        return BoundRun(arrays, self.grad_dtype, step=step, to=to).run
+                yield slice(first + start, first + stop), count + 1, self.bank[position]
 
     def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
         """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
@@ -180,11 +180,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def _drop_pending(self) -> None:
         self._delivery.overtaken = None
-        self.wait()
-        if self._pending is not None:
-            for used in self._pending.used:
-                used.shard.bucket.reclaim()
-            self._pending = None
+        used = () if self._pending is None else self._pending.used
+        super()._drop_pending()
+        for shard, _ in used:
+            shard.bucket.reclaim()
 
     def _await(self, sequence: int) -> None:
         self._worker.wait(sequence)
@@ -226,9 +225,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
         self._await_copies()
-        arrived = self._take_grads(grads)
+        used = self._take_grads(grads)
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
-        for (shard, positions), home in arrived:
+        for shard, positions in used:
             number = shard.bucket.layout.group
             hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
             shard.read_params(positions)
@@ -236,28 +235,29 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
                 new = (hypers.for_mean_of(gradients).for_kernel(grad_scale), list[Any](), list[int]())
                 _, runs, addresses = batches.setdefault((number, gradients), new)
-                for run, address in shard.runs(alike, home, amsgrad=amsgrad):
+                for run, address in shard.runs(alike, amsgrad=amsgrad):
                     runs.append(run)
                     addresses.append(address)
         self._await_copies()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._send(list(batches.values()))
-        for (shard, _), _ in arrived:
+        for shard, _ in used:
             shard.lend_grads()
-        return Pending(sequence, self._in_order(grads), [used for used, _ in arrived])
+        return Pending(sequence, self._in_order(grads), used)
 
-    def _take_grads(self, grads: Sequence[GradShard]) -> list[tuple[Used, Tensor]]:
-        """Return what is used here, with the gradients of its shard in the arena, where copies may be on their way."""
-        taken = []
+    def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:
+        """Return what is used here. Its gradients are in the arena, or copies of them are on their way there."""
+        used = []
         try:
             for grad_shard in grads:
                 shard = self._shards[grad_shard.bucket]
                 if positions := grad_shard.with_grad:
-                    taken.append((Used(shard, positions), shard.take_grads(grad_shard.grads)))
+                    shard.take_grads(grad_shard.grads)
+                    used.append(Used(shard, positions))
         finally:
             self._note_copies(self._shards[grad_shard.bucket] for grad_shard in grads)
-        return taken
+        return used
 
     def _send(self, batches: Batches) -> int:
         self._pace.begin(time.monotonic())

@@ -94,13 +94,13 @@ class ResultDelivery:
 
     def deliver(self, made: Sequence[Used]) -> None:
         """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
-        by_bucket = {used.shard.bucket.layout.index: used for used in made}
-        late: dict[int, Used] = {}
+        at_once = made
         if self._model is not None:
-            late = {index: used for index, used in by_bucket.items() if is_host(used.shard.bucket.device)}
-        self._left.update(late)
-        if len(late) < len(made):
-            self._writer.write([used for index, used in by_bucket.items() if index not in late])
+            at_once = [used for used in made if not is_host(used.shard.bucket.device)]
+            late = [used for used in made if is_host(used.shard.bucket.device)]
+            self._left.update({used.shard.bucket.layout.index: used for used in late})
+        if at_once:
+            self._writer.write(at_once)
 
     def await_result(self, bucket: int) -> None:
         """Copy a bucket's result, if it has not been copied, while the trainer computes; on any thread."""

@@ -205,17 +205,17 @@ class SpeculativePlacement(WorkerPlacement):
         with self._lock:
             self._asked = True
             shard, summed = self._banked(index), self._summed.get(index)
-            if shard is None or summed is None or self._worker.control.drafts_done < summed:
-                return [None] * len(bucket.slices)
             changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
-            return [None] * len(bucket.slices) if changed else shard.squares
+            if shard is None or summed is None or changed or self._worker.control.drafts_done < summed:
+                return [None] * len(bucket.slices)
+            return shard.squares
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
         self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
-            runs = list(shard.runs(range(len(shard.pieces)), shard.bucket.in_arena, amsgrad=step.amsgrad))
+            runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
             batch = (step.hypers.for_kernel(step.unscale), [run for run, _ in runs], [grad for _, grad in runs])
             drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
         except (ZeroOptError, ValueError, TypeError, KeyError, OverflowError):
