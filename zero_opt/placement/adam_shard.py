@@ -33,8 +33,7 @@ class StateShard(MasterShard):
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
         self.stepped: set[int] = set()
         self._arrays: dict[str, Tensor] = {}
-        self._views: dict[int, ParamState] = {}
-        self._own: dict[int, ParamState] = {}
+        self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
 
     def master(self, position: int) -> Tensor:
         return self._slice("master", position)
@@ -44,11 +43,11 @@ class StateShard(MasterShard):
 
     def _renew_view(self, position: int, own: ParamState) -> None:
         """Let the dict that the user holds show other tensors of ours, but for what the user put into it."""
-        shown, before = self._views[position], self._own[position]
+        shown, before = self._views[position]
         for key, value in own.items():
             if shown.get(key) is before.get(key):
                 shown[key] = value
-        self._own[position] = own
+        self._views[position] = (shown, own)
 
     def _renew_views(self) -> None:
         """Let the dicts that the user holds show the arrays as they are mapped now."""
@@ -58,9 +57,9 @@ class StateShard(MasterShard):
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            shown = self._shown(position)
-            self._views[position], self._own[position] = shown, dict(shown)
-        return self._views[position]
+            own = self._shown(position)
+            self._views[position] = (dict(own), own)
+        return self._views[position][0]
 
     def _shown(self, position: int) -> ParamState:
         shown: ParamState = {"step": self.steps[position]}
@@ -70,12 +69,12 @@ class StateShard(MasterShard):
         return shown
 
     def replaced(self, position: int, shown: ParamState) -> bool:
-        """Whether the user has put other values in the place of those that :meth:`adam_state` shows."""
-        own = self._own.get(position, {})
+        """Whether the user has put other values in the place of those that :meth:`state` shows."""
+        _, own = self._views.get(position, ({}, {}))
         return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
 
     def forget_views(self, position: int) -> None:
-        """Let :meth:`adam_state` show the arrays' own values again."""
+        """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:

@@ -248,14 +248,11 @@ class HostUnits(DeviceUnits):
         staying = self.staying(away)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
-            self._link(device).reserve(room_for(self.leaving(there, staying)))
+            if device not in self._links:
+                locked = partial(pinned_memory, device=device)
+                self._links[device] = HostLink(device, locked if self._policy.pin_memory else host_memory)
+            self._links[device].reserve(room_for(self.leaving(there, staying)))
         return [self._units(bucket, staying) for bucket in buckets]
-
-    def _link(self, device: torch.device) -> HostLink:
-        if device not in self._links:
-            locked = partial(pinned_memory, device=device)
-            self._links[device] = HostLink(device, locked if self._policy.pin_memory else host_memory)
-        return self._links[device]
 
     def staying(self, buckets: Sequence[GradBucket]) -> set[int]:
         """Return the parameters that stay: registered first, so reduced last, when the processor has long had work."""

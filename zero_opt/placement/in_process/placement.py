@@ -242,8 +242,7 @@ class DevicePlacement(StretchPlacement[Unit]):
             packed.append({**hypers_of(hypers), "params": ids})
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
-        without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
-        say_without_masters(without)
+        say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,6 +41,11 @@ class Unit(MasterShard):
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
         super().__init__(*slices_of(bucket, members))
         self.members, self.form = members, form
+        self._targets = [self.part(position) for position in range(len(self.pieces))]
+
+    def repoint(self, position: int) -> None:
+        super().repoint(position)
+        self._targets[position] = self.part(position)
 
     def fetch(self, grads: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
@@ -52,13 +56,13 @@ class Unit(MasterShard):
         grads, self._grads = self._grads, ()
         return grads
 
-    @abstractmethod
     def target(self, position: int) -> Tensor:
         """Where the native kernel writes the new parameter, of the shape and strides of what is stepped."""
+        return self._targets[position]
 
-    @abstractmethod
     def round(self, positions: Sequence[int]) -> None:
         """Bring what a class has stepped to :meth:`target`."""
+        self.write_params(positions)
 
     def send(self, positions: Sequence[int]) -> None:
         """Bring :meth:`target` to the parameters."""
@@ -102,7 +106,7 @@ class InPlace(Unit):
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
         super().__init__(bucket, members, form)
-        self.stepped = [self.part(position) for position in range(len(self.pieces))]
+        self.stepped = self._targets
 
     def master(self, position: int) -> Tensor:
         return self.param_run(position)
@@ -114,9 +118,6 @@ class InPlace(Unit):
     def repoint(self, position: int) -> None:
         self.stepped[position].data = self.part(position)
 
-    def target(self, position: int) -> Tensor:
-        return self.stepped[position]
-
     def round(self, positions: Sequence[int]) -> None:
         """Do nothing: what is stepped is the target."""
 
@@ -126,7 +127,6 @@ class Mastered(Unit):
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
         super().__init__(bucket, members, form)
-        self._targets: dict[int, Tensor] = {}
         self.stepped = self._make_stepped(bucket.device)
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:
@@ -145,19 +145,6 @@ class Mastered(Unit):
 
     def _run_of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-    def repoint(self, position: int) -> None:
-        super().repoint(position)
-        self._targets.pop(position, None)
-
-    def target(self, position: int) -> Tensor:
-        """The parameter itself."""
-        if position not in self._targets:
-            self._targets[position] = self.part(position)
-        return self._targets[position]
-
-    def round(self, positions: Sequence[int]) -> None:
-        self.write_params(positions)
 
     def native_writes(self) -> AbstractContextManager[None]:
         return own_writes(self.flats)

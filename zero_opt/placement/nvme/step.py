@@ -27,6 +27,7 @@ class FileStep:
 
     Attributes:
         buckets: indices of those that are used on any rank, in order.
+        used: what is stepped here: shards, and positions of their slices.
         windows: the pass over those windows that have a used slice. segments: the used ones per window, by number.
 
     Args:
@@ -49,6 +50,7 @@ class FileStep:
         self._groups = [(adam_hypers(group), bool(group["amsgrad"])) for group in groups]
         self._adam_update = update
         self._used: dict[int, tuple[FileShard, list[int]]] = {}
+        self.used = self._used.values()
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._following: set[tuple[int, int]] = set()
         self._dropped: set[tuple[int, int]] = set()
@@ -57,7 +59,12 @@ class FileStep:
             if positions:
                 self._used[grad_shard.bucket] = (shard, positions)
             for position in positions:
-                self._take(shard, position, grad_shard.grads[position])
+                grad, key = grad_shard.grads[position], (shard.index, position)
+                assert grad is not None
+                self._grads[key] = shard.flat_grad(position, grad)
+                if shard.edited(position):
+                    self._following.add(key)
+                shard.follow(position)
         used = []
         for window, parts in windows:
             stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]
@@ -65,19 +72,6 @@ class FileStep:
                 self.segments[window.number] = stretches
                 used.append(window)
         self.windows = WindowPass(used, buffers, disk)
-
-    def _take(self, shard: FileShard, position: int, grad: Tensor | None) -> None:
-        assert grad is not None
-        key = (shard.index, position)
-        self._grads[key] = shard.flat_grad(position, grad)
-        if shard.edited(position):
-            self._following.add(key)
-        shard.follow(position)
-
-    @property
-    def used(self) -> Iterable[tuple[FileShard, Sequence[int]]]:
-        """The shards that are stepped, and positions of their slices."""
-        return self._used.values()
 
     def left(self) -> list[Segment]:
         """What has not been stepped yet."""

@@ -181,8 +181,7 @@ class WindowPass:
             StorageFailed: one does not end in time.
         """
         for transfer in (*self._reading, *self._unsaved):
-            if not transfer.failed:
-                self._wait_out(transfer)
+            self._wait_out(transfer)
 
     def _wait_out(self, transfer: _Transfer) -> None:
         try:

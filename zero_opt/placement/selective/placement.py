@@ -273,13 +273,10 @@ class SelectivePlacement(Placement):
         blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
         self._inner.adopt_state(index, blank)
         home, numel = self._home_state(index), shard.pieces[position].in_param.numel
-        values = {
-            key: runs.get(key, torch.zeros(numel, dtype=torch.float32, device="cpu"))
-            for key in home
-            if key not in ("step", "master")
-        }
-        if "master" in home:
-            values["master"] = runs.get("master", shard.param_run(position)).cpu()
+        zeros = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        values = {key: runs.get(key, zeros) for key in home if key != "step"}
+        if "master" in home and "master" not in runs:
+            values["master"] = shard.param_run(position).cpu()
         shard.place(position, values, home)
         shard.follow(position)
 

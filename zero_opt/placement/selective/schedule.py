@@ -35,9 +35,11 @@ class Schedule:
     interval: int = 0
 
     def __post_init__(self) -> None:
-        if not self.interval:
-            fixed = self.policy.update_interval
-            self.interval = _FIRST_INTERVAL if isinstance(fixed, str) else fixed
+        fixed = self.policy.update_interval
+        if not isinstance(fixed, str):
+            self.interval = fixed
+        elif not self.interval:
+            self.interval = _FIRST_INTERVAL
 
     @property
     def warmed_up(self) -> bool:
@@ -78,9 +80,7 @@ class Schedule:
 
     def at(self, position: Sequence[int]) -> Schedule:
         """A schedule at a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
-        done, in_window, since_selection, interval = position
-        fixed = self.policy.update_interval
-        return Schedule(self.policy, done, in_window, since_selection, interval if isinstance(fixed, str) else fixed)
+        return Schedule(self.policy, *position)
 
 
 def selected_count(ratio: float, columns: int) -> int:

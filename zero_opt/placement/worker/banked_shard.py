@@ -71,7 +71,7 @@ class BankedShard(ArenaShard):
             self.bank[position] ^= 1
             self._copies.pop(position, None)
             if position in self._views:
-                before = self._own[position]
+                _, before = self._views[position]
                 after = self._other.pop(position, None) or self._shown(position)
                 after["step"] = before["step"]  # there is one
                 self._renew_view(position, after)
