@@ -166,7 +166,10 @@ SlicesT = TypeVar("SlicesT", bound=MasterShard)
 
 
 class StretchPlacement(Placement, Generic[SlicesT]):
-    """A placement that can be told to step parts of slices, so that another can be built around it."""
+    """A placement whose slices are held by shards or units, and that can be told to step parts of slices.
+
+    So another placement can be built around it.
+    """
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[SlicesT, int]] = {}  # by parameter: where its slice is, position there
