@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,6 +136,7 @@ class InHost(Mastered):
         self._arrived: Any = None
         self._left: Any = None
         super().__init__(bucket, members, form)
+        self.written = ()  # but host memory
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
         numels = [piece.in_param.numel for piece in self.pieces]
@@ -205,10 +206,6 @@ class InHost(Mastered):
         if self._buffer is not None:
             self._link.give_back(self._buffer)
             self._buffer = None
-
-    def native_writes(self) -> AbstractContextManager[None]:
-        """Return an empty context: the kernel writes to host memory alone."""
-        return nullcontext()
 
     def resident(self) -> Sequence[Tensor]:
         """Nothing: all of it is in host memory."""

@@ -14,6 +14,7 @@ from ...kernels.functions import adam_hypers
 from ...kernels.runs import step_runs
 from ...kernels.slots import Slot
 from ...kernels.threads import checked_threads
+from ...sharding.flat_param import own_writes
 from ..adam_rules import require_complete, say_fused
 from .units import PLAIN, Unit
 
@@ -65,7 +66,7 @@ class NativeSteps:
                 slots.extend(self._stretches(unit, position, grad, group, states))
             else:
                 slots.append(self._slot(unit, position, grad, group, states))
-        with unit.native_writes():
+        with own_writes(unit.written):
             step_runs(
                 [(hypers.for_mean_of(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.adam_state import HALVES, live_state, plain_state, prefer_huge_pages, remainder_of
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import own_writes
+from ...sharding.flat_param import FlatParam
 from ...system.extension import native_available
 from ..interface import ParamState
 from ..masters import MasterShard, slices_of
@@ -33,10 +33,12 @@ class Unit(MasterShard):
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
         form: what the native kernel keeps of a slice. Slices that are stepped in stretches are stepped by it alone.
         mastered: what is stepped are masters or copies of parameters, not the parameters themselves.
+        written: parameters that the kernel writes to, and that are followed: its writes are no edits of the user's.
     """
 
     mastered = True
     stepped: list[Tensor]
+    written: Sequence[FlatParam] = ()
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
         super().__init__(*slices_of(bucket, members))
@@ -66,10 +68,6 @@ class Unit(MasterShard):
 
     def send(self, positions: Sequence[int]) -> None:
         """Bring :meth:`target` to the parameters."""
-
-    def native_writes(self) -> AbstractContextManager[None]:
-        """Return a context in which the kernel's writes do not count as edits."""
-        return nullcontext()
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""
@@ -127,7 +125,7 @@ class Mastered(Unit):
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
         super().__init__(bucket, members, form)
-        self.stepped = self._make_stepped(bucket.device)
+        self.stepped, self.written = self._make_stepped(bucket.device), self.flats
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:
         """What is stepped for each slice, not filled yet."""
@@ -145,9 +143,6 @@ class Mastered(Unit):
 
     def _run_of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-    def native_writes(self) -> AbstractContextManager[None]:
-        return own_writes(self.flats)
 
     def complete(self, position: int, state: ParamState) -> None:
         if self.param_dtype in HALVES and self.form is PLAIN:

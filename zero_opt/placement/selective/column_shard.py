@@ -68,7 +68,6 @@ class ColumnSlice:
 
     def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
         self.columns = columns_of(piece, flat)
-        self.device = flat.param.device
         self.waiting = torch.empty(0, dtype=torch.float32, device="cpu")
         self.forget()
 
@@ -177,7 +176,7 @@ class ColumnShard(FollowedParams):
 
     def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
         super().__init__(*slices_of(bucket, members))
-        self.members, self.device = members, bucket.device
+        self.members = members
         self.slices = [ColumnSlice(piece, flat) for piece, flat in zip(self.pieces, self.flats, strict=True)]
         self.home = home_bucket(bucket, members, "cpu")
 
@@ -261,7 +260,7 @@ class ColumnShard(FollowedParams):
             for key, value in {**values, "master": master}.items():
                 selected = column_slice.take(value, column_slice.selected)
                 role = "param" if key == "master" else key
-                column_slice.compact[role] = selected.to(column_slice.device, torch.float32)
+                column_slice.compact[role] = selected.to(run.device, torch.float32)
 
     def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
         """Write a slice's elements to where its columns are at home."""
