@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,38 +11,39 @@ from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam
 from .adam_rules import check_fused, require_complete, require_known, say_without_masters
 from .adam_shard import StateShard
-from .interface import ParamState, Stretch, StretchPlacement
+from .interface import ParamState, StretchPlacement
+from .masters import changed_while_pending
 
 
 class PendingStep(Protocol):
     """A step whose result is not in the parameters yet."""
 
-    def edited(self) -> Iterator[FlatParam]:
-        """Parameters that the user has changed since the step began."""
+    @property
+    def used(self) -> Iterable[tuple[StateShard, Sequence[int]]]:
+        """What it steps: shards, and positions of their slices."""
 
 
 ShardT = TypeVar("ShardT", bound=StateShard)
 StepT = TypeVar("StepT", bound=PendingStep)
 
 
-class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
+class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     """A placement whose state lies in arrays away from the parameters, one :class:`StateShard` per bucket.
 
     Subclasses say where the arrays lie, and how a step is taken and brought in.
     """
 
     _policy_name: str
-    # Parts of messages: why a step is pending, where that is worth saying, and what brings it in.
+    # Parts of messages, see :func:`changed_while_pending`.
     _cause = ""
     _remedy = "call opt.flush()"
 
     def __init__(self) -> None:
+        super().__init__()
         self._amsgrad: list[bool] = []
         self._shards: dict[int, ShardT] = {}  # by bucket
-        self._places: dict[int, tuple[ShardT, int]] = {}  # by parameter: shard, position in it
         self._pending: StepT | None = None
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
@@ -55,9 +56,10 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
     def _written(self) -> None:
         """Make what was written to the state last, and let autograd know of it."""
 
-    @abstractmethod
     def _drop_pending(self) -> None:
         """Wait for transfers that are under way, and forget the pending step."""
+        self.wait()
+        self._pending = None
 
     def _await_copies(self) -> None:
         """Return when no accelerator reads or writes the arrays."""
@@ -70,26 +72,21 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
     def drop_groups(self, kept: int) -> None:
         del self._amsgrad[kept:]
 
+    def _register(self, shards: Iterable[ShardT]) -> None:
+        """Note which shard has which parameters."""
+        for shard in shards:
+            self._shards[shard.bucket.layout.index] = shard
+            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
+
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
             self._shards.pop(bucket.layout.index, None)
             for index in bucket.layout.params:
                 self._places.pop(index, None)
 
-    def repoint(self, params: Sequence[int]) -> None:
-        for index in params:
-            if index in self._places:
-                shard, position = self._places[index]
-                shard.repoint(position)
-
     def param_of(self, index: int) -> Tensor:
         shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
-
-    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        shard, position = self._places[index]
-        shard.stretches[position] = stretches
-        shard.gradients[position] = gradients
+        return shard.part(position)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -98,11 +95,6 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
         for index, (shard, position) in self._places.items():
             if position in shard.stepped:
                 yield index, shard.state(position)
-
-    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for index, state in self.state():
-            shard, position = self._places[index]
-            yield index, shard.saved_state(position, state)
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """Copy the values of an edited state to the arrays."""
@@ -144,17 +136,7 @@ class NativePlacement(StretchPlacement, Generic[ShardT, StepT]):
         return self._pending is not None
 
     def conflict(self) -> StepPending | None:
-        for flat in () if self._pending is None else self._pending.edited():
-            return StepPending(
-                f"{flat.label} was changed while a step for it was pending{self._cause}; {self._remedy} before "
-                "changing parameters. A flush() after it keeps the change and drops the update"
-            )
-        return None
-
-    def _load_mirrors(self) -> None:
-        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
-        for shard, position in self._places.values():
-            shard.flats[position].load()
+        return changed_while_pending(() if self._pending is None else self._pending.used, self._remedy, self._cause)
 
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""

@@ -37,7 +37,7 @@ def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable
     for number, group in enumerate(groups):
         check_fused(policy, number, group)
         if group.get("fused") is None:
-            _say_fused(policy, cls.__name__)
+            say_fused(policy, cls.__name__)
 
 
 def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
@@ -50,8 +50,9 @@ def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _say_fused(policy: str, name: str) -> None:
-    log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's", policy, name)
+def say_fused(policy: str, names: str, hint: str = "") -> None:
+    """Log, once, that classes are stepped with other bits than the user may expect."""
+    log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's%s", policy, names, hint)
 
 
 def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..kernels.adam_state import HALVES, MOMENTS
 from ..sharding.buckets import GradBucket
 from .adam_rules import MAXIMUM
-from .interface import ParamState, Stretch
-from .masters import MasterShard
+from .interface import ParamState
+from .masters import MasterShard, Stretch, slices_of
 
 
 class StateShard(MasterShard):
@@ -24,21 +24,16 @@ class StateShard(MasterShard):
     Attributes:
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
-        stretches: of slices that are not stepped as a whole. gradients: of how many theirs is the mean.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
-        by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
-        super().__init__(bucket.slices, [by_index[piece.param] for piece in bucket.slices])
+        super().__init__(*slices_of(bucket))
         self.bucket = bucket
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
         self.stepped: set[int] = set()
-        self.stretches: dict[int, Sequence[Stretch]] = {}
-        self.gradients = [1] * len(self.pieces)
         self._arrays: dict[str, Tensor] = {}
-        self._views: dict[int, ParamState] = {}
-        self._own: dict[int, ParamState] = {}
+        self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
 
     def master(self, position: int) -> Tensor:
         return self._slice("master", position)
@@ -46,22 +41,25 @@ class StateShard(MasterShard):
     def _slice(self, role: str, position: int) -> Tensor:
         return self._arrays[role][slice(*self.pieces[position].in_shard)]
 
+    def _renew_view(self, position: int, own: ParamState) -> None:
+        """Let the dict that the user holds show other tensors of ours, but for what the user put into it."""
+        shown, before = self._views[position]
+        for key, value in own.items():
+            if shown.get(key) is before.get(key):
+                shown[key] = value
+        self._views[position] = (shown, own)
+
     def _renew_views(self) -> None:
-        """Let the dicts that the user holds show the arrays as they are mapped now, but for what the user put there."""
-        held, own = self._views, self._own
-        self._views, self._own = {}, {}
-        for position, shown in held.items():
-            for key, value in self.state(position).items():
-                if shown.get(key) is own[position].get(key):
-                    shown[key] = value
-            self._views[position] = shown
+        """Let the dicts that the user holds show the arrays as they are mapped now."""
+        for position in self._views:
+            self._renew_view(position, self._shown(position))
 
     def state(self, position: int) -> ParamState:
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
-            shown = self._shown(position)
-            self._views[position], self._own[position] = shown, dict(shown)
-        return self._views[position]
+            own = self._shown(position)
+            self._views[position] = (dict(own), own)
+        return self._views[position][0]
 
     def _shown(self, position: int) -> ParamState:
         shown: ParamState = {"step": self.steps[position]}
@@ -71,12 +69,12 @@ class StateShard(MasterShard):
         return shown
 
     def replaced(self, position: int, shown: ParamState) -> bool:
-        """Whether the user has put other values in the place of those that :meth:`adam_state` shows."""
-        own = self._own.get(position, {})
+        """Whether the user has put other values in the place of those that :meth:`state` shows."""
+        _, own = self._views.get(position, ({}, {}))
         return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
 
     def forget_views(self, position: int) -> None:
-        """Let :meth:`adam_state` show the arrays' own values again."""
+        """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:

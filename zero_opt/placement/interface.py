@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from ..errors import ZeroOptError
 from ..reduction.interface import GradShard
 from ..sharding.buckets import GradBucket
+from .masters import MasterShard, Stretch
 
 ParamState = MutableMapping[str, Any]
-
-
-class Stretch(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of a slice. Their next step has the number ``steps`` + 1, an fp32."""
-
-    start: int
-    stop: int
-    steps: float
 
 
 class ReadThrough(ABC, MutableMapping[str, Any]):
@@ -169,15 +162,41 @@ class Placement(ABC):
         """Replace all state, given per parameter of this rank, and the groups' hyperparameters."""
 
 
-class StretchPlacement(Placement):
-    """A placement that can be told to step parts of slices, so that another can be built around it."""
+SlicesT = TypeVar("SlicesT", bound=MasterShard)
 
-    @abstractmethod
+
+class StretchPlacement(Placement, Generic[SlicesT]):
+    """A placement whose slices are held by shards or units, and that can be told to step parts of slices.
+
+    So another placement can be built around it.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[SlicesT, int]] = {}  # by parameter: where its slice is, position there
+
+    def repoint(self, params: Sequence[int]) -> None:
+        for index in params:
+            if index in self._places:
+                slices, position = self._places[index]
+                slices.repoint(position)
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for index, state in self.state():
+            slices, position = self._places[index]
+            yield index, slices.saved_state(position, state)
+
+    def _load_mirrors(self) -> None:
+        """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
+        for slices, position in self._places.values():
+            slices.flats[position].load()
+
     def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
         """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
 
         Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
 
         Args:
-            gradients: how many gradients the slice's gradient is the mean of, see :meth:`AdamHypers.over`.
+            gradients: how many gradients the slice's gradient is the mean of, see :meth:`AdamHypers.for_mean_of`.
         """
+        slices, position = self._places[index]
+        slices.stretches[position], slices.gradients[position] = stretches, gradients

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import StepPending
 from ..kernels import copy_
-from ..kernels.adam_state import HALVES
 from ..layout import ParamSlice
+from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, own_writes
 from ..system.extension import native_available
 
 
+class Stretch(NamedTuple):
+    """Elements ``start`` to ``stop`` (exclusive) of a slice. Their next step has the number ``steps`` + 1, an fp32."""
+
+    start: int
+    stop: int
+    steps: float
+
+
+def slices_of(bucket: GradBucket, members: Iterable[int] | None = None) -> tuple[list[ParamSlice], list[FlatParam]]:
+    """This rank's slices of a bucket, all or those at the given positions, and their parameters."""
+    by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
+    pieces = [*bucket.slices] if members is None else [bucket.slices[member] for member in members]
+    return pieces, [by_index[piece.param] for piece in pieces]
+
+
 def follow_param(master: Tensor, param: Tensor) -> None:
-    """Take an fp32 master from a parameter that may have been written to; both 1-D, on any devices."""
-    param = param.to(master.device)
-    if param.dtype not in HALVES:
+    """Take a master from a parameter that may have been written to; both 1-D, on any devices."""
+    if master.dtype is param.dtype:
         master.copy_(param)
         return
+    param = param.to(master.device)
     # Where the parameter is what the master rounds to, the user has not written to it, and the master is more exact.
     same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
     torch.where(same, master, param.float(), out=master)
@@ -46,17 +62,18 @@ class FollowedParams:
         """The slice of the parameter itself, or of its mirror, 1-D."""
         return self.flats[position].flat[slice(*self.pieces[position].in_param)]
 
-    def is_whole(self, position: int) -> bool:
-        """Whether the slice is its whole parameter."""
-        return self.pieces[position].in_param.numel == self.flats[position].param.numel()
+    def part(self, position: int) -> Tensor:
+        """The slice of the parameter as users see it; see :meth:`FlatParam.part`."""
+        return self.flats[position].part(self.pieces[position].in_param)
 
     def shaped(self, run: Tensor, position: int) -> Tensor:
         """A 1-D run of a slice as users see it: in the parameter's shape where the slice is whole."""
-        return self.flats[position].shaped(run) if self.is_whole(position) else run
+        return self.flats[position].shaped_if_whole(run)
 
     def flat_grad(self, position: int, grad: Tensor) -> Tensor:
         """Return a gradient of a slice as 1-D in storage order; a view where possible."""
-        return self.flats[position].flatten(grad) if self.is_whole(position) else grad
+        flat = self.flats[position]
+        return flat.flatten(grad) if grad.numel() == flat.param.numel() else grad
 
     def repoint(self, position: int) -> None:
         """Follow a parameter whose data moved: what lies there is the user's."""
@@ -87,11 +104,35 @@ class FollowedParams:
         self._known[position] = self.flats[position].edits
 
 
+def changed_while_pending(
+    used: Iterable[tuple[FollowedParams, Sequence[int]]], remedy: str = "call opt.flush()", cause: str = ""
+) -> StepPending | None:
+    """What is wrong if the user has changed a parameter that a pending step updates, of some slices.
+
+    Args:
+        remedy: what brings the step in. cause: why it is pending, where that is worth saying.
+    """
+    for shard, positions in used:
+        for position in filter(shard.edited, positions):
+            return StepPending(
+                f"{shard.flats[position].label} was changed while a step for it was pending{cause}; {remedy} before "
+                "changing parameters. A flush() after it keeps the change and drops the update"
+            )
+    return None
+
+
 class MasterShard(FollowedParams, ABC):
-    """Slices and their masters, which follow the parameters."""
+    """Slices and their masters, which follow the parameters.
+
+    Attributes:
+        stretches: by position, of slices that are not stepped as a whole.
+        gradients: of how many the gradient of each slice is the mean.
+    """
 
     def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
         super().__init__(pieces, flats)
+        self.stretches: dict[int, Sequence[Stretch]] = {}
+        self.gradients = [1] * len(pieces)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def repoint(self, position: int) -> None:
@@ -102,9 +143,9 @@ class MasterShard(FollowedParams, ABC):
     def master(self, position: int) -> Tensor:
         """The master of a slice, 1-D in storage order."""
 
-    @abstractmethod
     def result(self, position: int) -> Tensor:
         """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
+        return self.master(position)
 
     def take_param(self, position: int) -> None:
         """Let the master be the parameter."""
@@ -115,12 +156,8 @@ class MasterShard(FollowedParams, ABC):
     def read_params(self, positions: Sequence[int]) -> None:
         """Take masters from parameters that the user has written to."""
         for position in filter(self.edited, positions):
-            master = self.master(position)
-            if self.param_dtype not in HALVES or master.dtype is self.param_dtype:
-                self.take_param(position)
-                continue
             self.flats[position].load()
-            follow_param(master, self.param_run(position))
+            follow_param(self.master(position), self.param_run(position))
             self.follow(position)
 
     def copies(self, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

@@ -83,9 +83,9 @@ class PlacementPolicy(ABC):
         """Loaded states, per parameter, without what the placement would keep and not follow."""
         return without_column_keys(states)
 
-    def steps_by_columns(self, param: Tensor) -> bool:  # noqa: ARG002
+    def steps_by_columns(self, param: Tensor) -> bool:
         """Whether the number of steps of a parameter does not follow from how often it had gradients."""
-        return False
+        return bool(self.column_places(param))
 
     def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:  # noqa: ARG002
         """The state that a parameter has because it is stepped by columns: a value each, and the shape it grows to."""
@@ -136,7 +136,7 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         return given or self.inputs.class_threads
 
     @abstractmethod
-    def build(self, group: Group) -> StretchPlacement: ...
+    def build(self, group: Group) -> StretchPlacement[Any]: ...
 
 
 class AdamPolicy(SinglePlacePolicy[OffloadT]):

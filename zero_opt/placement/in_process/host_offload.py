@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
-from .placement import BucketwisePlacement, Work
-from .units import PLAIN, SPLIT, InPlace, Mastered, SliceGrads, Unit, UnitMaker
+from .placement import DevicePlacement, Work
+from .units import PLAIN, SPLIT, DeviceUnits, Mastered, SliceGrads, Unit, on_device
 
 _MIB = 2**20
 # Every run of a slice begins at a multiple of this.
@@ -70,6 +70,7 @@ class HostLink:
     Attributes:
         arriving, leaving: gradients arrive in host memory on the side stream of the one, results leave on the other's.
         start: an event; see [Note: what copies wait for].
+        results: memory for what goes back to the parameters. buffers: what gradients arrive in.
 
     Args:
         allocate: makes host memory of so many bytes.
@@ -79,20 +80,10 @@ class HostLink:
         self.arriving, self.leaving = build_streams(device), build_streams(device)
         self.start: Any = None
         self._allocate = allocate
-        self._results: list[HostMemory] = []
-        self._buffers: list[HostMemory] = []
+        self.results: list[HostMemory] = []
+        self.buffers: list[HostMemory] = []
         self._free: list[HostMemory] = []
         self._largest_nbytes = self._carved_nbytes = 0
-
-    @property
-    def results_nbytes(self) -> int:
-        """Bytes of memory for results."""
-        return sum(memory.bytes.numel() for memory in self._results)
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of the buffers that gradients arrive in."""
-        return sum(buffer.bytes.numel() for buffer in self._buffers)
 
     def begin(self) -> None:
         """Note that a step begins."""
@@ -101,19 +92,14 @@ class HostLink:
     def reserve(self, room: Room) -> None:
         """Allocate memory for more results, and let each buffer hold the gradients of any sub-group."""
         self._largest_nbytes = max(self._largest_nbytes, room.grads)
-        self._results.append(self._allocate(room.results))
+        self.results.append(self._allocate(room.results))
         self._carved_nbytes = 0
-
-    @property
-    def memory(self) -> HostMemory:
-        """The memory that was reserved last."""
-        return self._results[-1]
 
     def carve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return so many zeros of the memory that was reserved last, 1-D."""
         start, stop = self._carved_nbytes, self._carved_nbytes + numel * dtype.itemsize
         self._carved_nbytes = _aligned(stop)
-        return self.memory.bytes[start:stop].view(dtype)
+        return self.results[-1].bytes[start:stop].view(dtype)
 
     def take(self, nbytes: int) -> HostMemory:
         """Return a buffer of at least so many bytes; :meth:`give_back` it."""
@@ -122,10 +108,10 @@ class HostLink:
                 return self._free.pop(number)
         if self._free:  # the new buffer takes its place
             smaller = self._free.pop(0)
-            self._buffers.remove(smaller)
+            self.buffers.remove(smaller)
             smaller.release()
-        self._buffers.append(self._allocate(max(nbytes, self._largest_nbytes)))
-        return self._buffers[-1]
+        self.buffers.append(self._allocate(max(nbytes, self._largest_nbytes)))
+        return self.buffers[-1]
 
     def give_back(self, buffer: HostMemory) -> None:
         """Let other gradients arrive in a buffer."""
@@ -133,7 +119,7 @@ class HostLink:
 
     def close(self) -> None:
         """Release all memory."""
-        for memory in (*self._results, *self._buffers):
+        for memory in (*self.results, *self.buffers):
             memory.release()
 
 
@@ -144,12 +130,13 @@ class InHost(Mastered):
     """
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState, link: HostLink) -> None:
-        self._link, self._memory = link, link.memory
+        self._link, self._memory = link, link.results[-1]
         self._buffer: HostMemory | None = None
         self._sources: SliceGrads = ()
         self._arrived: Any = None
         self._left: Any = None
         super().__init__(bucket, members, form)
+        self.written = ()  # but host memory
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
         numels = [piece.in_param.numel for piece in self.pieces]
@@ -220,29 +207,26 @@ class InHost(Mastered):
             self._link.give_back(self._buffer)
             self._buffer = None
 
-    def native_writes(self) -> AbstractContextManager[None]:
-        """Return an empty context: the kernel writes to host memory alone."""
-        return nullcontext()
-
     def resident(self) -> Sequence[Tensor]:
         """Nothing: all of it is in host memory."""
         return ()
 
 
-class HostUnits(UnitMaker):
+class HostUnits(DeviceUnits):
     """The maker of units that stay on their device, and of sub-groups in host memory; buckets on the CPU stay whole."""
 
     def __init__(self, policy: CPUOffload, master_dtype: object) -> None:
-        self._policy, self._split = policy, master_dtype == "split"
+        super().__init__(master_dtype or torch.float32)
+        self._policy = policy
         self._links: dict[torch.device, HostLink] = {}
 
     @property
     def spare_nbytes(self) -> int:
-        return sum(link.results_nbytes for link in self._links.values())
+        return sum(memory.bytes.numel() for link in self._links.values() for memory in link.results)
 
     @property
     def staging_nbytes(self) -> int:
-        return sum(link.buffers_nbytes for link in self._links.values())
+        return sum(buffer.bytes.numel() for link in self._links.values() for buffer in link.buffers)
 
     def class_threads(self) -> AbstractContextManager[None]:
         return torch_threads(checked_threads(self._policy.threads))
@@ -256,23 +240,16 @@ class HostUnits(UnitMaker):
             link.close()
         self._links.clear()
 
-    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        """Return the units of each bucket."""
-        away = [bucket for bucket in buckets if not self._is_host(bucket)]
+    def __call__(self, buckets: Sequence[GradBucket]) -> list[list[Unit]]:
+        away = [bucket for bucket in buckets if not is_host(bucket.device)]
         staying = self.staying(away)
         for device in dict.fromkeys(bucket.device for bucket in away):
             there = [bucket for bucket in away if bucket.device == device]
-            self._link(device).reserve(room_for(self.leaving(there, staying)))
+            if device not in self._links:
+                locked = partial(pinned_memory, device=device)
+                self._links[device] = HostLink(device, locked if self._policy.pin_memory else host_memory)
+            self._links[device].reserve(room_for(self.leaving(there, staying)))
         return [self._units(bucket, staying) for bucket in buckets]
-
-    def _is_host(self, bucket: GradBucket) -> bool:
-        return is_host(bucket.device)
-
-    def _link(self, device: torch.device) -> HostLink:
-        if device not in self._links:
-            locked = partial(pinned_memory, device=device)
-            self._links[device] = HostLink(device, locked if self._policy.pin_memory else host_memory)
-        return self._links[device]
 
     def staying(self, buckets: Sequence[GradBucket]) -> set[int]:
         """Return the parameters that stay: registered first, so reduced last, when the processor has long had work."""
@@ -285,15 +262,14 @@ class HostUnits(UnitMaker):
             staying.add(index)
         return staying
 
-    def _units(self, bucket: GradBucket, staying: set[int]) -> Sequence[Unit]:
-        members, split = range(len(bucket.slices)), self._split and bucket.params[0].param.dtype is torch.bfloat16
-        form = SPLIT if split else PLAIN
-        if self._is_host(bucket):
-            return [on_device(bucket, members, form)]
+    def _units(self, bucket: GradBucket, staying: set[int]) -> list[Unit]:
+        members = range(len(bucket.slices))
+        if is_host(bucket.device):
+            return on_device(bucket, members, self._master_dtype)
         stays = [member for member in members if bucket.slices[member].param in staying]
-        units = [on_device(bucket, stays, PLAIN)] if stays else []
-        link = self._links[bucket.device]
-        return [*units, *(InHost(bucket, group, form, link) for _, group in self.leaving([bucket], staying))]
+        form = SPLIT if self._master_dtype == "split" and bucket.params[0].param.dtype in HALVES else PLAIN
+        away = [InHost(bucket, group, form, self._links[bucket.device]) for _, group in self.leaving([bucket], staying)]
+        return [*on_device(bucket, stays, torch.float32), *away]
 
     def leaving(
         self, buckets: Iterable[GradBucket], staying: Collection[int]
@@ -314,14 +290,7 @@ class HostUnits(UnitMaker):
                 yield bucket, group
 
 
-def on_device(bucket: GradBucket, members: Sequence[int], form: Any) -> Unit:
-    """Return a unit of slices that are stepped on their own device, bf16 and fp16 ones with masters."""
-    if bucket.params[0].param.dtype in HALVES and form is PLAIN:
-        return Mastered(bucket, members)
-    return InPlace(bucket, members, form)
-
-
-class CPUPlacement(BucketwisePlacement):
+class CPUPlacement(DevicePlacement):
     """A shard that is stepped in host memory, while what stays on a device is stepped there."""
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:

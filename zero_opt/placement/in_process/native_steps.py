@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -15,8 +14,8 @@ from ...kernels.functions import adam_hypers
 from ...kernels.runs import step_runs
 from ...kernels.slots import Slot
 from ...kernels.threads import checked_threads
-from ...system.log import log
-from ..adam_rules import require_complete
+from ...sharding.flat_param import own_writes
+from ..adam_rules import require_complete, say_fused
 from .units import PLAIN, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
@@ -33,16 +32,8 @@ def asks_for_fused(group: Mapping[str, Any]) -> bool:
 def allows_fused(group: Mapping[str, Any]) -> bool:
     """Offloaded: the group does not ask for anything else."""
     if group["fused"] is None and not group["foreach"]:
-        _say_offload_fused()
+        say_fused("CPUOffload", "Adam and AdamW", "; fused=False keeps those")
     return group["fused"] is not False and not group["foreach"]
-
-
-@functools.cache
-def _say_offload_fused() -> None:
-    log.warning(
-        "CPUOffload steps Adam and AdamW as with fused=True, whose bits differ a little from the default's; "
-        "fused=False keeps those"
-    )
 
 
 class NativeSteps:
@@ -70,12 +61,12 @@ class NativeSteps:
         hypers = adam_hypers(group)
         batches: dict[int, list[Slot]] = {}
         for position, grad in grads:
-            slots = batches.setdefault(unit.gradients.get(position, 1), [])
+            slots = batches.setdefault(unit.gradients[position], [])
             if position in unit.stretches:
                 slots.extend(self._stretches(unit, position, grad, group, states))
             else:
                 slots.append(self._slot(unit, position, grad, group, states))
-        with unit.native_writes():
+        with own_writes(unit.written):
             step_runs(
                 [(hypers.for_mean_of(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),

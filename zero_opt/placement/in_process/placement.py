@@ -14,11 +14,10 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
-from ...system.log import log
-from ..interface import ParamState, Stretch, StretchPlacement
-from ..masters import MasterShard
+from ..adam_rules import say_without_masters
+from ..interface import ParamState, StretchPlacement
 from .native_steps import NativeSteps
-from .units import SPLIT, SliceGrads, Unit, UnitMaker, load_split
+from .units import SPLIT, DeviceUnits, SliceGrads, Unit, load_split
 
 
 class Work(NamedTuple):
@@ -37,7 +36,7 @@ class Work(NamedTuple):
         return [position for position, _ in self.grads]
 
 
-class DevicePlacement(StretchPlacement):
+class DevicePlacement(StretchPlacement[Unit]):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:
@@ -49,15 +48,15 @@ class DevicePlacement(StretchPlacement):
         self,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
-        make_units: UnitMaker,
+        make_units: DeviceUnits,
         native: NativeSteps | None = None,
     ) -> None:
+        super().__init__()
         self._class, self._defaults = optimizer_class, dict(defaults)
         self._apart = steps_params_apart(optimizer_class)
         self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
-        self._places: dict[int, tuple[Unit, int]] = {}
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         group = {**hypers_of(hypers), "params": []}
@@ -109,20 +108,13 @@ class DevicePlacement(StretchPlacement):
     def staging_nbytes(self) -> int:
         return self._make_units.staging_nbytes
 
-    def repoint(self, params: Sequence[int]) -> None:
-        for index in params:
-            if index in self._places:
-                unit, position = self._places[index]
-                unit.repoint(position)
-
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         inner = self._optimizer
-        for unit, position in self._places.values():
-            unit.flats[position].load()
+        self._load_mirrors()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             hypers = hypers_of(outer)
             for gone in hypers_of(own).keys() - hypers.keys():
@@ -134,7 +126,18 @@ class DevicePlacement(StretchPlacement):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
-        """All at once: a class may keep state per group or per step."""
+        """Step one bucket at a time, so that it can be on its way to the other ranks while the next is stepped.
+
+        All are stepped at once where the class may keep state per group or per step.
+        """
+        if self._apart:
+            for shard in grads:
+                for work in self._works([shard]):
+                    work.unit.fetch(work.grads)
+                    self._step_unit(work, grad_scale)
+                if shard.used:
+                    yield shard.bucket
+            return
         works = list(self._works(grads))
         for work in works:
             work.unit.fetch(work.grads)
@@ -153,6 +156,18 @@ class DevicePlacement(StretchPlacement):
                 if grads_of_unit:
                     unit.read_params([position for position, _ in grads_of_unit])
                     yield Work(unit, grads_of_unit)
+
+    def _step_unit(self, work: Work, grad_scale: float) -> None:
+        """Step a unit whose gradients are being fetched."""
+        inner, unit = self._optimizer, work.unit
+        group = inner.param_groups[unit.pieces[0].group]
+        if self._native is None or not self._native.can_step(unit, group):
+            if unit.form is SPLIT:
+                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
+            self._step_by_class([work], grad_scale)
+            return
+        self._native.step(unit, group, inner.state, grad_scale)
+        unit.send(work.positions)
 
     def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
         """Step units whose gradients are being fetched, by the wrapped class."""
@@ -195,11 +210,6 @@ class DevicePlacement(StretchPlacement):
                 unit.complete(position, state)
                 yield index, state
 
-    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for index, state in self.state():
-            unit, position = self._places[index]
-            yield index, unit.saved(position, state)
-
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
@@ -222,10 +232,6 @@ class DevicePlacement(StretchPlacement):
         unit, position = self._places[index]
         return unit.stepped[position]
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        unit, position = self._places[index]
-        unit.stretches[position], unit.gradients[position] = stretches, gradients
-
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; the wrapped class casts dtypes and fills in missing keys."""
         inner = self._optimizer
@@ -236,16 +242,14 @@ class DevicePlacement(StretchPlacement):
             packed.append({**hypers_of(hypers), "params": ids})
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
-        without = sum(self._load_master(index, states.get(index, {})) for index in self._places)
-        if without:
-            log.warning("no master was saved for %d parameters: their own values are taken", without)
+        say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""
         unit, _ = self._places[index]
         if unit.form is SPLIT:
             return {}
-        return {key: value for key, value in saved.items() if key != "master" or not isinstance(unit, MasterShard)}
+        return {key: value for key, value in saved.items() if key != "master" or not unit.mastered}
 
     def _load_master(self, index: int, saved: Mapping[str, Any]) -> bool:
         """Give a loaded state its master; whether none was saved that is needed."""
@@ -256,7 +260,7 @@ class DevicePlacement(StretchPlacement):
             states[stepped] = load_split(saved, stepped)
         elif saved:
             unit.complete(position, states[stepped])
-        mastered = unit.form is SPLIT or isinstance(unit, MasterShard)
+        mastered = unit.form is SPLIT or unit.mastered
         return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
 
     def resident(self) -> Iterator[Tensor]:
@@ -270,30 +274,6 @@ class DevicePlacement(StretchPlacement):
         self._places.clear()
         self._units.clear()
         self._make_units.close()
-
-
-class BucketwisePlacement(DevicePlacement):
-    """Steps one bucket at a time, so that it can be on its way to the other ranks while the next is stepped."""
-
-    def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
-        for shard in grads:
-            for work in self._works([shard]):
-                work.unit.fetch(work.grads)
-                self._step_unit(work, grad_scale)
-            if shard.used:
-                yield shard.bucket
-
-    def _step_unit(self, work: Work, grad_scale: float) -> None:
-        """Step a unit whose gradients are being fetched."""
-        inner, unit = self._optimizer, work.unit
-        group = inner.param_groups[unit.pieces[0].group]
-        if self._native is None or not self._native.can_step(unit, group):
-            if unit.form is SPLIT:
-                raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
-            self._step_by_class([work], grad_scale)
-            return
-        self._native.step(unit, group, inner.state, grad_scale)
-        unit.send(work.positions)
 
 
 def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:

@@ -20,12 +20,13 @@ from ...system.extension import native_available, require_native
 from ...system.shared_memory import page_aligned
 from ..adam_rules import ADAM_CLASSES
 from ..core_sharers import agree_on_threads
+from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..policy import OffloadT, ParamStates, PlacementInputs, SinglePlacePolicy
 from .host_offload import CPUPlacement, HostUnits, room_for
 from .native_steps import FusedRule, NativeSteps, allows_fused, asks_for_fused
-from .placement import BucketwisePlacement, DevicePlacement
-from .units import DeviceUnits, slices_of
+from .placement import DevicePlacement
+from .units import DeviceUnits
 
 
 class InProcessPolicy(SinglePlacePolicy[OffloadT]):
@@ -112,13 +113,12 @@ class OnDevicePolicy(InProcessPolicy[None]):
 
     def build(self, group: Group) -> DevicePlacement:  # noqa: ARG002
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
-        strategy = BucketwisePlacement if steps_params_apart(cls) else DevicePlacement
-        return strategy(cls, defaults, DeviceUnits(self.inputs.precision.master_dtype), self.native_steps())
+        return DevicePlacement(cls, defaults, DeviceUnits(self.inputs.precision.master_dtype), self.native_steps())
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits = reduced_gradients(buckets), self.inputs.splits_masters
         for bucket in buckets:
-            for piece, flat in zip(*slices_of(bucket, range(len(bucket.slices))), strict=True):
+            for piece, flat in zip(*slices_of(bucket), strict=True):
                 stepped, _ = self.stepped_as(flat.param)
                 add_slice(tally, inputs, piece, flat, DEVICE, stepped, splits=splits)
         return tally
@@ -159,7 +159,7 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
         away = [bucket for bucket in buckets if not is_host(bucket.device)]
         staying = units.staying(away)
         for bucket in buckets:
-            for piece, flat in zip(*slices_of(bucket, range(len(bucket.slices))), strict=True):
+            for piece, flat in zip(*slices_of(bucket), strict=True):
                 stepped, _ = self.stepped_as(flat.param)
                 if piece.param in staying:
                     add_slice(tally, inputs, piece, flat, DEVICE, stepped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,27 +10,19 @@ import torch
 from torch import Tensor
 
 from ...kernels.adam_state import HALVES, live_state, plain_state, prefer_huge_pages, remainder_of
-from ...layout import ParamSlice
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import FlatParam, own_writes
+from ...sharding.flat_param import FlatParam
 from ...system.extension import native_available
-from ..interface import ParamState, Stretch
-from ..masters import MasterShard
+from ..interface import ParamState
+from ..masters import MasterShard, slices_of
 
 PLAIN, SPLIT = AdamState(), AdamState(master="split")
 
 SliceGrads = Sequence[tuple[int, Tensor]]
 
 
-def slices_of(bucket: GradBucket, members: Sequence[int]) -> tuple[list[ParamSlice], list[FlatParam]]:
-    """This rank's slices of a bucket at the given positions, and their parameters."""
-    by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
-    pieces = [bucket.slices[member] for member in members]
-    return pieces, [by_index[piece.param] for piece in pieces]
-
-
-class Unit(ABC):
+class Unit(MasterShard):
     """Slices of one bucket that are stepped together, named by their position among those given.
 
     In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
@@ -40,27 +31,23 @@ class Unit(ABC):
     Attributes:
         members: positions of the slices among this rank's of the bucket.
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
-        form: what the native kernel keeps of a slice.
-        stretches: by position, of slices that are not stepped as a whole; by the native kernel alone.
-        gradients: of how many the gradient of such a slice is the mean.
+        form: what the native kernel keeps of a slice. Slices that are stepped in stretches are stepped by it alone.
+        mastered: what is stepped are masters or copies of parameters, not the parameters themselves.
+        written: parameters that the kernel writes to, and that are followed: its writes are no edits of the user's.
     """
 
-    pieces: Sequence[ParamSlice]
-    flats: Sequence[FlatParam]
+    mastered = True
     stepped: list[Tensor]
+    written: Sequence[FlatParam] = ()
 
-    def __init__(self, members: Sequence[int], form: AdamState) -> None:
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+        super().__init__(*slices_of(bucket, members))
         self.members, self.form = members, form
-        self.stretches: dict[int, Sequence[Stretch]] = {}
-        self.gradients: dict[int, int] = {}
+        self._targets = [self.part(position) for position in range(len(self.pieces))]
 
-    @abstractmethod
     def repoint(self, position: int) -> None:
-        """Follow a parameter whose data moved."""
-
-    @abstractmethod
-    def read_params(self, positions: Sequence[int]) -> None:
-        """Follow what the user has written to parameters since the last step."""
+        super().repoint(position)
+        self._targets[position] = self.part(position)
 
     def fetch(self, grads: SliceGrads) -> None:
         """Start to bring gradients to where they are stepped; :meth:`grads` gives them."""
@@ -71,20 +58,16 @@ class Unit(ABC):
         grads, self._grads = self._grads, ()
         return grads
 
-    @abstractmethod
     def target(self, position: int) -> Tensor:
         """Where the native kernel writes the new parameter, of the shape and strides of what is stepped."""
+        return self._targets[position]
 
-    @abstractmethod
     def round(self, positions: Sequence[int]) -> None:
         """Bring what a class has stepped to :meth:`target`."""
+        self.write_params(positions)
 
     def send(self, positions: Sequence[int]) -> None:
         """Bring :meth:`target` to the parameters."""
-
-    def native_writes(self) -> AbstractContextManager[None]:
-        """Return a context in which the kernel's writes do not count as edits."""
-        return nullcontext()
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""
@@ -99,46 +82,50 @@ class Unit(ABC):
         """What is kept on the parameters' device beside them, and may be re-pointed: no view of it is kept."""
         return ()
 
-    def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
+    def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state as ``torch.optim`` has it, with the master as a tensor."""
         if "remainder" not in state:
-            return state
-        return plain_state(self.flats[position].label, self.next_stepped(position), state)
+            return super().saved_state(position, state)
+        return plain_state(self.flats[position].label, self._next_stepped(position), state)
 
-    def next_stepped(self, position: int) -> Tensor:
-        """What the next step starts from: what is stepped, or, if the user has written to the parameter, a copy."""
-        return self.stepped[position]
+    def _next_stepped(self, position: int) -> Tensor:
+        """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
+        stepped = self.stepped[position]
+        if not self.edited(position):
+            return stepped
+        self.flats[position].load()
+        return self.shaped(self.param_run(position).to(stepped.device), position)
 
 
 class InPlace(Unit):
     """The parameters themselves are stepped."""
 
+    mastered = False
+
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
-        super().__init__(members, form)
-        self.pieces, self.flats = slices_of(bucket, members)
-        self.stepped = [flat.part(piece.in_param) for flat, piece in zip(self.flats, self.pieces, strict=True)]
+        super().__init__(bucket, members, form)
+        self.stepped = self._targets
+
+    def master(self, position: int) -> Tensor:
+        return self.param_run(position)
+
+    def edited(self, position: int) -> bool:  # noqa: ARG002
+        """No: what the user writes to the parameter is in what is stepped."""
+        return False
 
     def repoint(self, position: int) -> None:
-        self.stepped[position].data = self.flats[position].part(self.pieces[position].in_param)
-
-    def read_params(self, positions: Sequence[int]) -> None:
-        """Do nothing: parameters and what is stepped are the same."""
-
-    def target(self, position: int) -> Tensor:
-        return self.stepped[position]
+        self.stepped[position].data = self.part(position)
 
     def round(self, positions: Sequence[int]) -> None:
         """Do nothing: what is stepped is the target."""
 
 
-class Mastered(MasterShard, Unit):
+class Mastered(Unit):
     """fp32 masters of bf16 or fp16 parameters are stepped, on the parameters' device."""
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
-        Unit.__init__(self, members, form)
-        MasterShard.__init__(self, *slices_of(bucket, members))
-        self._targets: dict[int, Tensor] = {}
-        self.stepped = self._make_stepped(bucket.device)
+        super().__init__(bucket, members, form)
+        self.stepped, self.written = self._make_stepped(bucket.device), self.flats
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:
         """What is stepped for each slice, not filled yet."""
@@ -157,25 +144,6 @@ class Mastered(MasterShard, Unit):
     def _run_of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
-    def result(self, position: int) -> Tensor:
-        return self.master(position)
-
-    def repoint(self, position: int) -> None:
-        super().repoint(position)
-        self._targets.pop(position, None)
-
-    def target(self, position: int) -> Tensor:
-        """The parameter itself."""
-        if position not in self._targets:
-            self._targets[position] = self.flats[position].part(self.pieces[position].in_param)
-        return self._targets[position]
-
-    def round(self, positions: Sequence[int]) -> None:
-        self.write_params(positions)
-
-    def native_writes(self) -> AbstractContextManager[None]:
-        return own_writes(self.flats)
-
     def complete(self, position: int, state: ParamState) -> None:
         if self.param_dtype in HALVES and self.form is PLAIN:
             state["master"] = self.stepped[position]
@@ -193,28 +161,39 @@ class Mastered(MasterShard, Unit):
             self.stepped[position].copy_(master)
             self.follow(position)
 
-    def saved(self, position: int, state: ParamState) -> Mapping[str, Any]:
-        return super().saved(position, dict(self.saved_state(position, state)))
-
-    def next_stepped(self, position: int) -> Tensor:
-        """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
-        stepped = self.stepped[position]
-        if not self.edited(position):
-            return stepped
-        self.flats[position].load()
-        return self.shaped(self.param_run(position).to(stepped.device), position)
-
     def resident(self) -> Sequence[Tensor]:
         self._copies.clear()
         return self.stepped
 
 
-class UnitMaker(ABC):
-    """The maker of a placement's units, and the owner of what units share."""
+def on_device(bucket: GradBucket, members: Sequence[int], master_dtype: object) -> list[Unit]:
+    """The unit of slices that are stepped on their own device; none of no slices.
 
-    @abstractmethod
-    def __call__(self, buckets: Sequence[GradBucket]) -> Sequence[Sequence[Unit]]:
+    Args:
+        master_dtype: of bf16 and fp16 parameters, as in :class:`MixedPrecision`.
+    """
+    if not members:
+        return []
+    if bucket.params[0].param.dtype not in HALVES or master_dtype is None:
+        return [InPlace(bucket, members)]
+    return [InPlace(bucket, members, SPLIT) if master_dtype == "split" else Mastered(bucket, members)]
+
+
+class DeviceUnits:
+    """The maker of a placement's units, and the owner of what units share: one unit per bucket, on its device.
+
+    Args:
+        master_dtype: as in :class:`MixedPrecision`.
+        members_of: positions of the slices of a bucket that are stepped; ``None``, of all.
+    """
+
+    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] | None = None) -> None:
+        self._master_dtype, self._members_of = master_dtype, members_of
+
+    def __call__(self, buckets: Sequence[GradBucket]) -> list[list[Unit]]:
         """Return all units of each bucket."""
+        members_of = self._members_of or (lambda bucket: range(len(bucket.slices)))
+        return [on_device(bucket, members_of(bucket), self._master_dtype) for bucket in buckets]
 
     @property
     def spare_nbytes(self) -> int:
@@ -235,32 +214,6 @@ class UnitMaker(ABC):
 
     def close(self) -> None:
         """Let go of what units share."""
-
-
-def all_members(bucket: GradBucket) -> Sequence[int]:
-    """Positions of all slices of this rank in a bucket."""
-    return range(len(bucket.slices))
-
-
-class DeviceUnits(UnitMaker):
-    """The maker of one unit per bucket, on its device.
-
-    Args:
-        master_dtype: as in :class:`MixedPrecision`.
-        members_of: positions of the slices of a bucket that are stepped.
-    """
-
-    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] = all_members) -> None:
-        self._master_dtype, self._members_of = master_dtype, members_of
-
-    def __call__(self, buckets: Sequence[GradBucket]) -> list[Sequence[Unit]]:
-        members = ((bucket, self._members_of(bucket)) for bucket in buckets)
-        return [[self._unit(bucket, positions)] if positions else [] for bucket, positions in members]
-
-    def _unit(self, bucket: GradBucket, members: Sequence[int]) -> Unit:
-        if bucket.params[0].param.dtype not in HALVES or self._master_dtype is None:
-            return InPlace(bucket, members)
-        return InPlace(bucket, members, SPLIT) if self._master_dtype == "split" else Mastered(bucket, members)
 
 
 def load_split(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:

@@ -40,10 +40,6 @@ class FileShard(StateShard):
     def master(self, position: int) -> Tensor:
         return self.param_run(position) if self.direct else super().master(position)
 
-    def result(self, position: int) -> Tensor:
-        """The master, rounded; a step itself writes to the parameters."""
-        return self.master(position).to(self.param_dtype)
-
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice.
 
@@ -99,7 +95,7 @@ class Extent:
 
     Attributes:
         shards: with the element that each begins at in every array. group: number of their param group.
-        starts: where in the file each array begins, by role.
+        starts: where in the file each array begins, by role. mapped: its bytes, of which all views of state are views.
     """
 
     def __init__(self, shards: Sequence[FileShard]) -> None:
@@ -111,7 +107,7 @@ class Extent:
             numel += shard.bucket.shard_numel
         self.nbytes = -(-numel // _BLOCK_NUMEL) * BLOCK_BYTES  # of an array
         self.starts: dict[str, int] = {}
-        self._bytes: dict[str, Tensor] = {}
+        self.mapped: dict[str, Tensor] = {}
 
     def missing(self, *, amsgrad: bool) -> list[str]:
         """The arrays that a step needs and that have no place yet."""
@@ -121,16 +117,16 @@ class Extent:
     def place(self, roles: Sequence[str], file: StateFile, start: int) -> None:
         """Give arrays their places, reserved already, from byte ``start`` of the file on."""
         for role in roles if self.nbytes else ():
-            self.starts[role], self._bytes[role] = start, file.view(start, self.nbytes)
+            self.starts[role], self.mapped[role] = start, file.view(start, self.nbytes)
             start += self.nbytes
         for at, shard in self.shards:
             where = slice(at, at + shard.bucket.shard_numel)
-            arrays = {role: array.view(torch.float32)[where] for role, array in self._bytes.items()}
+            arrays = {role: array.view(torch.float32)[where] for role, array in self.mapped.items()}
             shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
 
     def require_writable(self, file: StateFile) -> None:
         """Raise StorageFailed unless all arrays can be written to, as :meth:`StateFile.require_writable` does."""
-        for role, array in self._bytes.items():
+        for role, array in self.mapped.items():
             for start in range(0, self.nbytes, _ASKED_BYTES):
                 file.require_writable(self.starts[role] + start, array[start : start + _ASKED_BYTES])
 
@@ -138,11 +134,6 @@ class Extent:
     def end(self) -> int:
         """Where in the file the last array ends."""
         return max((start + self.nbytes for start in self.starts.values()), default=0)
-
-    @property
-    def mapped(self) -> list[Tensor]:
-        """What all views of the state are views of."""
-        return list(self._bytes.values())
 
     def add_memory(self, tally: Tally, roles: Sequence[str]) -> None:
         """Add what the file will hold of these arrays: whole blocks, the last of which padding fills up."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import StorageFailed, ZeroOptError
-from ...kernels.functions import adam_hypers
+from ...kernels import adam_update_
 from ...policies import NVMeOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
@@ -20,7 +21,7 @@ from ...system.shared_memory import memory_errors, require_memory
 from ..adam_placement import NativePlacement
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
-from .step import FileStep, Hypers
+from .step import FileStep
 from .window_pass import BUFFERS, Buffer, Disk, FileWindow
 
 
@@ -47,11 +48,9 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        self._extend([*self._extents, *extents_of(buckets)])
-        self._shards = {shard.index: shard for extent in self._extents for _, shard in extent.shards}
-        self._places = {
-            piece.param: (shard, at) for shard in self._shards.values() for at, piece in enumerate(shard.pieces)
-        }
+        added = extents_of(buckets)
+        self._extend([*self._extents, *added])
+        self._register(shard for extent in added for _, shard in extent.shards)
 
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         super().drop(buckets)
@@ -69,7 +68,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
-        largest = max((window.total_nbytes for window, _ in windows), default=0)
+        largest = max((window.nbytes * len(window.starts) for window, _ in windows), default=0)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
             what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
             require_memory(BUFFERS * largest, what)
@@ -97,7 +96,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
 
     def _tell_autograd(self) -> None:
         """Views of an array share its version counter."""
-        mapped = [array for extent in self._extents for array in extent.mapped]
+        mapped = [array for extent in self._extents for array in extent.mapped.values()]
         if mapped:
             torch.autograd.graph.increment_version(mapped)
 
@@ -119,9 +118,16 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     ) -> Iterator[int]:
         for _ in self.bring_in():
             pass
+        for grad_shard in grads:
+            shard = self._shards[grad_shard.bucket]
+            self._uses_maximum(shard, groups[shard.bucket.layout.group])
+        update = partial(
+            adam_update_, grad_scale=grad_scale, threads=self._threads, flush_denormals=self._flush_denormals
+        )
         with uninterrupted():
-            self._pending = self._begun(grads, groups, grad_scale)
-        yield from self._run(self._pending)
+            step = FileStep(grads, self._shards, groups, update, self._windows, self._buffers, self._disk)
+            self._pending = step
+        yield from self._run(step)
 
     def wait(self) -> None:
         """Wait for reads and writes that are under way, and begin no other."""
@@ -133,49 +139,31 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         for extent in self._extents:
             extent.require_writable(self._disk.file)
 
-    def _drop_pending(self) -> None:
-        self.wait()
-        self._pending = None
-
     def bring_in(self) -> Iterator[int]:
         self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()
             yield from self._run(self._pending)
 
-    def _begun(
-        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
-    ) -> FileStep:
-        """Return a step of which nothing has been done."""
-        amsgrad = [bool(group["amsgrad"]) for group in groups]
-        for grad_shard in grads:
-            shard = self._shards[grad_shard.bucket]
-            self._uses_maximum(shard, groups[shard.bucket.layout.group])
-        hypers = [adam_hypers(group) for group in groups]
-        given = Hypers(hypers, amsgrad, grad_scale, self._threads, self._flush_denormals)
-        return FileStep(grads, self._shards, given, self._windows, self._buffers, self._disk)
-
     def _run(self, step: FileStep) -> Iterator[int]:
         """Take what is left of a step, and yield buckets as they are updated."""
         left = Counter(part.shard.index for part in step.left())
-        buckets = iter(step.buckets)
-        upcoming = next(buckets, None)
+        buckets = deque(step.buckets)
         try:
             for window in step.windows.run(step.change):
                 left.subtract(part.shard.index for part in step.segments[window.number])
-                while upcoming is not None and not left[upcoming]:
-                    step.store(upcoming)
-                    yield upcoming
-                    upcoming = next(buckets, None)
+                while buckets and not left[buckets[0]]:
+                    step.store(buckets[0])
+                    yield buckets.popleft()
         except BaseException:
             with uninterrupted():
                 step.keep()
             raise
-        rest = [] if upcoming is None else [upcoming, *buckets]
         with uninterrupted():
-            step.count()
-            for bucket in rest:
+            for shard, positions in step.used:
+                shard.count_step(positions)
+            for bucket in buckets:
                 step.store(bucket)
             self._pending = None
         self._tell_autograd()
-        yield from rest
+        yield from buckets

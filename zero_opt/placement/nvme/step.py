@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import AdamHypers, AdamUpdate, adam_update_
+from ...kernels import AdamUpdate
 from ...kernels.adam_state import MOMENTS
 from ...kernels.checks import GRAD_DTYPES
+from ...kernels.functions import adam_hypers
 from ...reduction.interface import GradShard
-from ...sharding.flat_param import FlatParam, own_writes
+from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
 from ..adam_rules import MAXIMUM
@@ -21,53 +22,49 @@ from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, FileWindow, WindowPass
 
 
-class Hypers(NamedTuple):
-    """What a step is made with.
-
-    Attributes:
-        groups, amsgrad: one per param group. grad_scale: gradients are multiplied by it.
-        threads, flush_denormals: see :func:`adam_update_`.
-    """
-
-    groups: Sequence[AdamHypers]
-    amsgrad: Sequence[bool]
-    grad_scale: float
-    threads: int | None
-    flush_denormals: bool
-
-
 class FileStep:
     """A step, begun and not complete.
 
     Attributes:
         buckets: indices of those that are used on any rank, in order.
+        used: what is stepped here: shards, and positions of their slices.
         windows: the pass over those windows that have a used slice. segments: the used ones per window, by number.
+
+    Args:
+        groups: hyperparameters, as the user has them now.
+        update: :func:`adam_update_` with the options of this step.
     """
 
     def __init__(
         self,
         grads: Sequence[GradShard],
         shards: Mapping[int, FileShard],
-        hypers: Hypers,
+        groups: Sequence[Mapping[str, Any]],
+        update: Callable[[Iterable[AdamUpdate]], int],
         windows: Iterable[tuple[FileWindow, Sequence[Segment]]],
         buffers: Sequence[Buffer],
         disk: Disk,
     ) -> None:
         self.buckets = [grad_shard.bucket for grad_shard in grads if grad_shard.used]
         self.segments: dict[int, list[Segment]] = {}
-        self._hypers = hypers
+        self._groups = [(adam_hypers(group), bool(group["amsgrad"])) for group in groups]
+        self._adam_update = update
         self._used: dict[int, tuple[FileShard, list[int]]] = {}
+        self.used = self._used.values()
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._following: set[tuple[int, int]] = set()
         self._dropped: set[tuple[int, int]] = set()
-        self._kept = False
         for grad_shard in grads:
-            shard = shards[grad_shard.bucket]
-            positions = grad_shard.with_grad
+            shard, positions = shards[grad_shard.bucket], grad_shard.with_grad
             if positions:
                 self._used[grad_shard.bucket] = (shard, positions)
             for position in positions:
-                self._take(shard, position, grad_shard.grads[position])
+                grad, key = grad_shard.grads[position], (shard.index, position)
+                assert grad is not None
+                self._grads[key] = shard.flat_grad(position, grad)
+                if shard.edited(position):
+                    self._following.add(key)
+                shard.follow(position)
         used = []
         for window, parts in windows:
             stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]
@@ -75,14 +72,6 @@ class FileStep:
                 self.segments[window.number] = stretches
                 used.append(window)
         self.windows = WindowPass(used, buffers, disk)
-
-    def _take(self, shard: FileShard, position: int, grad: Tensor | None) -> None:
-        assert grad is not None
-        key = (shard.index, position)
-        self._grads[key] = shard.flat_grad(position, grad)
-        if shard.edited(position):
-            self._following.add(key)
-        shard.follow(position)
 
     def left(self) -> list[Segment]:
         """What has not been stepped yet."""
@@ -95,12 +84,7 @@ class FileStep:
         parts = self.segments[window.number]
         updates = [self._update(part, arrays) for part in parts]
         with own_writes([part.shard.flats[part.position] for part in parts]):
-            adam_update_(
-                updates,
-                grad_scale=self._hypers.grad_scale,
-                threads=self._hypers.threads,
-                flush_denormals=self._hypers.flush_denormals,
-            )
+            self._adam_update(updates)
             for part, update in zip(parts, updates, strict=True):
                 target, result = self._param(part), update.param if update.out is None else update.out
                 if part.slice_key not in self._dropped and result.data_ptr() != target.data_ptr():
@@ -112,7 +96,7 @@ class FileStep:
 
     def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
         shard, target = part.shard, self._param(part)
-        dropped, number = part.slice_key in self._dropped, shard.bucket.layout.group
+        dropped, (hypers, amsgrad) = part.slice_key in self._dropped, self._groups[shard.bucket.layout.group]
         master, out = target, None
         if not shard.direct:
             master = arrays["master"][part.where]
@@ -125,12 +109,12 @@ class FileStep:
         grad = self._grads[part.slice_key][part.at].to(HOST)
         return AdamUpdate(
             name=shard.flats[part.position].label,
-            hypers=self._hypers.groups[number].for_mean_of(shard.gradients[part.position]),
+            hypers=hypers.for_mean_of(shard.gradients[part.position]),
             step=part.steps + 1,
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),
             **{role: arrays[role][part.where] for role in MOMENTS},
-            max_exp_avg_sq=arrays[MAXIMUM][part.where] if self._hypers.amsgrad[number] else None,
+            max_exp_avg_sq=arrays[MAXIMUM][part.where] if amsgrad else None,
             out=out,
         )
 
@@ -145,23 +129,11 @@ class FileStep:
                 for flat in flats:
                     flat.store()
 
-    def count(self) -> None:
-        """All windows are saved."""
-        for shard, positions in self._used.values():
-            shard.count_step(positions)
-
     def keep(self) -> None:
         """The step has failed: let it outlive the backward that gave the gradients, and be seen as far as it went."""
-        if not self._kept:
-            self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
-            self._kept = True
+        self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
         for bucket in self._used:
             self.store(bucket)
-
-    def edited(self) -> Iterator[FlatParam]:
-        """Parameters that the user has changed since the step began."""
-        for shard, positions in self._used.values():
-            yield from (shard.flats[position] for position in positions if shard.edited(position))
 
     def keep_edits(self) -> None:
         """Parameters that the user has changed keep that, and miss the update; their moments do not."""

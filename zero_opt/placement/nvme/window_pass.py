@@ -47,11 +47,6 @@ class FileWindow(NamedTuple):
     starts: dict[str, int]
     nbytes: int
 
-    @property
-    def total_nbytes(self) -> int:
-        """Of all arrays."""
-        return self.nbytes * len(self.starts)
-
 
 class Buffer:
     """Memory for a window: whole pages, one array after the other."""
@@ -186,8 +181,7 @@ class WindowPass:
             StorageFailed: one does not end in time.
         """
         for transfer in (*self._reading, *self._unsaved):
-            if not transfer.failed:
-                self._wait_out(transfer)
+            self._wait_out(transfer)
 
     def _wait_out(self, transfer: _Transfer) -> None:
         try:

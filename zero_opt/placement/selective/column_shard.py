@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import HALVES
+from ...kernels.adam_state import new_state
 from ...layout import ParamSlice, plan_flat
+from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.readable_pages import require_readable, require_writable
-from ..in_process.units import slices_of
-from ..interface import ParamState, Stretch
-from ..masters import FollowedParams, follow_param
+from ..interface import ParamState
+from ..masters import FollowedParams, Stretch, follow_param, slices_of
 from .columns import Columns
 
 
@@ -37,15 +37,15 @@ def home_bucket(bucket: GradBucket, members: Sequence[int], device: str) -> Grad
         device: "cpu"; or "meta", to see what it would take, of a bucket that is called one in host memory all the same.
     """
     pieces, flats = slices_of(bucket, members)
-    by_index = {
-        piece.param: FlatParam(
-            torch.zeros(columns_of(piece, flat).numel, dtype=flat.param.dtype, device=device), flat.label
-        )
-        for piece, flat in zip(pieces, flats, strict=True)
-    }
-    specs = {index: home.spec(bucket.layout.group)._replace(device="cpu") for index, home in by_index.items()}
+    homes, specs = [], {}
+    for piece, flat in zip(pieces, flats, strict=True):
+        numel = columns_of(piece, flat).numel
+        home = FlatParam(torch.zeros(numel, dtype=flat.param.dtype, device=device), flat.label)
+        homes.append(home)
+        specs[piece.param] = home.spec(bucket.layout.group)._replace(device="cpu")
     (layout,) = plan_flat(specs, 1, math.inf, bucket.layout.index)
-    return GradBucket(layout, [by_index[index] for index in layout.params], 0, torch.float32)
+    assert layout.params == tuple(specs), "a rank's slices of any bucket are in the order of a plan"
+    return GradBucket(layout, homes, 0, torch.float32)
 
 
 class ColumnSlice:
@@ -68,7 +68,6 @@ class ColumnSlice:
 
     def __init__(self, piece: ParamSlice, flat: FlatParam) -> None:
         self.columns = columns_of(piece, flat)
-        self.device = flat.param.device
         self.waiting = torch.empty(0, dtype=torch.float32, device="cpu")
         self.forget()
 
@@ -172,16 +171,14 @@ class ColumnShard(FollowedParams):
 
     Attributes:
         members: positions of the slices among this rank's of the bucket. slices: one each.
-        home: the bucket that the placement is given.
+        home: the bucket that the placement is given, with the slices at their positions.
     """
 
     def __init__(self, bucket: GradBucket, members: Sequence[int]) -> None:
         super().__init__(*slices_of(bucket, members))
-        self.members, self.device = members, bucket.device
+        self.members = members
         self.slices = [ColumnSlice(piece, flat) for piece, flat in zip(self.pieces, self.flats, strict=True)]
         self.home = home_bucket(bucket, members, "cpu")
-        homes = dict(zip(self.home.layout.params, self.home.params, strict=True))
-        self._homes = [homes[piece.param] for piece in self.pieces]
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +188,7 @@ class ColumnShard(FollowedParams):
             column_slice = self.slices[position]
             self.flats[position].load()
             run = self.param_run(position)
-            self._fill(position, self._homes[position].param, run)
+            self._fill(position, self.home.params[position].param, run)
             if column_slice.compact:
                 follow_param(column_slice.compact["param"], column_slice.take(run, column_slice.selected))
             self.follow(position)
@@ -201,7 +198,7 @@ class ColumnShard(FollowedParams):
         for position in positions:
             if not self.edited(position):
                 column_slice = self.slices[position]
-                self._write(position, column_slice.at_home, self._homes[position].param[: column_slice.home_numel])
+                self._write(position, column_slice.at_home, self.home.params[position].param[: column_slice.home_numel])
 
     def write_selected(self, position: int) -> None:
         """Bring the selected columns into the parameter."""
@@ -229,7 +226,7 @@ class ColumnShard(FollowedParams):
         at_home, run = home[key], torch.empty(self.pieces[position].in_param.numel, dtype=torch.float32, device="cpu")
         if key == "master":  # the home may not have seen yet what the user has written to the parameter
             at_home = at_home.clone()
-            follow_param(at_home, self._homes[position].param)
+            follow_param(at_home, self.home.params[position].param)
         column_slice.put(run, column_slice.at_home, at_home[: column_slice.home_numel])
         if column_slice.compact:
             column_slice.put(run, column_slice.selected, column_slice.compact["param" if key == "master" else key])
@@ -253,20 +250,17 @@ class ColumnShard(FollowedParams):
             require_writable(home[key])
         column_slice, run = self.slices[position], self.param_run(position)
         values = {key: value.to(torch.float32) for key, value in values.items()}
+        master = values.get("master", run)
         # At home, a parameter that is not what its master rounds to would pass for one that the user has written to.
-        self._fill(position, self._homes[position].param, values.get("master", run).to(run.dtype))
+        self._fill(position, self.home.params[position].param, master.to(run.dtype))
         for key, value in values.items():
             self._fill(position, home[key], value)
         column_slice.compact = {}
         if column_slice.selected:
-            parts = {
-                "param": values.get("master", run),
-                **{key: value for key, value in values.items() if key != "master"},
-            }
-            for key, value in parts.items():
-                column_slice.compact[key] = column_slice.take(value, column_slice.selected).to(
-                    column_slice.device, torch.float32
-                )
+            for key, value in {**values, "master": master}.items():
+                selected = column_slice.take(value, column_slice.selected)
+                role = "param" if key == "master" else key
+                column_slice.compact[role] = selected.to(run.device, torch.float32)
 
     def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
         """Write a slice's elements to where its columns are at home."""
@@ -275,25 +269,16 @@ class ColumnShard(FollowedParams):
 
     def blank_state(self, position: int, *, amsgrad: bool) -> dict[str, Any]:
         """A state for a placement to adopt, of zeros, with a master where parameters need one."""
-        numel = self.slices[position].columns.numel
-        keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
-        state: dict[str, Any] = {
-            "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
-            **{key: torch.zeros(numel, dtype=torch.float32, device="cpu") for key in keys},
-        }
-        if self.param_dtype in HALVES:
-            state["master"] = self._homes[position].param.float()
-        return state
+        return new_state(self.home.params[position].param, AdamState(), amsgrad=amsgrad)
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
     def means(self, positions: Sequence[int]) -> list[Tensor | None]:
         """The mean gradients of these slices where the home takes them from, one per slice of its bucket."""
-        by_param = {self.pieces[position].param: self.slices[position] for position in positions}
-        grads: list[Tensor | None] = []
-        for piece, target in zip(self.home.slices, self.home.slice_grads(), strict=True):
-            column_slice = by_param.get(piece.param)
-            if column_slice is not None:
-                column_slice.mean(target[: column_slice.home_numel])
-            grads.append(target if column_slice is not None and column_slice.at_home else None)
+        targets, grads = self.home.slice_grads(), list[Tensor | None]([None] * len(self.slices))
+        for position in positions:
+            column_slice = self.slices[position]
+            column_slice.mean(targets[position][: column_slice.home_numel])
+            if column_slice.at_home:
+                grads[position] = targets[position]
         return grads

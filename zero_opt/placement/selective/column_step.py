@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
-from ...kernels import AdamUpdate, adam_update_
+from ...kernels import AdamUpdate
 from ...kernels.adam_state import MOMENTS
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
@@ -17,37 +18,29 @@ from ..adam_rules import MAXIMUM
 from .column_shard import ColumnSlice
 
 
-class ColumnSteps:
-    """Steps by the native kernel in host memory, elsewhere by torch's fused one.
+def step_columns(
+    column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float, update: Callable[..., int]
+) -> None:
+    """Step the selected columns, by the native kernel in host memory, elsewhere by torch's fused one.
 
     Args:
-        defaults: the optimizer class's arguments. threads: how many step; ``None`` is the default.
+        grad: of the slice, (numel,).
+        update: :func:`adam_update_` with the user's options.
     """
-
-    def __init__(self, defaults: Mapping[str, Any], threads: int | None) -> None:
-        self._threads = threads
-        self._flush = bool(defaults.get("flush_denormals", False))
-
-    def step(self, column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float) -> None:
-        """Step the selected columns.
-
-        Args:
-            grad: of the slice, (numel,).
-        """
-        if group["amsgrad"] and MAXIMUM not in column_slice.compact:
-            raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-        taken = column_slice.take(grad, column_slice.selected)
-        if taken.dtype not in GRAD_DTYPES:
-            taken = taken.float()
-        if taken.is_cpu:
-            adam_update_(
-                _native_updates(column_slice, taken, group),
-                grad_scale=grad_scale,
-                threads=self._threads,
-                flush_denormals=self._flush,
-            )
-        else:
-            _step_on_device(column_slice, taken.float().mul_(grad_scale), group)
+    if group["amsgrad"] and MAXIMUM not in column_slice.compact:
+        raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
+    taken = column_slice.take(grad, column_slice.selected)
+    if taken.dtype not in GRAD_DTYPES:
+        taken = taken.float()
+    if not taken.is_cpu:
+        _step_on_device(column_slice, taken.float().mul_(grad_scale), group)
+        return
+    hypers = adam_hypers(group)
+    updates = [
+        AdamUpdate(name="selected columns", hypers=hypers, step=count + 1, **part)
+        for count, part in _stretch_parts(column_slice, taken, amsgrad=bool(group["amsgrad"]))
+    ]
+    update(updates, grad_scale=grad_scale)
 
 
 def _stretch_parts(
@@ -59,17 +52,9 @@ def _stretch_parts(
         yield count, {"grad": grad[start:stop], **{role: column_slice.compact[role][start:stop] for role in roles}}
 
 
-def _native_updates(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> list[AdamUpdate]:
-    hypers = adam_hypers(group)
-    return [
-        AdamUpdate(name="selected columns", hypers=hypers, step=count + 1, **part)
-        for count, part in _stretch_parts(column_slice, grad, amsgrad=bool(group["amsgrad"]))
-    ]
-
-
 def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:
-    hypers, amsgrad = adam_hypers(group), bool(group["amsgrad"])
-    kernel = torch._fused_adamw_ if hypers.decoupled else torch._fused_adam_
+    options, amsgrad = asdict(adam_hypers(group)), bool(group["amsgrad"])
+    kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
     for count, part in _stretch_parts(column_slice, grad, amsgrad=amsgrad):
         kernel(
             [part["param"]],
@@ -78,11 +63,6 @@ def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str,
             [part["exp_avg_sq"]],
             [part[MAXIMUM]] if amsgrad else [],
             [torch.tensor(count + 1, dtype=torch.float32, device=grad.device)],
-            lr=hypers.lr,
-            beta1=hypers.beta1,
-            beta2=hypers.beta2,
-            weight_decay=hypers.weight_decay,
-            eps=hypers.eps,
             amsgrad=amsgrad,
-            maximize=hypers.maximize,
+            **options,
         )

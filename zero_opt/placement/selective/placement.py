@@ -6,6 +6,7 @@ form (:class:`ColumnShard`) and knows nothing of selection. What is no matrix is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
+from ...kernels import adam_update_
 from ...policies import Selective
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, say_without_masters
 from ..in_process.native_steps import NativeSteps
-from ..in_process.placement import BucketwisePlacement
+from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, StretchPlacement
-from .column_shard import ColumnShard, is_matrix
+from ..masters import changed_while_pending
+from .column_shard import ColumnShard, ColumnSlice, is_matrix
 from .column_state import ColumnState, SavedColumns, is_trusted
-from .column_step import ColumnSteps
+from .column_step import step_columns
 from .schedule import Schedule, Selector, selected_count
 
 
@@ -45,7 +48,7 @@ class SelectivePlacement(Placement):
     def __init__(
         self,
         policy: Selective,
-        inner: StretchPlacement,
+        inner: StretchPlacement[Any],
         group: Group,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: Mapping[str, Any],
@@ -54,12 +57,13 @@ class SelectivePlacement(Placement):
     ) -> None:
         self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
-        self._small = BucketwisePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
-        self._steps = ColumnSteps(defaults, threads)
+        self._small = DevicePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
+        flush_denormals = bool(defaults.get("flush_denormals", False))
+        self._update = partial(adam_update_, threads=threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
-        self._chosen: tuple[Mapping[int, Tensor], float] | None = None  # for the step to come
-        self._totals: dict[int, int] = {}  # columns of every matrix, on whatever rank
-        self._small_buckets: set[int] = set()  # that have what is no matrix, on whatever rank
+        # For the step to come: what is selected, and the buckets whose parameters it changes.
+        self._chosen: tuple[Mapping[int, Tensor], float] | None = None
+        self._updated: Sequence[int] = ()
         self._buckets: dict[int, GradBucket] = {}
         self._shards: dict[int, ColumnShard] = {}
         self._places: dict[int, tuple[ColumnShard, int]] = {}
@@ -89,56 +93,55 @@ class SelectivePlacement(Placement):
                 added[bucket.layout.index] = ColumnShard(bucket, members)
         self._inner.add([shard.home for shard in added.values()])
         self._small.add(buckets)
-        for bucket in buckets:
-            matrices = matrices_of(bucket)
-            self._buckets[bucket.layout.index] = bucket
-            self._totals.update(matrices)
-            if len(matrices) < len(bucket.params):
-                self._small_buckets.add(bucket.layout.index)
-        self._select_from_all()
+        self._buckets.update({bucket.layout.index: bucket for bucket in buckets})
+        self._plan_selections()
         self._shards.update(added)
         for shard in added.values():
             for position, piece in enumerate(shard.pieces):
                 self._places[piece.param] = (shard, position)
-                self._load_slice(piece.param, {}, self._first_columns(piece.param))
+                self._load_slice(piece.param, {})
 
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         indices = [bucket.layout.index for bucket in buckets]
         self._inner.drop([self._shards.pop(index).home for index in indices if index in self._shards])
         self._small.drop(buckets)
-        self._small_buckets.difference_update(indices)
         for bucket in buckets:
             self._buckets.pop(bucket.layout.index, None)
             for index in bucket.layout.params:
-                self._totals.pop(index, None)
                 self._places.pop(index, None)
                 self._shown.pop(index, None)
-        self._select_from_all()
+        self._plan_selections()
 
-    def _select_from_all(self) -> None:
+    def _plan_selections(self) -> None:
         """Let columns of every matrix be selected, on whatever rank it lies."""
-        self._selector = Selector(self._policy.topk_ratio, dict(sorted(self._totals.items())), self._group)
+        matrices = {index: matrices_of(bucket) for index, bucket in self._buckets.items()}
+        totals = sorted(total for of_bucket in matrices.values() for total in of_bucket.items())
+        self._selector = Selector(self._policy.topk_ratio, dict(totals), self._group)
+        # Those that have what is no matrix, on whatever rank.
+        self._small_buckets = {
+            index for index, bucket in self._buckets.items() if len(matrices[index]) < len(bucket.params)
+        }
 
     def repoint(self, params: Sequence[int]) -> None:
-        self._small.repoint([index for index in params if index not in self._totals])
+        self._small.repoint(params)
         for index in params:
             if index in self._places:
                 shard, position = self._places[index]
                 shard.repoint(position)
 
+    def _slices(self) -> Iterator[ColumnSlice]:
+        for shard in self._shards.values():
+            yield from shard.slices
+
     @property
     def staging_nbytes(self) -> int:
-        waiting = (column_slice.waiting for shard in self._shards.values() for column_slice in shard.slices)
-        own = sum(tensor.numel() * tensor.element_size() for tensor in waiting)
+        own = sum(column_slice.waiting.nbytes for column_slice in self._slices())
         return own + self._inner.staging_nbytes + self._small.staging_nbytes
 
     @property
     def spare_nbytes(self) -> int:
         """Bytes of selected columns beside their places at home, and those of the inner placements."""
-        compact = (
-            a for shard in self._shards.values() for column_slice in shard.slices for a in column_slice.compact.values()
-        )
-        own = sum(array.numel() * array.element_size() for array in compact)
+        own = sum(array.nbytes for column_slice in self._slices() for array in column_slice.compact.values())
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
     def require_own(self) -> None:
@@ -177,9 +180,8 @@ class SelectivePlacement(Placement):
 
     def resident(self) -> Iterator[Tensor]:
         yield from self._small.resident()
-        for shard in self._shards.values():
-            for column_slice in shard.slices:
-                yield from column_slice.compact.values()
+        for column_slice in self._slices():
+            yield from column_slice.compact.values()
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         if index not in self._places:
@@ -211,7 +213,7 @@ class SelectivePlacement(Placement):
         if index not in self._places:
             return self._small.param_of(index)
         shard, position = self._places[index]
-        return shard.flats[position].part(shard.pieces[position].in_param)
+        return shard.part(position)
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state. Collective."""
@@ -223,8 +225,7 @@ class SelectivePlacement(Placement):
         without = 0
         for index, (shard, _) in self._places.items():
             saved = states.get(index, {})
-            none = torch.empty(0, dtype=torch.int64, device="cpu")
-            self._load_slice(index, saved, none if saved else self._first_columns(index))
+            self._load_slice(index, saved)
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
@@ -244,23 +245,22 @@ class SelectivePlacement(Placement):
             return self._schedule.at([int(number) for number in known[1:]])
         return Schedule(self._policy, done=int(known[1]))
 
-    def _first_columns(self, index: int) -> Tensor:
-        """What is selected of a matrix that had no gradient, or was not there, when columns were."""
-        selecting = self._schedule.since_selection >= 0
-        count = selected_count(self._policy.topk_ratio, self._totals[index]) if selecting else 0
-        return torch.arange(count, dtype=torch.int64, device="cpu")
-
-    def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor) -> None:
+    def _load_slice(self, index: int, saved: Mapping[str, Any], chosen: Tensor | None = None) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it.
 
         Args:
-            chosen: the selected columns, if the state does not say so itself.
+            chosen: the selected columns, if the state does not say so itself. Without them, none; the first ones of a
+                new state, if columns are selected by now.
         """
         shard, position = self._places[index]
         column_slice, flat = shard.slices[position], shard.flats[position]
         column_slice.forget()
         column_slice.stepped = bool(saved)
         column_slice.counts.fill_(float(saved.get("step", 0.0)))
+        if chosen is None:
+            selecting, total = not saved and self._schedule.since_selection >= 0, column_slice.columns.total
+            count = selected_count(self._policy.topk_ratio, total) if selecting else 0
+            chosen = torch.arange(count, dtype=torch.int64, device="cpu")
         column_slice.choose(chosen)
         runs = {key: self._run_of(shard, position, value) for key, value in saved.items() if _is_shaped(value)}
         if is_trusted(saved):
@@ -273,13 +273,10 @@ class SelectivePlacement(Placement):
         blank = shard.blank_state(position, amsgrad=self._amsgrad[shard.pieces[position].group])
         self._inner.adopt_state(index, blank)
         home, numel = self._home_state(index), shard.pieces[position].in_param.numel
-        values = {
-            key: runs.get(key, torch.zeros(numel, dtype=torch.float32, device="cpu"))
-            for key in home
-            if key not in ("step", "master")
-        }
-        if "master" in home:
-            values["master"] = runs.get("master", shard.param_run(position)).cpu()
+        zeros = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        values = {key: runs.get(key, zeros) for key in home if key != "step"}
+        if "master" in home and "master" not in runs:
+            values["master"] = shard.param_run(position).cpu()
         shard.place(position, values, home)
         shard.follow(position)
 
@@ -303,21 +300,18 @@ class SelectivePlacement(Placement):
         self._inner.require_writable()
 
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """The buckets that the next step updates. Collective where columns are to be selected."""
+        """The buckets whose parameters the next step changes on any rank. Collective where columns are selected."""
         self._chosen = self._selector.select(self._squares(grads)) if self._schedule.selects else None
-        return self._updated(grads)
-
-    def _updated(self, grads: Sequence[GradShard]) -> list[int]:
-        """The buckets whose parameters the next step changes, on whatever rank, in order."""
         used = {shard.bucket for shard in grads if shard.used}
         ahead = replace(self._schedule)  # as it is when columns have been selected, which may end the window
         if self._chosen is not None:
             ahead.selected(self._chosen[1])
         if ahead.closes and not self._delay:
-            return sorted(used | self._waiting | self._pending_buckets)
-        if ahead.since_selection >= 0 and self._policy.topk_ratio > 0:
-            return sorted(used | self._pending_buckets)
-        return sorted((used & self._small_buckets) | self._pending_buckets)
+            used |= self._waiting
+        elif ahead.since_selection < 0 or self._policy.topk_ratio == 0:
+            used &= self._small_buckets
+        self._updated = sorted(used | self._pending_buckets)
+        return self._updated
 
     def _squares(self, grads: Sequence[GradShard]) -> dict[int, tuple[int, Tensor]]:
         return {
@@ -340,7 +334,6 @@ class SelectivePlacement(Placement):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        updated = self._updated(grads)
         for _ in self.bring_in():
             pass
         self._rearrange()
@@ -353,18 +346,14 @@ class SelectivePlacement(Placement):
             if column_slice.chosen.numel() < column_slice.columns.total:
                 column_slice.gather(run, grad_scale)
             if column_slice.compact:
-                self._steps.step(column_slice, run, groups[shard.pieces[position].group], grad_scale)
+                step_columns(column_slice, run, groups[shard.pieces[position].group], grad_scale, self._update)
                 shard.write_selected(position)
             if column_slice.chosen.numel():
                 column_slice.count(selected=True)
-        if not self._schedule.closes:
-            self._schedule.stepped()
-            yield from updated
-            return
-        left = list(updated)
-        for bucket in self._close_window(groups):
+        left = deque(self._updated)
+        for bucket in self._close_window(groups) if self._schedule.closes else ():
             while left and left[0] <= bucket:
-                yield left.pop(0)
+                yield left.popleft()
         self._schedule.stepped()
         yield from left
 
@@ -423,15 +412,9 @@ class SelectivePlacement(Placement):
         self._pending_buckets = set()
 
     def conflict(self) -> ZeroOptError | None:
-        conflict = self._inner.conflict()
-        for bucket, positions in self._submitted.items() if self.pending and conflict is None else ():
-            shard = self._shards[bucket]
-            for position in filter(shard.edited, positions):
-                return StepPending(
-                    f"{shard.flats[position].label} was changed while a step for it was pending; call opt.flush() "
-                    "before changing parameters. A flush() after it keeps the change and drops the update"
-                )
-        return conflict
+        submitted = self._submitted.items() if self.pending else ()
+        own = changed_while_pending((self._shards[bucket], positions) for bucket, positions in submitted)
+        return self._inner.conflict() or own
 
 
 def matrices_of(bucket: GradBucket) -> dict[int, int]:

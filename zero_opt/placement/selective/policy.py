@@ -18,7 +18,7 @@ from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
 from ..in_process.policy import add_slice
-from ..in_process.units import slices_of
+from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy
 from .column_shard import columns_of, home_bucket, is_matrix
@@ -63,9 +63,6 @@ class SelectivePolicy(PlacementPolicy):
     def loadable(self, states: ParamStates) -> ParamStates:
         return states
 
-    def steps_by_columns(self, param: Tensor) -> bool:
-        return is_matrix(param)
-
     def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:
         return column_places(param) if is_matrix(param) else {}
 
@@ -82,7 +79,7 @@ class SelectivePolicy(PlacementPolicy):
         tally, homes = reduced_gradients(buckets), []
         for bucket in buckets:
             matrices = matrix_members(bucket)
-            pieces, flats = slices_of(bucket, range(len(bucket.slices)))
+            pieces, flats = slices_of(bucket)
             for at, (piece, flat) in enumerate(zip(pieces, flats, strict=True)):
                 if at in matrices:
                     self._add_columns(tally, piece, flat, amsgrad=inputs.amsgrad(piece.group))

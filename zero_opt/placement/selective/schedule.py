@@ -35,9 +35,11 @@ class Schedule:
     interval: int = 0
 
     def __post_init__(self) -> None:
-        if not self.interval:
-            fixed = self.policy.update_interval
-            self.interval = _FIRST_INTERVAL if isinstance(fixed, str) else fixed
+        fixed = self.policy.update_interval
+        if not isinstance(fixed, str):
+            self.interval = fixed
+        elif not self.interval:
+            self.interval = _FIRST_INTERVAL
 
     @property
     def warmed_up(self) -> bool:
@@ -78,9 +80,7 @@ class Schedule:
 
     def at(self, position: Sequence[int]) -> Schedule:
         """A schedule at a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
-        done, in_window, since_selection, interval = position
-        fixed = self.policy.update_interval
-        return Schedule(self.policy, done, in_window, since_selection, interval if isinstance(fixed, str) else fixed)
+        return Schedule(self.policy, *position)
 
 
 def selected_count(ratio: float, columns: int) -> int:
@@ -116,21 +116,17 @@ class Selector:
         Args:
             squares: this rank's sums of squares, fp64, and the number of the column that they begin with.
         """
-        mine, at = torch.zeros(sum(self._totals.values()), dtype=torch.float64, device="cpu"), 0
-        places: dict[int, slice] = {}
-        for index, columns in self._totals.items():
-            places[index] = slice(at, at + columns)
-            at += columns
+        widths = list(self._totals.values())
+        mine = torch.zeros(sum(widths), dtype=torch.float64, device="cpu")
+        own = dict(zip(self._totals, torch.split(mine, widths), strict=True))
         for index, (first, sums) in squares.items():
-            start = places[index].start + first
-            mine[start : start + sums.numel()] = sums
+            own[index][first : first + sums.numel()] = sums
         everything = torch.zeros_like(mine)
         for part in self._group.all_gather(mine):
             everything += part
         chosen: dict[int, Tensor] = {}
         total, taken = 0.0, 0.0
-        for index, where in places.items():
-            sums = everything[where]
+        for index, sums in zip(self._totals, torch.split(everything, widths), strict=True):
             chosen[index] = largest(sums, selected_count(self._ratio, sums.numel()))
             total, taken = total + float(sums.sum()), taken + float(sums[chosen[index]].sum())
         return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

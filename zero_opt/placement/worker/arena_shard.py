@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
+from ...system.extension import native
 from ...system.shared_memory import Arena
 from ..adam_rules import MAXIMUM
 from ..adam_shard import StateShard
@@ -25,11 +25,12 @@ _ARRAY_ALIGN = 64
 _GAP_BYTES, _LARGE_BYTES = 4096 + 4 * _ARRAY_ALIGN, 1 << 18
 
 
-class Section(NamedTuple):
-    """Where an array lies in the arena."""
+SECOND_BANK = ", bank 1"
 
-    start: int
-    dtype: torch.dtype
+
+def in_bank(role: str, bank: int) -> str:
+    """The name of an array of state in a bank."""
+    return role + SECOND_BANK if bank else role
 
 
 class ArenaShard(StateShard):
@@ -39,15 +40,17 @@ class ArenaShard(StateShard):
     many grad0, grad1 as asked for.
 
     Attributes:
-        bank: per slice, in which bank of arrays its state is; there is one, 0.
+        banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.
     """
+
+    banks = 1
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
         self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
         self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
         self.bank = [0] * len(self.pieces)
-        self._sections: dict[str, Section] = {}
+        self._sections: dict[str, tuple[int, torch.dtype]] = {}  # where each array begins in the arena
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class ArenaShard(StateShard):
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
         for role, dtype in arrays.items():
-            self._sections[role] = Section(start, dtype)
+            self._sections[role] = (start, dtype)
             start += self.nbytes_of({role: dtype})
         return start
 
@@ -121,52 +124,60 @@ class ArenaShard(StateShard):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def take_grads(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The gradients in the arena, (shard numel,): those that have not been reduced into it are copied there.
+    @property
+    def grads(self) -> Tensor:
+        """The place in the arena that the worker reads gradients from, (shard numel,)."""
+        return self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
+
+    def take_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy those gradients to the arena that have not been reduced into it.
 
         From an accelerator the copies may still be under way on its current stream.
         """
-        home = self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
+        home = self.grads
         for position, grad in enumerate(grads):
             target = home[slice(*self.pieces[position].in_shard)]
             if grad is not None and grad.data_ptr() != target.data_ptr():
                 # In one order of elements: between two, torch may copy by way of host memory that no event guards.
                 target.copy_(self.flat_grad(position, grad), non_blocking=True)
-        return home
 
     def lend_grads(self) -> None:
         """Let the worker read the gradients until :meth:`count_step`."""
         if self.grads_in_arena:
             self.bucket.lend()
 
-    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[BoundRun, slice]]:
-        """One native run, and its place in the shard, per stretch of neighboring slices at one step count and bank."""
+    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
+        """Native runs over these slices, each from one bank of state to the other if there is one; their gradients."""
+        home = self.grads
+        for where, step, bank in self._neighbors(positions):
+            arrays = self._state(where, bank, amsgrad=amsgrad)
+            if self.param_dtype in HALVES:
+                arrays["out"] = self._arrays["out"][where]
+            to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
+            yield BoundRun(arrays, self.grad_dtype, step=step, to=to).run, home[where].data_ptr()
+
+    def _neighbors(self, positions: Sequence[int]) -> Iterator[tuple[slice, float, int]]:
+        """Stretches of neighboring slices with one step count and bank: where, the number of the step, the bank."""
         next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
             return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
 
-        roles = {"param": "master", **{moment: moment for moment in MOMENTS}}
-        roles |= {MAXIMUM: MAXIMUM} if amsgrad else {}
         whole = [position for position in positions if position not in self.stretches]
         for (_, step, bank), members in groupby(enumerate(whole), kind):
             neighbors = [position for _, position in members]
             start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
-                yield self._run(roles, slice(start, stop), step, bank), slice(start, stop)
+                yield slice(start, stop), step, bank
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:
-                where = slice(first + start, first + stop)
-                yield self._run(roles, where, count + 1, self.bank[position]), where
+                yield slice(first + start, first + stop), count + 1, self.bank[position]
 
-    def _run(self, roles: Mapping[str, str], where: slice, step: float, bank: int) -> BoundRun:  # noqa: ARG002
-        """A run of some elements; ``roles`` names the array of each of its parts."""
-        arrays = {role: self._arrays[name][where] for role, name in roles.items()} | self._out(where)
-        return BoundRun(arrays, self.grad_dtype, step=step)
-
-    def _out(self, where: slice) -> dict[str, Tensor]:
-        return {"out": self._arrays["out"][where]} if self.param_dtype in HALVES else {}
+    def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
+        """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""
+        names = {"param": "master", **{key: key for key in (*MOMENTS, *([MAXIMUM] if amsgrad else []))}}
+        return {role: self._arrays[in_bank(name, bank)][where] for role, name in names.items()}
 
     def count_step(self, positions: Collection[int]) -> None:
         """Count a step of these slices, whose gradients the worker has read."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
@@ -15,7 +15,6 @@ from ...kernels.functions import adam_hypers
 from ...policies import WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
 from ...system.log import log
@@ -40,16 +39,16 @@ class Pending(NamedTuple):
     buckets: Sequence[int]
     used: Sequence[Used]
 
-    def edited(self) -> Iterator[FlatParam]:
-        for shard, positions in self.used:
-            yield from (shard.flats[position] for position in positions if shard.edited(position))
-
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     """A shard in an arena, which a worker steps.
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
     one come meanwhile, so buckets that are reduced into the arena have two buffers there.
+
+    Args:
+        model: results arrive after the step, in the order of its modules; ``None``, within it.
+        grad_buffers: how many each bucket has.
     """
 
     _policy_name = "WorkerOffload"
@@ -61,18 +60,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         policy: WorkerOffload,
         defaults: Mapping[str, Any],
         group: Group,
-        delivery: ResultDelivery,
+        model: nn.Module | None,
         grad_buffers: int = 1,
     ) -> None:
         super().__init__()
-        self._delivery = delivery
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
         self._confined = Confined(split.trainer) if split.trainer else None
-        self._writer = ParamWriter(split, self._confined)
+        self._delivery = ResultDelivery(ParamWriter(split, self._confined), model)
         self._mapped: HostMemory | None = None  # the arena as accelerators see it
         self._copies: list[Any] = []  # events after those that accelerators make
         self._pace = Pace()
@@ -82,9 +80,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def add(self, buckets: Sequence[GradBucket]) -> None:
         added = [self._shard_type(bucket) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
-        for shard in added:
-            self._shards[shard.bucket.layout.index] = shard
-            self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
+        self._register(added)
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
@@ -190,19 +186,18 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._pace.end(asked_for, self._worker.control.step_seconds)
 
     def _drop_pending(self) -> None:
-        self._delivery.forget_overtaken()
-        self.wait()
-        if self._pending is not None:
-            for used in self._pending.used:
-                used.shard.bucket.reclaim()
-            self._pending = None
+        self._delivery.overtaken = None
+        used = () if self._pending is None else self._pending.used
+        super()._drop_pending()
+        for shard, _ in used:
+            shard.bucket.reclaim()
 
     def _await(self, sequence: int) -> None:
         self._worker.wait(sequence)
 
     def bring_in(self) -> Iterator[int]:
         self._delivery.await_results()
-        self._delivery.forget_overtaken()
+        self._delivery.overtaken = None
         self._load_mirrors()
         brought_in = list(self._bring_in_pending())
         self._delivery.await_results()  # the next step is made where they are
@@ -218,7 +213,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 shard.count_step(positions)
             self._written()
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
-            self._delivery.deliver(made, self._writer)
+            self._delivery.deliver(made)
             self._note_copies(shard for shard, _ in made)
             self._pending = None
         yield from pending.buckets
@@ -244,10 +239,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
         self._await_copies()
-        arrived = self._take_grads(grads)
+        used = self._take_grads(grads)
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
-        keep: list[Tensor] = []
-        for (shard, positions), home in arrived:
+        for shard, positions in used:
             number = shard.bucket.layout.group
             hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
             shard.read_params(positions)
@@ -255,29 +249,29 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
                 new = (hypers.for_mean_of(gradients).for_kernel(grad_scale), list[Any](), list[int]())
                 _, runs, addresses = batches.setdefault((number, gradients), new)
-                for bound, where in shard.runs(alike, amsgrad=amsgrad):
-                    runs.append(bound.run)
-                    keep.append(home[where])
-                    addresses.append(keep[-1].data_ptr())
+                for run, address in shard.runs(alike, amsgrad=amsgrad):
+                    runs.append(run)
+                    addresses.append(address)
         self._await_copies()
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._send(list(batches.values()))
-        for (shard, _), _ in arrived:
+        for shard, _ in used:
             shard.lend_grads()
-        return Pending(sequence, self._in_order(grads), [used for used, _ in arrived])
+        return Pending(sequence, self._in_order(grads), used)
 
-    def _take_grads(self, grads: Sequence[GradShard]) -> list[tuple[Used, Tensor]]:
-        """Return what is used here, with the gradients of its shard in the arena, where copies may be on their way."""
-        taken = []
+    def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:
+        """Return what is used here. Its gradients are in the arena, or copies of them are on their way there."""
+        used = []
         try:
             for grad_shard in grads:
                 shard = self._shards[grad_shard.bucket]
                 if positions := grad_shard.with_grad:
-                    taken.append((Used(shard, positions), shard.take_grads(grad_shard.grads)))
+                    shard.take_grads(grad_shard.grads)
+                    used.append(Used(shard, positions))
         finally:
             self._note_copies(self._shards[grad_shard.bucket] for grad_shard in grads)
-        return taken
+        return used
 
     def _send(self, batches: Batches) -> int:
         self._pace.begin(time.monotonic())

@@ -19,7 +19,6 @@ from .banked_shard import BankedShard
 from .cores import split_cores
 from .placement import WorkerPlacement
 from .process import control_nbytes
-from .results import LateDelivery, ResultDelivery
 from .speculation import SpeculativePlacement
 
 
@@ -51,10 +50,9 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
 
     def build(self, group: Group) -> WorkerPlacement:
         model = self.inputs.reduction.overlap_param_gather
-        delivery = ResultDelivery() if model is None else LateDelivery(model)
         if self.offload.speculate:
-            return SpeculativePlacement(self.offload, self.inputs.defaults, group, delivery)
-        return WorkerPlacement(self.offload, self.inputs.defaults, group, delivery, self._grad_buffers)
+            return SpeculativePlacement(self.offload, self.inputs.defaults, group, model)
+        return WorkerPlacement(self.offload, self.inputs.defaults, group, model, self._grad_buffers)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally = Tally()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +46,6 @@ _END_S = 10.0
 # How long the starter's thread may take for a call.
 _CALL_S = 60.0
 _STDERR_BYTES = 2000
-_SIGNAL = "signal "
 
 
 def control_nbytes(threads: int, runs: int = _MAX_RUNS) -> int:
@@ -121,7 +120,7 @@ class _Child:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
         for fd in (self.pidfd, self._stderr):
             os.close(fd)
-        return f"{_SIGNAL}{-code}" if code < 0 else f"exit status {code}"
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 class _Handles:
@@ -188,18 +187,6 @@ class _Handles:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def _forbidden() -> Iterator[None]:
-    """Say what a worker needs where the system does not grant it (a container's seccomp profile)."""
-    try:
-        yield
-    except PermissionError as error:
-        raise WorkerFailed(
-            f"the system does not let this process make what a worker needs, memfd_create and pidfd_open ({error}); "
-            "allow them, or leave out offload="
-        ) from error
-
-
 class WorkerProcess:
     """An arena, and a worker that steps what is in it; a dead or stuck one is replaced.
 
@@ -212,9 +199,15 @@ class WorkerProcess:
         self._policy, self._cores, self._threads = policy, tuple(cores), threads
         self._pid = os.getpid()
         nbytes = control_nbytes(threads)
-        with _forbidden(), memory_errors(nbytes, "the control area of this rank's worker"):
-            self.arena = GrowingArena.create("zero_opt worker", nbytes)
-            self._handles = _Handles()
+        try:
+            with memory_errors(nbytes, "the control area of this rank's worker"):
+                self.arena = GrowingArena.create("zero_opt worker", nbytes)
+                self._handles = _Handles()
+        except PermissionError as error:  # a container's seccomp profile
+            raise WorkerFailed(
+                "the system does not let this process make what a worker needs, memfd_create and pidfd_open "
+                f"({error}); allow them, or leave out offload="
+            ) from error
         self._connect()
         self._close = weakref.finalize(self, self._handles.close)
         self.deaths = 0

@@ -52,88 +52,70 @@ class ParamWriter:
 
 
 class ResultDelivery:
-    """The way of a worker's results into the parameters: at once.
+    """The way of a worker's results into the parameters.
+
+    Given a model, the delivery keeps results until they are asked for, those first whose modules the forward comes to
+    first. What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current
+    stream. Without a model, nothing waits.
 
     The placement calls :meth:`deliver` for each step. Until :meth:`await_results`, another thread may call
     :meth:`await_result` for single buckets.
+
+    Attributes:
+        overtaken: a parameter that the user has written to before its result had arrived, which was dropped then.
     """
 
-    @property
-    def overtaken(self) -> FlatParam | None:
-        """A parameter that the user has written to before its result had arrived, which was dropped then."""
-        return None
-
-    def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """Indices of the buckets of one step, in the order in which they are to arrive: the same on every rank."""
-        return [bucket.layout.index for bucket in buckets]
-
-    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
-        writer.write(made)
-
-    def await_result(self, bucket: int) -> None:
-        """Return when the result of a bucket has arrived; on any thread, which may have to copy it."""
-
-    def await_results(self) -> None:
-        """Return when all results have arrived."""
-
-    def forget_overtaken(self) -> None:
-        """Forget :attr:`overtaken`, of which the user has been told."""
-
-
-class LateDelivery(ResultDelivery):
-    """A delivery that keeps results until they are asked for, those first whose modules the forward comes to first.
-
-    What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current stream.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, writer: ParamWriter, model: nn.Module | None) -> None:
+        self._writer, self._model = writer, model
         self._places: dict[object, int] = {}
         self._turns: dict[int, int] = {}
-        self._left: dict[int, tuple[Used, ParamWriter]] = {}  # by bucket, until they have arrived
+        self._left: dict[int, Used] = {}  # by bucket, until they have arrived
         self._lock = threading.Lock()  # of who copies
-        self._overtaken: FlatParam | None = None
-
-    @property
-    def overtaken(self) -> FlatParam | None:
-        return self._overtaken
+        self.overtaken: FlatParam | None = None
 
     def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """Indices of the buckets in the order in which their modules were registered."""
-        return [bucket.layout.index for bucket in sorted(buckets, key=self._turn)]
+        """Indices of the buckets of one step in the order in which they are to arrive: the same on every rank.
 
-    def _turn(self, bucket: GradBucket) -> int:
+        With a model, in the order in which their modules were registered.
+        """
+        model = self._model
+        if model is not None:
+            buckets = sorted(buckets, key=lambda bucket: self._turn(bucket, model))
+        return [bucket.layout.index for bucket in buckets]
+
+    def _turn(self, bucket: GradBucket, model: nn.Module) -> int:
         index = bucket.layout.index
         if index not in self._turns:
             params = [flat.param for flat in bucket.params]
             if any(param not in self._places for param in params):
-                self._places = {param: place for place, param in enumerate(self._model.parameters())}
+                self._places = {param: place for place, param in enumerate(model.parameters())}
             self._turns[index] = min(self._places[param] for param in params)
         return self._turns[index]
 
-    def deliver(self, made: Sequence[Used], writer: ParamWriter) -> None:
-        late = [used for used in made if is_host(used.shard.bucket.device)]
-        self._left.update({used.shard.bucket.layout.index: (used, writer) for used in late})
-        if len(late) < len(made):
-            writer.write([used for used in made if not is_host(used.shard.bucket.device)])
+    def deliver(self, made: Sequence[Used]) -> None:
+        """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
+        at_once = made
+        if self._model is not None:
+            at_once = [used for used in made if not is_host(used.shard.bucket.device)]
+            late = [used for used in made if is_host(used.shard.bucket.device)]
+            self._left.update({used.shard.bucket.layout.index: used for used in late})
+        if at_once:
+            self._writer.write(at_once)
 
     def await_result(self, bucket: int) -> None:
-        """Copy a bucket's result, if it has not been copied, while the trainer computes."""
+        """Copy a bucket's result, if it has not been copied, while the trainer computes; on any thread."""
         if bucket in self._left:  # what has arrived is to be had without waiting for another bucket
             with uninterrupted(), self._lock:
-                used, writer = self._left.get(bucket, (None, None))
-                if used is not None and writer is not None:
-                    writer.write_beside(self._current([used]))
+                if bucket in self._left:
+                    self._writer.write_beside(self._current([self._left[bucket]]))
                     del self._left[bucket]
 
     def await_results(self) -> None:
         """Copy all results that are left, on all cores: the trainer waits."""
         if self._left:
             with uninterrupted(), self._lock:
-                left = list(self._left.values())
-                if left:
-                    left[0][1].write(self._current([used for used, _ in left]))
+                if self._left:
+                    self._writer.write(self._current(list(self._left.values())))
                     self._left.clear()
 
     def _current(self, made: Sequence[Used]) -> list[Used]:
@@ -141,9 +123,6 @@ class LateDelivery(ResultDelivery):
         current = []
         for shard, positions in made:
             edited = [position for position in positions if shard.edited(position)]
-            self._overtaken = next((shard.flats[position] for position in edited), self._overtaken)
+            self.overtaken = next((shard.flats[position] for position in edited), self.overtaken)
             current.append(Used(shard, [position for position in positions if position not in edited]))
         return current
-
-    def forget_overtaken(self) -> None:
-        self._overtaken = None

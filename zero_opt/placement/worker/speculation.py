@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
@@ -42,7 +42,7 @@ from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
 from .process import Batches
-from .results import ResultDelivery, Used
+from .results import Used
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
 _RECENT_STEPS = 8
@@ -109,9 +109,9 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(
-        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, delivery: ResultDelivery
+        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, model: nn.Module | None
     ) -> None:
-        super().__init__(policy, defaults, group, delivery)
+        super().__init__(policy, defaults, group, model)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
@@ -205,10 +205,10 @@ class SpeculativePlacement(WorkerPlacement):
         with self._lock:
             self._asked = True
             shard, summed = self._banked(index), self._summed.get(index)
-            if shard is None or summed is None or self._worker.control.drafts_done < summed:
-                return [None] * len(bucket.slices)
             changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
-            return [None] * len(bucket.slices) if changed else shard.squares
+            if shard is None or summed is None or changed or self._worker.control.drafts_done < summed:
+                return [None] * len(bucket.slices)
+            return shard.squares
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
@@ -216,12 +216,7 @@ class SpeculativePlacement(WorkerPlacement):
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
             runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
-            home = shard.bucket.in_arena
-            batch = (
-                step.hypers.for_kernel(step.unscale),
-                [bound.run for bound, _ in runs],
-                [home[where].data_ptr() for _, where in runs],
-            )
+            batch = (step.hypers.for_kernel(step.unscale), [run for run, _ in runs], [grad for _, grad in runs])
             drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
         except (ZeroOptError, ValueError, TypeError, KeyError, OverflowError):
             return  # what is wrong with the hyperparameters, and whether it still is, is for step() to say

@@ -14,7 +14,8 @@ from test.support.half_params import HALVES, OVERLAPPED, backward, make_params
 from test.support.half_params import train as train_halves
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, case, expected, train
-from zero_opt.placement.in_process.host_offload import HostUnits, InHost
+from zero_opt.placement.in_process import host_offload
+from zero_opt.placement.in_process.host_offload import InHost
 from zero_opt.placement.in_process.units import InPlace, Mastered
 
 OFFLOAD = zero_opt.CPUOffload()
@@ -44,7 +45,7 @@ def _train(rank: int, world_size: int, name: str, reduction: Any, options: dict[
 
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the way that parameters on an accelerator take."""
-    monkeypatch.setattr(HostUnits, "_is_host", lambda self, bucket: False)
+    monkeypatch.setattr(host_offload, "is_host", lambda device: False)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,8 +24,8 @@ from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
 from test.support.scenario import values
 from test.support.worker_training import DTYPES, SHAPES, backward, make_params
+from zero_opt.placement.nvme import placement as nvme_placement
 from zero_opt.placement.nvme import state_file
-from zero_opt.placement.nvme import step as nvme_step
 from zero_opt.placement.nvme.window_pass import Disk
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
@@ -131,7 +131,9 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, 
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("place", [(nvme_step, "adam_update_"), (Disk, "read"), (Disk, "write")], ids=lambda at: at[1])
+@pytest.mark.parametrize(
+    "place", [(nvme_placement, "adam_update_"), (Disk, "read"), (Disk, "write")], ids=lambda at: at[1]
+)
 def test_ctrl_c_loses_no_window(
     place: tuple[Any, str], after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

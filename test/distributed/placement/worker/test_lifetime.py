@@ -464,7 +464,7 @@ def test_params_that_are_refused() -> None:
 
 
 def test_the_formula_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    adam_rules._say_fused.cache_clear()
+    adam_rules.say_fused.cache_clear()
     found = []
     for _ in range(2):
         params = make_params()

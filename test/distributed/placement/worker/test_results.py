@@ -23,7 +23,7 @@ from test.support.late_results import OFFLOADS, SPECULATING, Layers, optimizer_o
 from test.support.worker_training import LATER, NOW, stillborn_workers
 from zero_opt.comm.exchange import Ident
 from zero_opt.placement.worker import results
-from zero_opt.placement.worker.results import LateDelivery, ParamWriter, ResultDelivery, Used
+from zero_opt.placement.worker.results import ParamWriter, ResultDelivery, Used
 from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.system.background_thread import SerialThread
 
@@ -388,7 +388,8 @@ def test_the_order_is_that_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = optimizer_of(model, False, NOW)
     buckets = parts_of(optimizer).partition.buckets
-    late = LateDelivery(model)
+    writer: Any = None
+    late = ResultDelivery(writer, model)
     first = {index: min(bucket.layout.params) for index, bucket in enumerate(buckets)}
     order = late.order(buckets)
     places = {param: place for place, param in enumerate(model.parameters())}
@@ -396,7 +397,7 @@ def test_the_order_is_that_of_the_model() -> None:
     assert needed == sorted(needed)
     assert len({first[index] for index in order}) == len(buckets) > 2
     assert order != sorted(order)
-    assert ResultDelivery().order(buckets) == sorted(order)
+    assert ResultDelivery(writer, None).order(buckets) == sorted(order)
     optimizer.close()
 
 
@@ -408,8 +409,8 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
         bucket = SimpleNamespace(device=torch.device(device), layout=SimpleNamespace(index=index))
         return SimpleNamespace(bucket=bucket, edited=lambda _: False)
 
-    late = LateDelivery(nn.Linear(1, 1))
-    late.deliver([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])], writer)
+    late = ResultDelivery(writer, nn.Linear(1, 1))
+    late.deliver([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])])
     assert written == [0]
     late.await_results()
     assert written == [0, 1]
