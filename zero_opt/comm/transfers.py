@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,33 +15,13 @@ from torch import Tensor
 from ..errors import PeerLost
 from .peer_watch import SLICE_S, done_within, first_line
 
+if TYPE_CHECKING:
+    from .groups import Group
+
 # Messages under way at a time.
 _WINDOW = 8
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
-
-
-class MessageGroup(Protocol):
-    """What a message needs of its group.
-
-    Attributes:
-        timeout_s: how many seconds a message may take.
-    """
-
-    timeout_s: float
-
-    def message_failed(self, rank: int, text: str) -> PeerLost | None:
-        """Return the error once a message to or from a rank has failed; ``None`` if nothing is known beside that.
-
-        Args:
-            text: the backend's words.
-        """
-
-    def awaits(self, rank: int) -> None:
-        """Note that a message to or from a rank is waited for."""
-
-    def aside(self, call: Callable[[], None]) -> None:
-        """Run a call that waits, and return once it has; Ctrl-C ends the wait, and what the call waits for."""
 
 
 class Transfer:
@@ -78,9 +58,7 @@ class Message(Transfer):
     A wait that times out ends the group, so waits cannot be short. The main thread leaves them to another thread.
     """
 
-    def __init__(
-        self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: MessageGroup
-    ) -> None:
+    def __init__(self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: Group) -> None:
         """``begin``: starts to send a tensor to a rank, or to receive it from there."""
         self._peer, self._group = peer, group
         with self._explained():

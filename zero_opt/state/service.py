@@ -41,9 +41,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.departures import Departure, Departures, How
-from ..comm.groups import ASKS, SideGroup, bytes_tensor, tensor_bytes
-from ..comm.peer_watch import WARN_AFTER_S, first_line
+from ..comm.departures import Departure, How
+from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.peer_watch import WARN_AFTER_S, Watch, first_line
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
@@ -91,7 +91,7 @@ class StateService:
 
     Args:
         capture: returns this rank's state as it is at the moment. flats: all sharded parameters, by global index.
-        departures: the ranks that have left training.
+        watch: that of training, which knows of the ranks that have left.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class StateService:
         guard: StateGuard,
         capture: Callable[[], LocalState],
         flats: dict[int, FlatParam],
-        departures: Departures,
+        watch: Watch,
     ) -> None:
-        self._side, self._guard, self._departures = side, guard, departures
+        self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._flats: dict[int, FlatParam] | None = flats
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
@@ -127,7 +127,7 @@ class StateService:
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
         side.farewell = self._bid_farewell
-        departures.tell, departures.news = self._tell, True
+        self._departures.tell, self._departures.news = self._tell, True
         process_exit.add(self)
         process_exit.threads.start(self._thread)
         process_exit.threads.start(self._delivering)
@@ -228,7 +228,7 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
+        if not (self._told or self._departures.knows(self._left) or self._watch.lives(self._left)):
             self._departures.notice(Departure(self._left, How.LOST))
             self._departures.leave()
 
@@ -370,7 +370,7 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
+                raise self._watch.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -392,11 +392,11 @@ class StateService:
 
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
-        return outcome(submitted(self._beside, call, *arguments), partial(self._side.lookout, ASKS))
+        return outcome(submitted(self._beside, call, *arguments), self._side.lookout)
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
+            raise self._watch.explain(str(self._lost), patience_s=0.0) or PeerLost(
                 f"the ranks' connections for state_dict() have broken ({self._lost}): call opt.consolidate_state_dict("
                 "to=rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
