@@ -249,10 +249,8 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     agreement.on_contents([("rank to consolidate to", to)])
     payloads = group.all_gather_bytes(mine)
     result = IncomingState(partition.flats) if group.rank == to else None
-    places: list[Iterator[Tensor | None]] = []
     with agreement.together():
-        for payload in payloads:
-            places.append(iter(() if result is None else [result.place(entry) for entry in listed(payload)]))
+        targets = [[] if result is None else result.runs_for(payload) for payload in payloads]
     window, failed = TransferQueue(), list[Exception]()
     for src, payload in enumerate(payloads):
         if src == to:
@@ -262,11 +260,11 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
                 except Exception as error:  # whatever it is, the other ranks still send
                     failed.append(error)
             continue
+        arriving = iter(targets[src])
         for entry in listed(payload):
-            target = next(places[src], None)
-            sent = chunks_to_send(local, entry, failed) if group.rank == src else iter(())
+            moved = chunks_to_send(local, entry, failed) if group.rank == src else arriving
             for span in spans(entry):
-                chunk = next(sent, None if target is None else target[span])
+                chunk = next(moved, None)
                 window.add(group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
     window.drain()
     agreement.raise_first_error(next(iter(failed), None))
