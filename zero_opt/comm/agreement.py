@@ -73,10 +73,8 @@ class StepReport:
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """Return what :meth:`pack` was given."""
         step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
-        starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
-        used, trainable, restarted = [
-            int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
-        ] or (0, 0, 0)
+        starts = [_HEADER.size + place * mask_bytes for place in range(3)]
+        used, trainable, restarted = (int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts)
         absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
         report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned, edits)
         return report, bool(flags & _FAILED)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..errors import StepDesync
 from ..system.devices import HOST, is_host
@@ -117,6 +118,14 @@ def _as_real(tensor: Tensor) -> Tensor:
 def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
     """Return a process group method under its current name, or the one torch 2.11 has."""
     return getattr(pg, name, None) or getattr(pg, older_name)
+
+
+def ddp_average(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Replace one of DDP's buckets, as DDP itself does, with the mean over the ranks of ``group``, by default all.
+
+    Collective. DDP keeps its hook once an optimizer with ``DDPHook`` is closed.
+    """
+    return allreduce_hook(group, bucket)  # type: ignore[arg-type]  # which it says cannot be None, and means by it all
 
 
 def build_exchange(

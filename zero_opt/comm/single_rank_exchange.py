@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from .exchange import Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, nothing_left
+from .exchange import Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all, nothing_left
 
 
 class AloneExchange(Exchange):
@@ -41,8 +40,7 @@ class AloneExchange(Exchange):
             else:
                 targets.append(target)
                 sources.append(run.values)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
         return True
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
