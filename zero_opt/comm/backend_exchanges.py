@@ -29,20 +29,16 @@ class ListExchange(StagedExchange):
     """The exchange over backends without send and recv (the threaded group of torch's tests): all_to_all of chunks."""
 
     gathers_ahead = 1
-    _failed = -1  # the last step that failed on this rank
 
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
         super().__init__(reduce_group.rank, pool)
         self._reduce, self._gather = reduce_group, gather_group
 
-    def fail(self, step: int) -> None:
-        self._failed = step
-
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         return partial(self._failures, step)
 
     def _failures(self, step: int) -> Sequence[int]:
-        words = self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64, device=HOST))
+        words = self._gather.all_gather(torch.tensor([self._failed_step], dtype=torch.int64, device=HOST))
         return [rank for rank, word in enumerate(words) if word.item() == step]
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:

@@ -231,6 +231,7 @@ class Exchange(ABC):
     """
 
     gathers_ahead, nbytes, blocks = 0, 0, True
+    _failed_step = -1  # the last step that failed on this rank
     adds_up: Sequence[torch.dtype] = ()
 
     def __init__(self, pool: StagingPool) -> None:
@@ -264,6 +265,7 @@ class Exchange(ABC):
 
     def fail(self, step: int) -> None:
         """Have the following gathers tell the other ranks that this step failed on this rank."""
+        self._failed_step = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
         """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.

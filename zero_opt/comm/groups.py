@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
 from ..policies import Checks, waited_for
+from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
@@ -31,7 +32,7 @@ from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .store import c10d
 from .transfers import Gathered, Message, Transfer, peer_lost, start
-from .waits_beside import WaitingThread, looked_beside
+from .waits_beside import looked_beside, outcome, submitted
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -180,7 +181,7 @@ class Group:
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
-        self._waits = WaitingThread(self.interrupt)
+        self._waits = SerialThread("zero_opt wait", self.interrupt)
         self._pg: dist.ProcessGroup | None = _new_group(
             parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
         )
@@ -237,9 +238,19 @@ class Group:
             self.watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
-        """Run a call that waits, and return once it has; Ctrl-C ends the wait, and what the call waits for."""
+        """Run a call whose waits Python cannot cut into slices on a thread of its own, so that Ctrl-C gets through.
+
+        What raises here, as Ctrl-C or a rank that is stopped, ends what the call waits for.
+        """
         with self.exchanging():
-            self._waits.run(call, self.lookout)
+            waiting = submitted(self._waits, call)
+            try:
+                outcome(waiting, self.lookout)
+            finally:
+                if not waiting.done():  # the ranks are not at one point any more
+                    self._waits.close()
+                    self._waits = SerialThread("zero_opt wait", self.interrupt)
+                    self.interrupt()
 
     @property
     def has_send_recv(self) -> bool:

@@ -35,32 +35,6 @@ def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None
     return future.result(0)
 
 
-class WaitingThread:
-    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
-
-    Args:
-        interrupt: ends a wait that is under way.
-    """
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
-
-    def run(self, wait: Callable[[], None], lookout: Callable[[], Callable[[], None]]) -> None:
-        """Call ``wait``, and look at the other ranks as :func:`outcome` does; whichever raises ends the wait."""
-        future = submitted(self._thread, wait)
-        try:
-            outcome(future, lookout)
-        finally:
-            if not future.done():  # the ranks are not at one point any more
-                self._thread.close()
-                self._thread = SerialThread("zero_opt wait", self._interrupt)
-                self._interrupt()
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        self._thread.close()
-
-
 @contextlib.contextmanager
 def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
     """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
