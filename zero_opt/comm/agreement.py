@@ -85,25 +85,21 @@ class StepAgreement:
     """The reports of all ranks together: most rounds of any, parameters used by any, parameters trainable on all.
 
     Attributes:
-        used_by, restarted: per rank, the parameters it reports as used and as restarted.
+        reports: by rank.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
         same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
             have written to the same parameters equally often.
-        abandoned, rounds_by: per rank, as it reports.
     """
 
+    reports: Sequence[StepReport]
     rounds: int
     used: int
     trainable: int
-    used_by: Sequence[int]
-    restarted: Sequence[int] = ()
-    epoch: int = 0
-    clip_to: float | None = None
-    absent: Sequence[int] = ()
-    same_hypers: bool = True
-    same_edits: bool = True
-    abandoned: Sequence[int] = ()
-    rounds_by: Sequence[int] = ()
+    epoch: int
+    clip_to: float | None
+    absent: Sequence[int]
+    same_hypers: bool
+    same_edits: bool
 
 
 # In place of a digest: this rank could not compute one.
@@ -142,20 +138,16 @@ class Agreement:
         self._require_same_step(reports, present)
         self._require_same_mask(reports)
         first = reports[present[0] if present else 0]
-        used_by = [report.used for report in reports]
         return StepAgreement(
+            reports,
             rounds=max(report.rounds for report in reports),
-            used=reduce(or_, used_by),
+            used=reduce(or_, (report.used for report in reports)),
             trainable=mine.trainable,
-            used_by=used_by,
-            restarted=[report.restarted for report in reports],
             epoch=first.epoch,
             clip_to=first.clip_to,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
             same_edits=all(report.edits == first.edits for report in reports),
-            abandoned=[report.abandoned for report in reports],
-            rounds_by=[report.rounds for report in reports],
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:

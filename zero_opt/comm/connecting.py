@@ -136,20 +136,13 @@ class Connecting(Meeting):
         Raises:
             ProcessGroupError: they are not there in time. ZeroOptError: a rank cannot connect.
         """
-        published: list[bytes] = []
-
-        def find() -> bool:
-            if store.check(list(keys)):
-                published.extend(values(store, keys))
-            return len(published) == len(keys)
-
-        if not until(lambda: self.ask(find), lambda _: self.look(), self.patience_s):
+        if not until(lambda: self.ask(store.check, list(keys)), lambda _: self.look(), self.patience_s):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"
             )
-        return published
+        return self.ask(values, store, keys)
 
     def meet(self) -> None:
         """Wait until all ranks have made their groups.

@@ -14,7 +14,7 @@ from .peer_watch import LOOK_AGAIN_S
 
 
 def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
-    """Submit a call to a thread; call it here where the interpreter's exit has begun, which starts no threads."""
+    """Submit a call to a thread; call it here where there is none, as once the interpreter's exit has begun."""
     try:
         if not thread.ended:
             return thread.submit(call, *arguments)

@@ -84,7 +84,7 @@ class OwnGroups:
         if self._side is not None and self._watch is not None and self.service is None:
             # No reference to the optimizer, so that it can be collected while its state is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, partition.flats, self._watch)
+            self.service = StateService(self._side, guard, capture, self._watch)
             self._limits.lift()
 
     def _leave(self) -> None:

@@ -87,7 +87,7 @@ class LocalState:
             raise StepPending(
                 "a step is pending there, so its state is not that after it; call opt.flush() on every rank"
             )
-        self._flats, self._whole = flats, whole
+        self.flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
         self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
@@ -114,8 +114,8 @@ class LocalState:
     def run(self, entry: Entry) -> Tensor:
         """Return the elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()
-        if entry.kind == "slice" and value.shape == self._flats[entry.param].param.shape:
-            value = self._flats[entry.param].flatten(value)
+        if entry.kind == "slice" and value.shape == self.flats[entry.param].param.shape:
+            value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
 

@@ -47,14 +47,13 @@ from ..comm.peer_watch import WARN_AFTER_S, Watch, first_line
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
-from ..sharding.flat_param import FlatParam
 from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
 from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing
-from .guard import OnePull, StateGuard, Verdict, step_failed
+from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
     DEPARTED,
@@ -90,7 +89,7 @@ class StateService:
     process ends. All else runs on threads of the service.
 
     Args:
-        capture: returns this rank's state as it is at the moment. flats: all sharded parameters, by global index.
+        capture: returns this rank's state as it is at the moment.
         watch: that of training, which knows of the ranks that have left.
     """
 
@@ -99,11 +98,9 @@ class StateService:
         side: SideGroup,
         guard: StateGuard,
         capture: Callable[[], LocalState],
-        flats: dict[int, FlatParam],
         watch: Watch,
     ) -> None:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
-        self._flats: dict[int, FlatParam] | None = flats
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
         self._left = (side.rank - 1) % side.world_size
@@ -113,7 +110,8 @@ class StateService:
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
-        self._asking, self._beside, self._pulls = OnePull(), SerialThread("zero_opt state wait"), 0
+        self._asking = NoReentry("inside state_dict(), on the same thread")
+        self._beside, self._pulls = SerialThread("zero_opt state wait"), 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
@@ -297,7 +295,7 @@ class StateService:
             code = ERROR if state is None else Verdict.READY.value
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
-            return Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
+            return Offer(dst, pull, state, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()
             raise
@@ -315,7 +313,7 @@ class StateService:
                 with self._guard.after_change(self._guard.edit_marks()):
                     self._send_elements(offer, offer.state)
             else:  # gloo cancels a message that nobody holds, and a pull that was left still waits for this one
-                self._unwanted.append((offer.sending, offer.text))
+                self._unwanted.append((offer.sending, offer.listing))
         finally:
             self._guard.leave()
 
@@ -332,7 +330,7 @@ class StateService:
     def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, the error that was met in that, if any."""
         window, failed, tag = TransferQueue(), list[Exception](), answer_tag(offer.pull)
-        for entry in listed(offer.payload):
+        for entry in listed(tensor_bytes(offer.listing)):
             for chunk in chunks_to_send(state, entry, failed):
                 window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
         text = bytes_tensor(json.dumps(name_and_text(failed[0]) if failed else None).encode())
@@ -353,18 +351,17 @@ class StateService:
             StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: this step failed on one.
             StateNotConsolidated: closed, or in a fork.
         """
-        flats = self._flats
-        if self._closed or flats is None or self._side.inherited:
+        if self._closed or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
-        with self._asking.one(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
+        with self._asking.held(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             own = self._own_state("this rank", self._capture, self._guard.failure)
             try:
                 with self._new_pull() as pull:
                     payloads = self._wait_beside(self._ask, pull, changes)
-                    result = IncomingState(flats)
+                    result = IncomingState(own.flats)
                     targets = [self._place(result, own, payload) for payload in payloads]
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
@@ -489,7 +486,7 @@ class StateService:
         with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.release()
-        self._flats = self._capture = None
+        self._capture = None
 
     def join(self, failed: bool) -> None:
         if not (failed or self._departures.unannounced):
