@@ -109,7 +109,7 @@ def test_autograds_numbers_of_backwards_may_wrap(outer: int, monkeypatch: pytest
 
     def begins(number: int, *, inner: bool = False) -> bool:
         now.update(task=(number + 2**31) % 2**32 - 2**31, inner=inner)
-        return passes.begins()
+        return passes.note_arrival()
 
     assert begins(outer - 2)
     assert not begins(outer + 1, inner=True), "which backward it is in is not known yet"

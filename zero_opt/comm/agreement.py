@@ -107,10 +107,15 @@ _NO_DIGEST = bytes(hashlib.sha256().digest_size)
 
 
 class Agreement:
-    """Comparisons of small facts over the control group. Every method but :meth:`reserve` is collective."""
+    """Comparisons of small facts over the control group. Every method but :meth:`reserve` is collective.
+
+    Attributes:
+        told: ``id`` of this rank's own error that it raises, once all ranks have been told of it.
+    """
 
     def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
         self.group, self._describe = group, describe
+        self.told = 0
 
     def reserve(self, param_count: int) -> None:
         """Let each report of a step about so many parameters travel in one message."""
@@ -151,10 +156,11 @@ class Agreement:
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:
-        first = reports[present[0]] if present else reports[0]
+        shown = present[0] if present else 0
+        first = reports[shown]
         for rank, report in enumerate(reports):
             if report.step != first.step:
-                raise StepDesync(f"rank {rank} is in step {report.step} while rank 0 is in step {first.step}")
+                raise StepDesync(f"rank {rank} is in step {report.step} while rank {shown} is in step {first.step}")
             if rank in present and (report.clip_to is None) != (first.clip_to is None):
                 raise RankMismatch(f"rank {present[0]} called {first.call} where rank {rank} called {report.call}")
             if rank in present and report.clip_to != first.clip_to:
@@ -240,6 +246,7 @@ class Agreement:
         for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
             if not other:
                 continue
+            self.told = id(own or error)
             if own is not None:
                 raise own
             if rank == self.group.rank and error is not None:

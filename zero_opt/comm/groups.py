@@ -219,6 +219,11 @@ class Group:
                 self.watch.interrupted(error, what)
             raise
 
+    @property
+    def calls(self) -> int:
+        """The collective calls that this rank has entered, so far as others could be left waiting in one."""
+        return 0 if self._watch is None else self._watch.departures.calls
+
     def awaits(self, rank: int) -> None:
         """Note, for messages, that an exchange waits for a rank."""
         if self.watch is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from ..state.stand_ins import StateOwner
 from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.log import log
 from ..system.streams import wait_done
+from .arguments import adopt_errors, template_of
 from .config import Config
-from .contents import HyperDigest, adopt_errors, loaded_contents, template_of
+from .contents import HyperDigest, loaded_contents
 from .dtensors.mesh_params import admit
 from .interface import Engine
 from .loading import Loaded, fitted_shards
@@ -50,9 +51,10 @@ class BetweenSteps(Engine):
     """The base of :class:`ShardedEngine`: all of :class:`Engine` but the step.
 
     Attributes:
-        parts: what the engine drives. count: where training is.
+        parts: what the engine drives. count, agreement, partition, reduction, placement, gather: those of the parts
+            that it uses most.
         skips: steps that were not taken because of non-finite gradients.
-        begun: whether ``Join`` knows that this rank is about to take the next step.
+        join_notified: whether ``Join`` knows that this rank is about to take the next step.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class BetweenSteps(Engine):
             parked: the state that is away from its device.
         """
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
-        self._one_call, self.skips, self.begun = user._one_call, 0, False
+        self._one_call, self.skips, self.join_notified = user._one_call, 0, False
         self._loaded = self._half_loaded = self._closed = False
+        self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
         self._digest = HyperDigest()
         parts = EngineParts(config, groups, owner or user, describe, self.unscale)
@@ -93,6 +96,23 @@ class BetweenSteps(Engine):
     @abstractmethod
     def unscale(self, inv_scale: Tensor) -> bool:
         """Multiply the reduced gradients for GradScaler; return whether any rank found a non-finite one. Collective."""
+
+    @contextmanager
+    def _of_all_ranks(self) -> Iterator[None]:
+        """A context of what every rank does. An exception that ends it on this rank alone is the end of training here.
+
+        It is not where the exception comes before the first message, so that this rank can repeat the call; nor where
+        the other ranks raise it too, or learn of it as of a step's failure.
+        """
+        calls, self._sends, self.agreement.told = self.group.calls, False, 0
+        try:
+            yield
+        except BaseException as error:
+            alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
+            if not alone or id(error) == self.agreement.told or error is self._guard.failure:
+                raise
+            with self.group.exchanging(f"{self._one_call.under_way} in"):
+                raise
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
 
@@ -137,16 +157,17 @@ class BetweenSteps(Engine):
         user, config = self._user, self._config
         known = len(user.param_groups)
         try:
-            with self.agreement.together("add_param_group()"):
-                self._planner.planned.require()
-                self._parked.require_here()
-                with adopt_errors():
-                    taken = normalized_group(group, known)
-                    self._admit(params_of([taken]))
-                    torch.optim.Optimizer.add_param_group(user, taken)
-                    template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
-                config.check_params(user.param_groups, self._describe)
-            self.add_groups()
+            with self._of_all_ranks():
+                with self.agreement.together("add_param_group()"):
+                    self._planner.planned.require()
+                    self._parked.require_here()
+                    with adopt_errors():
+                        taken = normalized_group(group, known)
+                        self._admit(params_of([taken]))
+                        torch.optim.Optimizer.add_param_group(user, taken)
+                        template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
+                    config.check_params(user.param_groups, self._describe)
+                self.add_groups()
         except BaseException:
             del user.param_groups[known:]
             raise
@@ -180,12 +201,13 @@ class BetweenSteps(Engine):
 
     def flush(self) -> None:
         self.placement.require_own()
-        self.gather.flush()
-        if self._config.offload is not None:
-            with self._guard.telling_why():
-                self._finish_pending()
-        if self.gather.failed():
-            self.agreement.raise_first_error(self._guard.tell_failure(), "flush()")
+        with self._of_all_ranks():
+            self.gather.flush()
+            if self._config.offload is not None:
+                with self._guard.telling_why():
+                    self._finish_pending()
+            if self.gather.failed():
+                self.agreement.raise_first_error(self._guard.tell_failure(), "flush()")
 
     def _finish_pending(self) -> None:
         """Bring a pending step into the parameters of all ranks. Collective."""
@@ -226,13 +248,15 @@ class BetweenSteps(Engine):
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""
-        self._complete_state("consolidate_state_dict()")
-        self.parts.full.consolidate(to)
+        with self._of_all_ranks():
+            self._complete_state("consolidate_state_dict()")
+            self.parts.full.consolidate(to)
 
     def rows(self) -> StatesByIndex:
         """Return all state, pending step included, cut by rows over the ranks."""
-        self._complete_state("sharded_state_dict()")
-        return self.parts.full.rows()
+        with self._of_all_ranks():
+            self._complete_state("sharded_state_dict()")
+            return self.parts.full.rows()
 
     def state_dict(self) -> StateDict:
         """Return the full state. The other ranks' edits of ``state`` are in it from their next step on."""
@@ -254,13 +278,14 @@ class BetweenSteps(Engine):
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         config, groups = self._config, self._user.param_groups
-        with self.agreement.together("load_state_dict()"):
-            self._planner.planned.require()
-            self._parked.require_here()
-            loaded = fitted_shards(state_dict, groups, config, strict=strict)
-            self.placement.wait()
-            self.placement.require_writable()
-        self._write(loaded)
+        with self._of_all_ranks():
+            with self.agreement.together("load_state_dict()"):
+                self._planner.planned.require()
+                self._parked.require_here()
+                loaded = fitted_shards(state_dict, groups, config, strict=strict)
+                self.placement.wait()
+                self.placement.require_writable()
+            self._write(loaded)
         if self._groups.control.rank == 0:
             loaded.say(config, self.parts.params, self._describe)
 

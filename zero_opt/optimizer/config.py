@@ -15,7 +15,7 @@ from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
 from ..sharding.buckets import GradBucket
 from ..sharding.wrapped_class import check_type, check_wrapped_class
-from .contents import checked_groups
+from .arguments import checked_groups
 
 
 @dataclass(frozen=True)

@@ -3,141 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..comm.agreement import value_digest
-from ..errors import (
-    ConfigConflict,
-    ConfigError,
-    ConfigTypeError,
-    UnsupportedOptimizer,
-    UnsupportedParam,
-    ZeroOptError,
-)
-from ..kernels.checks import shared_pair
 from ..kernels.strides import is_dense
-from ..policies import AdamState
-from ..sharding.flat_param import check_memory, is_dtensor
 from ..sharding.param_groups import hypers_of
-from ..sharding.wrapped_class import needs_closure
-
-
-@contextmanager
-def adopt_errors() -> Iterator[None]:
-    """Raise torch's complaints about arguments as errors of ours that are also torch's type."""
-    try:
-        yield
-    except ZeroOptError:
-        raise
-    except TypeError as error:
-        raise ConfigTypeError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:  # out of memory and the like
-            raise
-        raise ConfigConflict(str(error)) from error
-
-
-def template_of(
-    cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """Return the wrapped class over parameters without values: it checks arguments, and knows all defaults.
-
-    Raises:
-        UnsupportedOptimizer: the class cannot be sharded. Whatever the class raises about its arguments.
-    """
-    if needs_closure(cls):
-        raise UnsupportedOptimizer(
-            f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
-            "over several ranks, nor with an offload or masters; use it at world size 1 without"
-        )
-    if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
-        raise UnsupportedOptimizer(
-            f"state={form!r} cannot be sharded over several ranks, nor offloaded; leave it AdamState()"
-        )
-    template = cls([_on_meta(entry) for entry in groups], **defaults)
-    check_options(template.param_groups)
-    return template
-
-
-def _on_meta(entry: Any) -> Any:
-    if isinstance(entry, Tensor):
-        if entry.is_quantized:
-            raise UnsupportedParam(
-                f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
-                "it out of the parameters"
-            )
-        return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
-    if isinstance(entry, tuple) and len(entry) == 2:
-        return (entry[0], _on_meta(entry[1]))
-    if isinstance(entry, Mapping) and "params" in entry:
-        inner = entry["params"]
-        return {
-            **entry,
-            "params": _on_meta(inner) if isinstance(inner, Tensor) else [_on_meta(e) for e in inner],
-        }
-    return entry
-
-
-def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
-    for group, option in itertools.product(groups, ("differentiable", "capturable")):
-        if group.get(option):
-            raise UnsupportedOptimizer(
-                f"{option}=True cannot be sharded over several ranks, nor offloaded; leave it False"
-            )
-
-
-def checked_groups(
-    groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str], reduce_dtype: torch.dtype | None = None
-) -> None:
-    """Raise UnsupportedParam, naming it, for a parameter that cannot be sharded.
-
-    Args:
-        reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
-    """
-    for index, param in enumerate(param for group in groups for param in group["params"]):
-        if param.is_inference() and param.requires_grad:
-            raise UnsupportedParam(
-                f"{describe(index)} was made under torch.inference_mode() and cannot be trained; make the model "
-                "outside it, or clone the parameter there"
-            )
-        if param.is_meta:
-            raise UnsupportedParam(f"{describe(index)} is on the meta device; materialize the model first")
-        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-            raise UnsupportedParam(
-                f"{describe(index)} belongs to FullyShardedDataParallel (FSDP1), which does not say what part of it "
-                "this rank has; use torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
-        if param.is_complex() and reduce_dtype is not None:
-            raise UnsupportedParam(
-                f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
-                "its gradient; leave reduce_dtype and accumulate_dtype None"
-            )
-        check_memory(param, describe(index))
-    _check_apart([param for group in groups for param in group["params"]], describe)
-
-
-def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-    # The part of a DTensor that is here is a tensor of its own.
-    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
-    pair = shared_pair([params[index] for index in plain])
-    if pair is None:
-        return
-    first, second = sorted(plain[at] for at in pair)
-    if params[first] is params[second]:
-        raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
-    raise UnsupportedParam(
-        f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights are one "
-        "Parameter)"
-    )
 
 
 def _comparable(value: Any) -> Any:

@@ -19,8 +19,8 @@ from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from ..system.log import log
+from .arguments import check_options
 from .config import Config
-from .contents import check_options
 from .dtensors.mesh_params import state_like
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"

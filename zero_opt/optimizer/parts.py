@@ -67,9 +67,9 @@ class EngineParts:
         )
         self.pool = of_reduction.pool
         self.reduction = build_reduction(config.reduction, of_reduction)
-        late = config.reduction.overlap_param_gather
+        model = config.reduction.overlap_param_gather  # whose forward waits for parameters
         self.placement, lookout = self._built_placement(), groups.control.lookout
-        self.gather = build_gather(self.partition, self.exchanges, self.thread, late, self.placement, lookout)
+        self.gather = build_gather(self.partition, self.exchanges, self.thread, model, self.placement, lookout)
         stand_ins = StandIns(config.optimizer_class, config.defaults, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
         self.full = FullState(self.agreement, self.partition, self.placement, self.guard)

@@ -16,7 +16,7 @@ this order, on the user's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -52,8 +52,6 @@ from .one_call import one_call
 class ShardedEngine(BetweenSteps):
     """The engine that reduces gradients, steps this rank's shards, and gathers the parameters; see the module."""
 
-    _sends = False  # whether a call of all ranks may have sent a message
-
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo  # what torch.compile cannot trace, it calls
@@ -67,22 +65,6 @@ class ShardedEngine(BetweenSteps):
                 agreed, shards = self.reduce()
                 self._update(agreed, shards, unscaling(self._user))
         return loss
-
-    @contextmanager
-    def _of_all_ranks(self) -> Iterator[None]:
-        """A context of what every rank does. An exception that ends it on this rank alone is the end of training here.
-
-        It is not where the exception comes before the first message, so that this rank can repeat the call; nor where
-        the other ranks are told of it, as of our own errors and of a step's failure.
-        """
-        self._sends = False
-        try:
-            yield
-        except BaseException as error:
-            if not self._sends or isinstance(error, ZeroOptError) or error is self._guard.failure:
-                raise
-            with self._groups.control.exchanging("its part of"):
-                raise
 
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
@@ -135,9 +117,9 @@ class ShardedEngine(BetweenSteps):
         """Compare this rank's report of the step with the other ranks'. Collective."""
         count, edits = self.count, self.partition.edits()
         mine = self.step_report(own, clip_to, edits, absent=absent)
-        if not self.begun and not absent:
+        if not self.join_notified and not absent:
             Join.notify_join_context(self._user)
-        self.begun = True
+        self.join_notified = True
         try:
             agreed = self.agreement.on_step(mine, len(self.parts.params), own.error)
         except StepDesync as desync:
@@ -190,40 +172,43 @@ class ShardedEngine(BetweenSteps):
         Raises:
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
-        limit, measured = self._config.max_grad_norm, cache(partial(self.measure, shards))  # collective, once, if asked
+        measured = cache(partial(self.measure, shards))  # collective, once, and only if asked for
+        limit = self._config.max_grad_norm
         grad_scale = inv_scale * self.reduction.step_factor
-        if skips_step(self._config.checks, measured, self._describe):  # the window stays open, until zero_grad()
-            self.skips, self.begun = self.skips + 1, False
+        if skips_step(self._config.checks, measured, self._describe):  # the window goes on; zero_grad() voids its grads
+            self.skips, self.join_notified = self.skips + 1, False
             return
         if limit is not None:
             grad_scale *= float(clip_factor(measured().norm * grad_scale, limit))
         with self._guard.telling_why():
             self.gather.begin(self.count.step)
-            for bucket in self._step_buckets(shards, grad_scale):
-                self.gather.start(bucket, failed=self._guard.failure is not None)
+            for bucket, failed in self._step_buckets(shards, grad_scale):
+                self.gather.start(bucket, failed=failed)
             self._end_step(agreed, self.gather.end())
 
-    def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[GradBucket]:
-        """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here.
+    def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[tuple[GradBucket, bool]]:
+        """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here, and False.
 
-        If the placement fails, the rest of the buckets come as they are, because the other ranks wait for them;
-        :meth:`_end_step` raises the error.
+        From here on, until :meth:`_end_step`, no other rank reads the state. If the placement fails, the rest of the
+        buckets come as they are, with True, because the other ranks wait for them; :meth:`_end_step` raises the error.
         """
         buckets = self.partition.buckets
         left = list(self.placement.updated_buckets(shards))
-        if self._params_may_differ:
+        if self._params_may_differ:  # gather again what an earlier step has left apart
             left += [index for index in range(len(buckets)) if index not in left]
         try:
             self._guard.begin(self.parts.patience_s)
             self._guard.note_failure(None)
             for index in self.placement.step(shards, self.parts.param_groups, grad_scale):
                 left.remove(index)
-                yield buckets[index]
+                yield buckets[index], False
         except Exception as error:  # whatever it is
+            # Python turns a StopIteration that leaves a generator into a RuntimeError (PEP 479).
             by_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
             own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
             self._guard.note_failure(own)
-        yield from (buckets[index] for index in left)
+        failed = self._guard.failure is not None
+        yield from ((buckets[index], failed) for index in left)
         self._params_may_differ = False
 
     def _end_step(self, agreed: StepAgreement, failed: Sequence[int]) -> None:
@@ -243,7 +228,7 @@ class ShardedEngine(BetweenSteps):
                 "wrapper has replaced the model's parameters, construct the optimizer after it"
             )
         self.reduction.end_step()
-        count.step, count.epoch, self.begun = count.step + 1, 0, False
+        count.step, count.epoch, self.join_notified = count.step + 1, 0, False
         self._groups.control.in_step(count.step)
         self.partition.accept_edits()
         with self.parts.visible.lock:
@@ -258,7 +243,8 @@ class ShardedEngine(BetweenSteps):
             raise failure
 
     def clip(self, max_norm: object) -> Tensor:
-        limit, error = 0.0, None  # 0: this clips, though not to what was given; None would be a step
+        error = None
+        limit = 0.0  # the ranks are told that this call clips, also where what was given is no norm
         try:  # all ranks raise the error of one
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:
@@ -273,7 +259,9 @@ class ShardedEngine(BetweenSteps):
         norm = measured.norm * self.reduction.step_factor
         if not skips_step(self._config.checks, lambda: measured, self._describe):
             widened = any(map(self._config.widens, self.partition.buckets))
-            (self.reduction.scale_in_step if widened else self.reduction.scale)(clip_factor(norm, max_norm))
+            # Gradients that the step widens are scaled after that, so that they are not rounded twice.
+            scale = self.reduction.scale_in_step if widened else self.reduction.scale
+            scale(clip_factor(norm, max_norm))
         return norm
 
     @one_call("scaler.unscale_(opt)")

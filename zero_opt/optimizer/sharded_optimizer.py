@@ -19,9 +19,9 @@ from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import following, hypers_of, normalized, param_name, params_of, run_once
 from ..state.state_dict import StateDict
+from .arguments import adopt_errors, template_of
 from .between_steps import JoinableOptimizer
 from .config import Config
-from .contents import adopt_errors, template_of
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
@@ -160,7 +160,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         else:
             parent = old.group.parent if mesh is None else None
             engine = self._connected(OwnGroups(parent, config.checks, None if mesh is None else mesh.largest), mesh)
-            self._engine, engine.begun = engine, old.begun
+            self._engine, engine.join_notified = engine, old.join_notified
         self._closed = False
 
     def _examined(self) -> MeshParams | None:

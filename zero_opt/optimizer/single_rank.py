@@ -20,8 +20,8 @@ from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, StatesByIndex, copied
+from .arguments import adopt_errors
 from .config import Config
-from .contents import adopt_errors
 from .dtensors.mesh_params import admit
 from .interface import Engine
 from .loading import fitted_whole

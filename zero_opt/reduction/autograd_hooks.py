@@ -66,8 +66,8 @@ class BackwardPasses:
         self._first_inner: int | None = None
         self._unfinished: set[int] = set()
 
-    def begins(self) -> bool:
-        """Note an arrival; returns whether it is in a backward that started after the last arrival."""
+    def note_arrival(self) -> bool:
+        """Return whether this arrival is in a backward that started after the last arrival."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False

@@ -52,7 +52,7 @@ class DDPHookReduction(OverlappedReduction):
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
         """Note the backward, which may end in an exception."""
         with self._lock:
-            self._passes.begins()
+            self._passes.note_arrival()
 
     def take_bucket(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         """Take the gradients of one of DDP's buckets; called in backward. Never waits for another rank.

@@ -170,7 +170,7 @@ class GradReduction(ABC):
         """Multiply :attr:`step_factor` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
 
     def reset(self) -> None:
-        """Forget the gradients of this window: ``zero_grad`` was called."""
+        """Void the gradients of this epoch: ``zero_grad`` was called."""
 
     @abstractmethod
     def end_step(self) -> None:

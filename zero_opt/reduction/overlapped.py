@@ -7,8 +7,8 @@ backward is a round of its own: its mean is added to the shard. A rank that has 
 
 [Note: launch order]
 Buckets are exchanged in one order on all ranks, or two ranks could each wait for the other's bucket. A bucket that is
-complete waits for those before it. The order is that of the plan, last parameters first, until a backward after
-parameters were planned: then it is the one in which rank 0 saw buckets complete.
+complete waits for those before it. At first the order is the plan's, last parameters first. The first backward after
+parameters were planned gives another: the one in which buckets were completed on rank 0.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from .shard_squares import ShardSquares
 class OverlappedReduction(GradReduction):
     """Gradients that leave for their shards during backward, and are consumed; see the module.
 
-    ``_ranked`` is the launch order of all buckets, ``_order`` that of those with a trainable parameter. ``_live`` holds
-    the parameters whose slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so.
+    ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
+    those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
+    slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so.
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
@@ -56,10 +57,10 @@ class OverlappedReduction(GradReduction):
         self._live: set[int] = set()
         self._shown: set[int] = set()
         self._void: Future[bool] | None = None
-        self._ranked: list[int] = []
-        self._order: list[int] = []
-        self._sent_order: list[int] = []  # ``_order`` as of send_rest(): the ranks may plan more buckets after it
-        self._seen: list[int] | None = []
+        self._launch_order: list[int] = []
+        self._active: list[int] = []
+        self._active_as_sent: list[int] = []  # as of send_rest(): the ranks may plan more buckets after it
+        self._completed: list[int] | None = []
         self._planned_in_step = False
         self._spoiled = False
         self._forget_rounds()
@@ -73,10 +74,10 @@ class OverlappedReduction(GradReduction):
         self._futures: list[Future[bool]] = []
 
     def _forget_backwards(self) -> None:
-        """Begin a window: no backward has delivered anything to it."""
+        """Begin an epoch: no backward has delivered anything to it."""
         self._delivered: set[int] = set()
         self._in_round: set[int] = set()  # delivered in the last round
-        self._synced: set[bool] = set()  # of the backwards in this window
+        self._synced: set[bool] = set()  # of the backwards in this epoch
         self._sequence = 0
         self._unscaled: bool | None = None  # what GradScaler has been told
 
@@ -88,15 +89,15 @@ class OverlappedReduction(GradReduction):
             if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
                 bucket.reader = ShardSquares(bucket)
                 self._squares.append(bucket.reader)
-            self._ranked.append(bucket.layout.index)
-        self._seen, self._planned_in_step = [], True
+            self._launch_order.append(bucket.layout.index)
+        self._completed, self._planned_in_step = [], True
         if not self._fills:
             self._activate()
 
     def _activate(self) -> None:
         """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
         buckets = self._partition.buckets
-        self._order = [i for i in self._ranked if any(flat.param.requires_grad for flat in buckets[i].params)]
+        self._active = [i for i in self._launch_order if any(flat.param.requires_grad for flat in buckets[i].params)]
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class OverlappedReduction(GradReduction):
         Autograd has a thread per device, and these may call at the same time.
         """
         with self._lock:
-            begins = self._passes.begins()
+            begins = self._passes.note_arrival()
             self._synced.add(self._sync)
             if not self._sync:
                 return
@@ -154,8 +155,8 @@ class OverlappedReduction(GradReduction):
         fill = self._fills[bucket]
         fill.put(position, value)
         if fill.complete:
-            if self._seen is not None and bucket not in self._seen:
-                self._seen.append(bucket)
+            if self._completed is not None and bucket not in self._completed:
+                self._completed.append(bucket)
             self._launch_complete()
 
     def _fresh(self, index: int, grad: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class OverlappedReduction(GradReduction):
         partition = self._partition
         self._forget_dropped(self._shown)
         self._scale_held()
-        self._fills = {index: partition.buckets[index].fill() for index in self._order}
+        self._fills = {index: partition.buckets[index].fill() for index in self._active}
         self._in_round.clear()
         self._rounds += 1
         self._next = 0
@@ -216,16 +217,16 @@ class OverlappedReduction(GradReduction):
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
-        while self._next < len(self._order) and self._fills[self._order[self._next]].complete:
+        while self._next < len(self._active) and self._fills[self._active[self._next]].complete:
             self._launch()
 
     def _launch_all(self) -> None:
         """Launch what is left of the current round, with zeros for gradients that have not come."""
-        while self._fills and self._next < len(self._order):
+        while self._fills and self._next < len(self._active):
             self._launch()
 
     def _launch(self) -> None:
-        bucket = self._partition.buckets[self._order[self._next]]
+        bucket = self._partition.buckets[self._active[self._next]]
         fill = self._fills[bucket.layout.index]
         bucket.seal(fill)
         self._next += 1
@@ -260,20 +261,20 @@ class OverlappedReduction(GradReduction):
         except ZeroOptError as own:
             error = error or own
         if not self._fills and self._void is not None and not self._void.done():
-            # Exchanges of a window that was given up must end before the shards are read, and end with this one's.
+            # Exchanges that zero_grad() has voided must end before the shards are read, and end with this one's.
             self._open_round()
         self._launch_all()
-        self._sent_order, self._planned_in_step = self._order, False
+        self._active_as_sent, self._planned_in_step = self._active, False
         flats = self._partition.flats
         dropped = {index for index in self._in_round if flats[index].param.grad is None}
         return OwnRounds(self._rounds, error, self._restarted | dropped, self._matching.abandoned)
 
     def disagreed(self) -> None:
-        """Void this window: buckets that were launched may answer those of another step."""
+        """Void this epoch: buckets that were launched may answer those of another step."""
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        self._launch_zeros(self._matching.missing(agreed, self._sent_order))
+        self._launch_zeros(self._matching.missing(agreed, self._active_as_sent))
         self._futures += self._matching.launch_held()
         require_same_restarts(agreed, self._partition)
         while self._rounds < agreed.rounds:
@@ -289,8 +290,8 @@ class OverlappedReduction(GradReduction):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
         self._forget_rounds()
         if self._planned_in_step:  # what came of those buckets came now: a backward shows when they are complete
-            self._seen = []
-        elif self._seen is not None and agreed.rounds:
+            self._completed = []
+        elif self._completed is not None and agreed.rounds:
             self._learn_order()
         self._activate()
         self._show_used(agreed.used)
@@ -299,12 +300,11 @@ class OverlappedReduction(GradReduction):
     def _exchange_late(self, used: int) -> None:
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
         buckets = self._partition.buckets
-        late = [
-            i for i in self._ranked if i not in self._order and any(used >> p & 1 for p in buckets[i].layout.params)
-        ]
+        inactive = [index for index in self._launch_order if index not in self._active]
+        late = [index for index in inactive if any(used >> param & 1 for param in buckets[index].layout.params)]
         if not late:
             return
-        self._order, self._fills = late, {}  # the round before is on its way
+        self._active, self._fills = late, {}  # the round before is on its way
         self._open_round()
         for bucket in late:
             for index in buckets[bucket].layout.params:
@@ -329,7 +329,7 @@ class OverlappedReduction(GradReduction):
             bucket = self._partition.places[index][0]
             if (
                 grad is None
-                or bucket not in self._order
+                or bucket not in self._active
                 or (grad is self._consumed[index] and self._consumed[index].pending is None)
             ):
                 continue
@@ -345,10 +345,10 @@ class OverlappedReduction(GradReduction):
 
     def _learn_order(self) -> None:
         """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
-        seen = self._seen or []
-        mine = seen + [index for index in self._ranked if index not in seen]
-        self._ranked = self._parts.agreement.from_rank_0(mine)
-        self._seen = None
+        seen = self._completed or []
+        mine = seen + [index for index in self._launch_order if index not in seen]
+        self._launch_order = self._parts.agreement.from_rank_0(mine)
+        self._completed = None
 
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
@@ -373,7 +373,7 @@ class OverlappedReduction(GradReduction):
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
         self._spoiled = False
-        self._launch_zeros(self._matching.complete_round(self._order))
+        self._launch_zeros(self._matching.complete_round(self._active))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
         self._forget_dropped(self._partition.flats)

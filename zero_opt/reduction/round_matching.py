@@ -7,8 +7,8 @@ or a backward early launches fewer. Three rules keep the pairs right, and none o
 - A round that has begun is launched to its end, by ``zero_grad()`` at the latest, with zeros for what has not come.
 - Each rank counts the rounds that ``zero_grad()`` voids. ``step()`` compares the counts, and a rank that has fewer
   launches the missing rounds before those that count.
-- A window that may follow such a ``zero_grad()`` launches nothing until ``step()`` has compared the counts. A rank
-  suspects such a window where ``zero_grad()`` was called a different number of times than in the window before.
+- An epoch that may follow such a ``zero_grad()`` launches nothing until ``step()`` has compared the counts. A rank
+  suspects such an epoch where ``zero_grad()`` was called a different number of times than in the window before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RoundMatching:
         return [future]
 
     def complete_round(self, order: Sequence[int]) -> Iterator[GradBucket]:
-        """Yield the buckets that complete the round under way, to be launched with zeros. A window begins.
+        """Yield the buckets that complete the round under way, to be launched with zeros. An epoch begins.
 
         Args:
             order: the launch order.
@@ -100,7 +100,7 @@ class RoundMatching:
         return [future for call in held for future in self.launch(call)]
 
     def agreed(self, rounds: int) -> None:
-        """Note that all ranks have launched this window's rounds."""
+        """Note that all ranks have launched this epoch's rounds."""
         self.abandoned = self._launches = 0
         if rounds:
             self._usual_resets = self._parts.count.epoch - self._agreed_epoch

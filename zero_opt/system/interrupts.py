@@ -9,16 +9,6 @@ from collections.abc import Iterator
 from types import FrameType
 
 _PACKAGE = __name__.partition(".")[0]
-# Those that programs handle. A handler may raise, or call state_dict().
-_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGALRM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 
 
 def by_handler(error: BaseException) -> bool:
@@ -44,7 +34,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
     kept: dict[int, FrameType | None] = {}
     for number in handlers:
         signal.signal(number, kept.__setitem__)

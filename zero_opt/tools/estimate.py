@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..comm.groups import check_rank
 from ..errors import ConfigError, ConfigTypeError
 from ..layout import ALIGN
+from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
-from ..optimizer.contents import adopt_errors, template_of
 from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy

@@ -18,9 +18,12 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import process_identity
+from zero_opt.comm.agreement import Agreement
 from zero_opt.comm.groups import Group
+from zero_opt.optimizer.planning import Planner
 from zero_opt.optimizer.sharded import ShardedEngine
 from zero_opt.sharding.gather import ParamGather
+from zero_opt.state.full_state import FullState
 from zero_opt.state.visible_state import VisibleState
 
 
@@ -33,6 +36,9 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "clip": lambda params, optimizer: optimizer.clip_grad_norm_(1.0),
     "load": lambda params, optimizer: optimizer.load_state_dict(torch.optim.AdamW(params, lr=1e-3).state_dict()),
     "add": lambda params, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    "consolidate": lambda params, optimizer: optimizer.consolidate_state_dict(),
+    "sharded": lambda params, optimizer: zero_opt.sharded_state_dict(optimizer),
+    "flush": lambda params, optimizer: optimizer.flush(),
 }
 HOWS: dict[str, type[BaseException]] = {"Ctrl-C": KeyboardInterrupt, "handler": _Alarm}
 PLACES = {
@@ -146,11 +152,28 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "gather": (ParamGather, "begin", _strike),
     "bucket": (ParamGather, "start", _strike),
     "begin": (Group, "_run", _begins),
+    "own part": (FullState, "own_part", _strike),
+    "plan": (Planner, "add_groups", _strike),
+    "pull": (FullState, "consolidate", _strike),
+    "rows": (FullState, "rows", _strike),
+    "bring in": (Agreement, "any", _strike),
+}
+IN_STEPS = ("report sent", "norm", "gather", "bucket", "begin")
+# By call: how messages name it, and moments in it after its first message.
+STRUCK = {
+    "step": ("opt.step()", IN_STEPS),
+    "clip": ("opt.clip_grad_norm_()", ("norm", "report sent")),
+    "load": ("opt.load_state_dict()", ("own part", "begin")),
+    "add": ("opt.add_param_group()", ("plan",)),
+    "consolidate": ("opt.consolidate_state_dict()", ("pull",)),
+    "sharded": ("sharded_state_dict()", ("rows",)),
+    "flush": ("opt.flush()", ("bring in",)),
 }
 
 
 def _is_struck(rank: int, world_size: int, moment: str, how: str, first: str) -> Any:
-    params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002), max_grad_norm=0.1)
+    options = {"offload": zero_opt.CPUOffload()} if first == "flush" else {"max_grad_norm": 0.1}
+    params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002), **options)
     if rank:
         return _said(lambda: CALLS[first](params, optimizer)), _said(lambda: take_step(params, optimizer))
     signal.signal(signal.SIGALRM, lambda *_: _raise(how))
@@ -168,15 +191,15 @@ def _raise(how: str) -> None:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
-    ("first", "moment"), [*(("step", moment) for moment in MOMENTS), ("clip", "norm"), ("clip", "report sent")]
+    ("first", "moment"), [(call, moment) for call, (_, moments) in STRUCK.items() for moment in moments]
 )
 def test_so_is_a_call_that_ends_between_its_messages(first: str, moment: str, how: str) -> None:
     """Later messages would meet those that the other ranks have sent in that call."""
     found = run_processes(2, _is_struck, moment, how, first)
     for name, text in found[0]:
         assert name == "PeerSilent", text
-        what = "wait for the other ranks in" if moment == "begin" else "part of"
-        assert text.startswith(f"this rank has left training, because {HOWS[how].__name__} has ended its {what}"), text
+        what = "its wait for the other ranks in" if moment == "begin" else f"{STRUCK[first][0]} in"
+        assert text.startswith(f"this rank has left training, because {HOWS[how].__name__} has ended {what} st"), text
     _require([[], *found[1:]], how)
 
 

@@ -144,6 +144,12 @@ def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type
         assert caught.value.epoch == (2 if theirs.epoch else None)
 
 
+def test_a_rank_without_inputs_is_not_the_one_to_compare_with() -> None:
+    group = step_of_rank_1(StepReport(4, 0, 0, 0, 3), 2)
+    with pytest.raises(StepDesync, match="rank 0 is in step 3 while rank 1 is in step 4"):
+        agreement(group).on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2)
+
+
 def test_an_error_of_another_rank_is_raised_here_as_its_type_with_its_rank() -> None:
     other = json.dumps(["UnsupportedParam", "layer.0 is sparse"]).encode()
     with pytest.raises(UnsupportedParam, match=r"rank 1: layer\.0 is sparse"):

@@ -26,7 +26,7 @@ class Listener:
             self.hooks.watch(index, param)
 
     def note(self, index: int) -> None:
-        if self.passes.begins():
+        if self.passes.note_arrival():
             self.began.append(len(self.arrived))
         self.arrived.append(index)
 
