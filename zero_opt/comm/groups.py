@@ -222,7 +222,7 @@ class Group:
     @property
     def calls(self) -> int:
         """The collective calls that this rank has entered, so far as others could be left waiting in one."""
-        return 0 if self._watch is None else self._watch.departures.calls
+        return 0 if self.watch is None else self.watch.departures.calls
 
     def awaits(self, rank: int) -> None:
         """Note, for messages, that an exchange waits for a rank."""
