@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import sys
@@ -33,6 +32,8 @@ def above_stdio(fd: int) -> int:
     """
     if fd > 2:
         return fd
+    import fcntl  # not on every platform
+
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
@@ -71,6 +72,8 @@ class Arena:
         """
         if sys.platform != "linux":
             raise OSError(f"there is no memfd on {sys.platform}")
+        import fcntl  # not on every platform
+
         fd = above_stdio(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         try:
             os.ftruncate(fd, page_aligned(nbytes))
@@ -106,12 +109,16 @@ class Arena:
     @classmethod
     def _seals(cls) -> int:
         """Return the seals of a new arena, F_SEAL_SEAL included."""
+        import fcntl  # not on every platform
+
         seals: int = sum(getattr(fcntl, seal) for seal in cls._sealed_against)
         return seals | fcntl.F_SEAL_SEAL
 
     @classmethod
     def _require(cls, fd: int, nbytes: int, token: tuple[int, bytes]) -> None:
         """Raise OSError unless a file is an arena of that size and holds the token. Maps nothing."""
+        import fcntl  # not on every platform
+
         size, (start, held) = os.fstat(fd).st_size, token
         if size != page_aligned(nbytes):
             raise OSError(f"it has {size} bytes, not {page_aligned(nbytes)}")
