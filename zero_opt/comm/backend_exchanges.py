@@ -19,7 +19,7 @@ from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 from .shared_memory_exchange import build_host_exchange
 from .single_rank_exchange import AloneExchange
-from .transfers import Transfer, start
+from .transfers import Transfer
 
 # The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
 _MEAN: Any = dist.ReduceOp.AVG
@@ -52,14 +52,14 @@ class ListExchange(StagedExchange):
                 )
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
-        Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
+        Transfer(ALL, self._reduce.pg.alltoall, received, chunks).wait()
         mean_in_rank_order(received, out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
         chunks = chunks_of(bucket, bounds)
         own = chunks[self._rank].clone()
-        return Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own])).wait
+        return Transfer(ALL, self._gather.pg.allgather, [chunks], [own]).wait
 
 
 class BackendExchange(StagedExchange):
@@ -82,13 +82,13 @@ class BackendExchange(StagedExchange):
             scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
             options = dist.ReduceScatterOptions()
             options.reduceOp = _MEAN
-            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()
+            Transfer(ALL, scatter, _as_real(out), _as_real(bucket), options).wait()
             return True
         chunks = chunks_of(bucket, bounds)
         for owner, chunk in enumerate(chunks):
             to_owner = dist.ReduceOptions()
             to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
-            Transfer(ALL, start(ALL, pg.reduce, [_as_real(chunk)], to_owner)).wait()
+            Transfer(ALL, pg.reduce, [_as_real(chunk)], to_owner).wait()
         out.copy_(chunks[self._rank])
         return True
 
@@ -96,7 +96,7 @@ class BackendExchange(StagedExchange):
         pg, chunks = self._group.pg, chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Transfer(ALL, start(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank]))).wait
+            return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait
         broadcasts = [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)]
 
         def finish() -> None:

@@ -47,27 +47,21 @@ _numbers = itertools.count()
 
 def require_room(world_size: int, groups: int) -> None:
     """Raise OutOfResources unless this process may open the descriptors and start the threads of so many groups."""
-    needed = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = _open_descriptors()
-    if limit != resource.RLIM_INFINITY and taken + needed > limit:
-        raise OutOfResources(
-            f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
-            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, "
-            + _how_to_raise(taken + needed, most)
-        )
+    descriptors = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
+    require_descriptors(descriptors, f"connections to the other ranks ({world_size - 1}) need about")
     _require_threads(groups * _THREADS + _SPARE_THREADS)
 
 
 def require_descriptors(count: int, purpose: str) -> None:
     """Raise OutOfResources unless this process may open so many more descriptors; ``purpose`` begins the message."""
-    opened: list[int] = []
+    (limit, most), taken, opened = resource.getrlimit(resource.RLIMIT_NOFILE), _open_descriptors(), list[int]()
     try:
         for _ in range(count):
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise OutOfResources(
-            f"{purpose} needs {count} file descriptors ({error.strerror}); raise the limit of {DESCRIPTOR_LIMIT}"
+            f"{purpose} {count} file descriptors, but this process has {taken:,} open and may have {limit:,} "
+            f"({error.strerror}); raise the limit before you start it, {_how_to_raise(taken + count, most)}"
         ) from error
     finally:
         for fd in opened:

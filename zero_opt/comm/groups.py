@@ -31,7 +31,7 @@ from .keepalive import HostLimits
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .store import c10d
-from .transfers import Gathered, Message, Transfer, peer_lost, start
+from .transfers import Message, Transfer, peer_lost
 from .waits_beside import looked_beside, outcome, submitted
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
@@ -66,7 +66,7 @@ def carries_messages(parent: dist.ProcessGroup) -> bool:
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
-    return _gathered(_whom(pg), _broadcasting(pg, tensor, src), tensor)
+    return Transfer(_whom(pg), _broadcasting, pg, tensor, src, on_host=tensor.is_cpu)
 
 
 def _whom(pg: dist.ProcessGroup) -> str:
@@ -77,12 +77,7 @@ def _whom(pg: dist.ProcessGroup) -> str:
 def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return start(_whom(pg), pg.broadcast, [tensor], options)
-
-
-def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
-    """Return the transfer of a collective of tensors like this one."""
-    return Gathered(who, work) if like.is_cpu else Transfer(who, work)
+    return pg.broadcast([tensor], options)
 
 
 def _new_group(
@@ -231,7 +226,7 @@ class Group:
 
     def leave_silent(self, rank: int, text: str) -> PeerLost:
         """Leave training, and return the error about a rank that has not come to an exchange in time."""
-        return PeerLost(text) if self.watch is None else self.watch.leave_silent(rank, text)
+        return PeerLost(text) if self.watch is None else self.watch.leave_silent([rank], text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Return the error once a message to or from a rank has failed, given the backend's words."""
@@ -283,7 +278,7 @@ class Group:
     def _run(self, begin: Callable[[], dist.Work], who: str, like: Tensor) -> None:
         """Run a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
         if self.watch is None or not like.is_cpu:
-            _gathered(who, start(who, begin), like).wait()
+            Transfer(who, begin, on_host=like.is_cpu).wait()
         else:
             with peer_lost(f"{who}, for which step {self.watch.step} waits,"):
                 self.watch.wait(begin)
@@ -372,8 +367,7 @@ class Group:
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
                     empty = torch.empty(1, dtype=torch.float32, device="cpu")
-                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT)
-                    Transfer(f"rank {rank}", receiving).wait(0.001)
+                    Transfer(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT).wait(0.001)
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""

@@ -217,8 +217,8 @@ class Watch:
         if waiting:  # what waits can be repeated, so the other ranks need not know
             self.departures.unanswering.update(ranks)
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
-        self._notice_silent(ranks)
-        return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
+        why = f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
+        return self.leave_silent(ranks, why)
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -230,15 +230,14 @@ class Watch:
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
-        self._notice_silent(missing)
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
-        return self._leave(
+        return self.leave_silent(
+            missing,
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does}, or wait longer with "
-            f"{self.timeout} ({text})"
+            f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout} ({text})",
         )
 
     def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
@@ -248,9 +247,10 @@ class Watch:
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         return known
 
-    def leave_silent(self, rank: int, text: str) -> PeerSilent:
-        """Leave, tell the others, and return the error, once a rank has not come to an exchange in time."""
-        self._notice_silent([rank])
+    def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
+        """Leave, tell the others that this rank has given up waiting for these, and return the error."""
+        for rank in list(ranks):
+            self.departures.notice(Departure(rank, How.SILENT))
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
@@ -264,11 +264,11 @@ class Watch:
             return known
         silent = self.departures.silent or ([rank] if _TIMED_OUT in text else [])
         if silent:
-            self._notice_silent(silent)
             have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
-            return self._leave(
+            return self.leave_silent(
+                silent,
                 f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
-                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})"
+                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})",
             )
         if not self.departures.news:
             return None
@@ -293,11 +293,6 @@ class Watch:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
             raise self.explain("") or self._given_up
-
-    def _notice_silent(self, ranks: Sequence[int]) -> None:
-        """Tell the other ranks that this one has given up waiting for these."""
-        for rank in list(ranks):
-            self.departures.notice(Departure(rank, How.SILENT))
 
     def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.

@@ -25,31 +25,34 @@ _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
 class Transfer:
-    """Something under way between ranks. Waits raise PeerLost in place of a backend's error about a rank."""
+    """Something under way between ranks. PeerLost is raised in place of a backend's error about a rank."""
 
-    def __init__(self, who: str, work: dist.Work) -> None:
-        self._who, self._work = who, work
+    def __init__(self, who: str, begin: Callable[..., dist.Work], *arguments: Any, on_host: bool = False) -> None:
+        """Begin it.
+
+        Args:
+            who: the ranks that it may have to wait for. on_host: whether it is a collective of tensors in host memory,
+                which is waited for in slices, so that Ctrl-C gets through.
+        """
+        self._who, self._on_host = who, on_host
+        with peer_lost(who):
+            self._work = begin(*arguments)
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the transfer is over.
 
         Args:
-            seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
+            seconds: how long a message may take instead of the group's timeout. If it takes longer, gloo ends the
+                whole group.
         """
         with peer_lost(self._who):
-            if seconds is None:
+            if self._on_host:
+                while not done_within(self._work, SLICE_S):
+                    pass
+            elif seconds is None:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=seconds))
-
-
-class Gathered(Transfer):
-    """A collective of tensors in host memory. Waits are short ones in a loop, so that Ctrl-C gets through."""
-
-    def wait(self, seconds: float | None = None) -> None:  # noqa: ARG002  (collectives have the group's timeout)
-        with peer_lost(self._who):
-            while not done_within(self._work, SLICE_S):
-                pass
 
 
 class Message(Transfer):
@@ -62,7 +65,7 @@ class Message(Transfer):
         """``begin``: starts to send a tensor to a rank, or to receive it from there."""
         self._peer, self._group = peer, group
         with self._explained():
-            super().__init__(f"rank {peer}", start(f"rank {peer}", begin, [tensor], peer, tag))
+            super().__init__(f"rank {peer}", begin, [tensor], peer, tag)
 
     def wait(self, seconds: float | None = None) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -118,9 +121,3 @@ def peer_lost(who: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
             raise
         raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error
-
-
-def start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
-    """Call the backend; ``who`` are the ranks that it may have to wait for."""
-    with peer_lost(who):
-        return call(*arguments)
