@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -80,45 +80,6 @@ def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     return pg.broadcast([tensor], options)
 
 
-def _new_group(
-    parent: dist.ProcessGroup,
-    purpose: str,
-    timeout: timedelta,
-    devices: Mapping[str, str],
-    connecting: Connecting | None,
-) -> Any:
-    """Return a group of the parent's ranks, in its order, made by them alone.
-
-    Args:
-        purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
-
-    ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has at
-    the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
-    differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
-    taken.
-    """
-    ranks = dist.get_process_group_ranks(parent)
-    if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
-        return parent
-    if connecting is None:  # all ranks are in every group
-        return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
-    rank, size = dist.get_rank(parent), len(ranks)
-    name = f"{connecting.name}/{purpose}"
-    pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
-    kinds = c10d.ProcessGroup.BackendType
-    to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
-    gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=to_connect)
-    gloo._set_default_timeout(timeout)
-    gloo._set_sequence_number_for_group()
-    pg._set_default_backend(kinds.GLOO)
-    pg._register_backend(HOST, kinds.GLOO, gloo)
-    pg._set_group_name(name)
-    for device_type, backend in devices.items():
-        add_device_backend(pg, device_type, backend, timeout, ranks)
-    pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
-    return pg
-
-
 def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
     """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it.
 
@@ -177,9 +138,38 @@ class Group:
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
         self._waits = SerialThread("zero_opt wait", self.interrupt)
-        self._pg: dist.ProcessGroup | None = _new_group(
-            parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
-        )
+        self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
+
+    def _new_group(self, parent: dist.ProcessGroup, purpose: str, connecting: Connecting | None) -> Any:
+        """Return a group of the parent's ranks, in its order, made by them alone.
+
+        Args:
+            purpose: differs between an optimizer's groups.
+
+        ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has
+        at the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
+        differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
+        taken.
+        """
+        ranks, timeout = dist.get_process_group_ranks(parent), timedelta(seconds=self.timeout_s)
+        if self.backend == FAKE:  # it carries nothing, so no traffic can mix
+            return parent
+        if connecting is None:  # all ranks are in every group
+            return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
+        name, rank, size = f"{connecting.name}/{purpose}", self.rank, self.world_size
+        pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
+        kinds = c10d.ProcessGroup.BackendType
+        to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
+        gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=to_connect)
+        gloo._set_default_timeout(timeout)
+        gloo._set_sequence_number_for_group()
+        pg._set_default_backend(kinds.GLOO)
+        pg._register_backend(HOST, kinds.GLOO, gloo)
+        pg._set_group_name(name)
+        for device_type, backend in self.device_backends.items():
+            add_device_backend(pg, device_type, backend, timeout, ranks)
+        pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
+        return pg
 
     @property
     def pg(self) -> dist.ProcessGroup:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..layout import Span
 from .exchange import (
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
     Run,
-    SliceSums,
     StagingPool,
     add_mean,
     copy_all,
@@ -159,14 +159,8 @@ class PairwiseExchange(Exchange):
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
 
-    def reduce_runs(
-        self,
-        ident: Ident,
-        runs: Sequence[Run],
-        bounds: Sequence[int],
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        ident, runs, bounds, out, _ = reduction
         sends = self._send(ident, runs, bounds, out)
         matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}
         if not all(matches.values()):

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import OptimizerClosed, PeerLost, StepDesync
 from ..kernels.checks import GRAD_DTYPES
@@ -29,6 +28,7 @@ from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
 from . import process_identity
 from .exchange import (
     NATIVE_DTYPES,
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
@@ -98,11 +98,10 @@ class HostExchange(Exchange):
         slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._ranks = native.HostRanks(group.rank, [arena.address for arena in arenas], PAGE, slot_bytes)
 
-    def reduce_runs(
-        self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        ident, runs, bounds, out, sums = reduction
         if out.dtype not in NATIVE_DTYPES:
-            return self._fallback.reduce_runs(ident, runs, bounds, out)
+            return self._fallback.reduce_runs(reduction)
         bucket = _native_bucket(runs, bounds, out.dtype, sums)
         return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 

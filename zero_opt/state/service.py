@@ -93,13 +93,7 @@ class StateService:
         watch: that of training, which knows of the ranks that have left.
     """
 
-    def __init__(
-        self,
-        side: SideGroup,
-        guard: StateGuard,
-        capture: Callable[[], LocalState],
-        watch: Watch,
-    ) -> None:
+    def __init__(self, side: SideGroup, guard: StateGuard, capture: Callable[[], LocalState], watch: Watch) -> None:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
