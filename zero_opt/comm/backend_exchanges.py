@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +34,11 @@ class ListExchange(StagedExchange):
         self._reduce, self._gather = reduce_group, gather_group
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        return partial(self._failures, step)
+        def compare() -> Sequence[int]:
+            words = self._gather.all_gather(torch.tensor([self._failed_step], dtype=torch.int64, device=HOST))
+            return [rank for rank, word in enumerate(words) if word.item() == step]
 
-    def _failures(self, step: int) -> Sequence[int]:
-        words = self._gather.all_gather(torch.tensor([self._failed_step], dtype=torch.int64, device=HOST))
-        return [rank for rank, word in enumerate(words) if word.item() == step]
+        return compare
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """Raise StepDesync for a skipped exchange: messages cannot be told apart here."""

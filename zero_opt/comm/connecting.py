@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
+from .peer_watch import first_line
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, until, values
 
@@ -211,7 +212,7 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
             connecting.look()
         except ZeroOptError as elsewhere:
             return elsewhere
-    text = (str(error) or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     for sign, limit in _LIMITS.items():
         if sign in text:
             return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")

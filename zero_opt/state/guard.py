@@ -305,18 +305,15 @@ class StateGuard:
         return self._changing or self._waiting
 
     def require_readable(self) -> None:
-        """Raise the error of :meth:`reading` if there is one."""
-        if self.is_changing:
-            raise self._refusal()
-
-    def _refusal(self) -> PeerLost | StepDesync:
-        """Return the error for a reader during a change, or after one that has failed half-way."""
+        """Raise the error of :meth:`reading` during a change, or after one that has failed half-way."""
+        if not self.is_changing:
+            return
         if self._broken is None:
-            return StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
+            raise StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
         kind, text = self._broken
         left = f"this rank's state is that of no step, since step {self.step} was left half-way"
         if issubclass(kind, PeerLost):
-            return kind(f"{left}: {text}")
-        return StepDesync(
+            raise kind(f"{left}: {text}")
+        raise StepDesync(
             f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint, or load it on all ranks"
         )

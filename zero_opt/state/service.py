@@ -422,7 +422,7 @@ class StateService:
     def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
         """Make room for a rank's entries; return the runs that its messages go to."""
         if payload is not None:
-            return result.runs_for(payload)
+            return result.runs_for(listed(payload))
         result.add_own(own)
         return []
 
@@ -455,7 +455,7 @@ class StateService:
         self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
     def abandon(self, how: How) -> None:
-        """Do what :meth:`close` does, if the user has not: the program may have failed."""
+        """Do what :meth:`close` does, if the user has not, and tell the others ``how`` this rank leaves."""
         self._close(how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
@@ -483,6 +483,7 @@ class StateService:
         self._capture = None
 
     def join(self, failed: bool) -> None:
+        """Wait until all ranks have closed or time is up, unless the program has ``failed``; break off what is left."""
         if not (failed or self._departures.unannounced):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()
