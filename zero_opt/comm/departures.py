@@ -131,11 +131,9 @@ class Departures:
         Args:
             call: number of a call of the control group, from 1; ``None`` for one that every rank misses that has left.
         """
-        lost = self.lost()
-        if lost is not None:
-            return lost
         with self._lock:
-            return next((other for other in self._heard.values() if call is None or other.calls < call), None)
+            missing = (other for other in self._heard.values() if call is None or other.calls < call)
+            return self.lost() or next(missing, None)
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

@@ -202,10 +202,8 @@ class PairwiseExchange(Exchange):
         stretches = _Stretches(self._pool, _SENT, like, runs, plans.values())
         works = []
         for peer, plan in plans.items():
-            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            header[: 3 + len(plan)] = torch.tensor(
-                [*ident, *(span.numel * like.element_size() for span in plan)], dtype=torch.int64, device="cpu"
-            )
+            sizes = [span.numel * like.element_size() for span in plan] + [0] * (_MOST_MESSAGES - len(plan))
+            header = torch.tensor([*ident, *sizes], dtype=torch.int64, device="cpu")
             count = self._sent[peer]
             self._sent[peer] = (count + 1) % _TAG_MODULUS
             works.append(self._reduce.send_to(header, peer, 2 * count))

@@ -250,19 +250,16 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         targets = [[] if result is None else result.runs_for(entries) for entries in listings]
     window, failed = TransferQueue(), list[Exception]()
     for src, entries in enumerate(listings):
-        if src == to:
-            if result is not None:
-                try:
-                    result.add_own(local)
-                except Exception as error:  # whatever it is, the other ranks still send
-                    failed.append(error)
-            continue
         arriving = iter(targets[src])
         for entry in entries:
-            moved = chunks_to_send(local, entry, failed) if group.rank == src else arriving
+            sent = chunks_to_send(local, entry, failed) if group.rank == src else iter(())
             for span in spans(entry):
-                chunk = next(moved, None)
-                window.add(group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
+                chunk, place = next(sent, None), next(arriving, None)
+                if src != to:
+                    moved = place if chunk is None else chunk
+                    window.add(group.move(moved, src, to, span.stop - span.start, torch_dtype(entry.dtype)), moved)
+                elif chunk is not None and place is not None:
+                    place.copy_(chunk)
     window.drain()
     agreement.raise_first_error(next(iter(failed), None))
     return None if result is None else result.by_param()
