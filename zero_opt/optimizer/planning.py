@@ -36,6 +36,7 @@ class Planner:
 
         Raises:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
+            OutOfResources: a rank has no threads to serve its state with, when the first groups are taken in.
         """
         parts, params = self._parts, self._parts.params
         groups = parts.param_groups
@@ -57,7 +58,8 @@ class Planner:
         self.planned.add()
         self._known_groups = len(groups)
         parts.guard.commit(parts.count.step)
-        parts.groups.serve(parts.guard, parts.placement, parts.partition)
+        with parts.agreement.together():  # until it serves, a rank can tell the others of no error but like this
+            parts.groups.serve(parts.guard, parts.placement, parts.partition)
 
     def plan(self, mask: int) -> None:
         """Plan the masked parameters that are not planned yet; the mask is the same on every rank.

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import zero_opt
 from test.support.actors import rank_actor
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
+from zero_opt.system.threads import BackgroundThreads
 
 
 def _fork_between_steps(rank: int, world_size: int, forks: bool, exchange: str) -> list[Tensor]:
@@ -193,3 +195,30 @@ def _fork_alone(rank: int, world_size: int, apart: str) -> None:
     params[0].sum().backward()
     optimizer.step()
     optimizer.close()
+
+
+def _cannot_serve(rank: int, world_size: int, which: str) -> tuple[str, str]:
+    start = BackgroundThreads.start
+
+    def refused(threads: BackgroundThreads, thread: threading.Thread) -> None:
+        if rank == 1 and thread.name == which:
+            raise zero_opt.OutOfResources("can't start new thread")
+        start(threads, thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundThreads, "start", refused)
+        with pytest.raises(zero_opt.OutOfResources) as caught:
+            zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
+    optimizer = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
+    optimizer.close()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["zero_opt state ring", "zero_opt state at the end"])
+def test_a_rank_without_threads_to_serve_its_state_is_an_error_on_all(which: str) -> None:
+    found = run_processes(3, _cannot_serve, which)
+    assert [text for _, text in found] == [
+        "rank 1: can't start new thread",
+        "can't start new thread",
+        "rank 1: can't start new thread",
+    ]

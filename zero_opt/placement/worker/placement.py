@@ -101,6 +101,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             for shard in shards:
                 shard.bind(self._worker.arena)
             self._lock_pages(shards)
+            self._mark_state()
         self._worker.start()
 
     def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
@@ -133,6 +134,11 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _written(self) -> None:
         # Every array is a view of these bytes, and shares their version counter.
         torch.autograd.graph.increment_version([self._worker.arena.bytes])
+
+    def _mark_state(self) -> None:
+        """Remember the arena as it is, so that later writes to the state show."""
+        state = self._worker.arena.bytes
+        self._marked = state, state._version
 
     def close(self) -> None:
         try:
@@ -168,6 +174,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         before = list(self.bring_in())
         with uninterrupted():
             self._pending = self._submit(grads, groups, grad_scale)
+            self._mark_state()
         yield from self._bring_in_pending() if not self._delay else before
 
     def await_result(self, bucket: int) -> None:
@@ -219,6 +226,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def conflict(self) -> StepPending | None:
         flat = self._delivery.overtaken
         if flat is None:
+            state, version = self._marked
+            if self._pending is not None and state._version != version:
+                return StepPending(
+                    "opt.state was written to while a step that changes it was pending, which may have undone that; "
+                    "with delay=1, call opt.flush() before writing to it. A flush() after it raises this once more and "
+                    "brings the step in: write again then"
+                )
             return super().conflict()
         return StepPending(
             f"{flat.label} was changed before the last update had arrived in it, as it may after step() has returned "

@@ -309,3 +309,29 @@ def _edit_while_pending(rank: int, world_size: int) -> None:
 
 def test_an_edit_while_a_step_is_pending_is_refused() -> None:
     run_processes(2, _edit_while_pending)
+
+
+def _edit_state_while_pending(rank: int, world_size: int) -> None:
+    params = make_params()
+    optimizer = make(params, offload=LATER)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        backward(params, step, rank)
+        optimizer.step()
+    if rank == 0:
+        optimizer.state[params[0]]["exp_avg"].zero_()
+    optimizer.zero_grad()
+    backward(params, 3, rank)
+    for call in (optimizer.step, optimizer.flush):
+        with pytest.raises(zero_opt.StepPending, match=r"opt\.state was written to while a step .* write again then"):
+            call()
+    optimizer.state[params[0]]["exp_avg"].zero_()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})  # the arena grows
+    optimizer.step()
+    optimizer.flush()
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+    optimizer.close()
+
+
+def test_so_is_one_of_the_state_which_the_worker_writes_to() -> None:
+    run_processes(2, _edit_state_while_pending)
