@@ -16,7 +16,7 @@ from ..comm.agreement import StepAgreement
 from ..errors import GradientConflict
 from .interface import ReductionParts
 
-_WAY_OUT = "call opt.zero_grad() on every rank instead of model.zero_grad()"
+_INSTEAD = "call opt.zero_grad() on every rank instead of model.zero_grad()"
 
 
 class Restarts(NamedTuple):
@@ -39,24 +39,24 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
     Raises:
         GradientConflict: on every rank.
     """
-    restarted = [mask & agreed.used for mask in agreed.restarted]
-    rounds = {rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}
+    restarted = [report.restarted & agreed.used for report in agreed.reports]
+    rounds = {report.rounds for report in agreed.reports if not report.absent}
     if not any(restarted) or (len(set(restarted)) == 1 and len(rounds) == 1):
         return
-    _require_same_drops(restarted, agreed.used_by, parts)
+    _require_same_drops(restarted, [report.used for report in agreed.reports], parts)
     told = [Restarts(*json.loads(raw)) for raw in parts.agreement.group.all_gather_bytes(json.dumps(mine).encode())]
     late = reduce(or_, (rank.late for rank in told)) & agreed.used
     if late and len(rounds) > 1:
         raise GradientConflict(
             "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
-            f"numbers; {_WAY_OUT}"
+            f"numbers; {_INSTEAD}"
         )
     for rank, mask in enumerate(restarted):
         for other, known in enumerate(told):
             if mask & known.kept:
                 raise GradientConflict(
                     f"{_first(mask & known.kept, parts)}: p.grad was dropped or zeroed on rank {rank}, and not on rank "
-                    f"{other}, which keeps what earlier backwards have added to it; {_WAY_OUT}"
+                    f"{other}, which keeps what earlier backwards have added to it; {_INSTEAD}"
                 )
     for bucket in parts.partition.buckets:
         for owner, mask in enumerate(restarted):
@@ -64,7 +64,7 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
                 if (late & ~mask) >> piece.param & 1:
                     raise GradientConflict(
                         f"{parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between two "
-                        f"backwards of one step on some ranks, while on rank {owner} it has had none yet; {_WAY_OUT}"
+                        f"backwards of one step on some ranks, while on rank {owner} it has had none yet; {_INSTEAD}"
                     )
 
 

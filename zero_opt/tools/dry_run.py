@@ -11,11 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.exchange import (
     NATIVE_DTYPES,
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
-    Run,
-    SliceSums,
     StagedExchange,
     StagingPool,
     nothing_left,
@@ -110,15 +109,8 @@ class _SharedMemory(Exchange):
         super().__init__(pool)
         self._fallback, self.nbytes = fallback, nbytes
 
-    def reduce_runs(
-        self,
-        ident: Ident,
-        runs: Sequence[Run],
-        bounds: Sequence[int],
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
-        return out.dtype in NATIVE_DTYPES or self._fallback.reduce_runs(ident, runs, bounds, out)
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        return reduction.out.dtype in NATIVE_DTYPES or self._fallback.reduce_runs(reduction)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         if runs.first.dtype in NATIVE_DTYPES:

@@ -1,0 +1,133 @@
+"""Gradients that were dropped or zeroed although they are part of a sum, on some ranks or on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB
+
+
+def _drop_after_backward(rank: int, world_size: int, droppers: tuple[int, ...], clips: bool) -> tuple[str, list[Any]]:
+    """Some ranks drop a gradient once it is reduced; then all repeat the step. What it said, and the parameters."""
+    params = [torch.nn.Parameter(torch.zeros(70)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    said, seen = "", list[Any]()
+    for turn in range(2):
+        (params[0].sum() * (rank + 1) + params[1].sum() + params[2].sum() * (rank == 0)).backward()
+        if rank in droppers and not turn:
+            params[0].grad = None
+        try:
+            if clips:
+                optimizer.clip_grad_norm_(1e9)
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            said = str(error)
+        optimizer.zero_grad()
+        seen.append([float(param.detach()[0]) for param in params])
+    optimizer.close()
+    return said, seen
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("dropper", [0, 1, 2])
+def test_a_gradient_that_one_rank_drops_after_its_backward_is_refused_on_every_rank(dropper: int, clips: bool) -> None:
+    other = 1 if dropper == 0 else 0
+    for said, seen in run_processes(3, _drop_after_backward, (dropper,), clips):
+        assert f"p.grad was dropped on rank {dropper} after its backward, and not on rank {other}" in said
+        assert seen == [[0.0] * 3, [-2.0, -1.0, pytest.approx(-1 / 3)]]
+
+
+def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> None:
+    for said, seen in run_processes(3, _drop_after_backward, (0, 1, 2), False):
+        assert not said
+        assert [found[0] for found in seen] == [0.0, -2.0]
+
+
+def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
+    """Gradients of a small parameter: backward, step, and drops (how: ``0`` by rank 0, ``a`` by all). What steps do."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    reduction = zero_opt.Overlapped(exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=reduction)
+    said = []
+    for act in script:
+        if act == "b":
+            (param.sum() * (1 + rank)).backward()
+        elif act == "a" or (act == "0" and rank == 0):
+            param.grad = None
+        elif act == "z" or (act == "Z" and rank == 0):
+            param.grad.zero_()  # type: ignore[union-attr]
+        elif act == "s":
+            before = param.detach().clone()
+            try:
+                optimizer.step()
+                said.append(f"{float((param.detach() - before)[0]):g}")
+            except zero_opt.GradientConflict as error:
+                said.append(str(error))
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("script", ["b0bs", "bs0bs", "bs0s", "bZbs", "bsZbs", "bs0bbs"])
+def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange: str) -> None:
+    """Also where that rank owns the whole parameter, and where the sum is of backwards before the last step."""
+    for said in run_processes(2, _play, script, exchange):
+        assert said[:-1] == ["-1.5"] * (len(said) - 1)
+        assert "on rank 0" in said[-1] and "not on rank 1" in said[-1] and "opt.zero_grad()" in said[-1], said[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [("babs", ["-1.5"]), ("bsabs", ["-1.5", "-1.5"]), ("bsbs", ["-1.5", "-3"]), ("bszbs", ["-1.5", "-1.5"])],
+)
+def test_a_sum_that_all_ranks_begin_anew(script: str, steps: list[str]) -> None:
+    assert run_processes(2, _play, script, "auto") == [steps, steps]
+
+
+def _given_up_after_no_sync(rank: int, world_size: int) -> list[float]:
+    """``zero_grad()`` after a backward in ``no_sync``; the next one does not use a parameter on rank 0."""
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped())
+    (params[0].sum() + params[1].sum()).backward()
+    with optimizer.no_sync():
+        (params[0].sum() + params[1].sum() * 3).backward()
+    optimizer.zero_grad()
+    (params[0].sum() + params[1].sum() * rank).backward() if rank else params[0].sum().backward()
+    optimizer.clip_grad_norm_(1e9)
+    optimizer.step()
+    optimizer.close()
+    return [float(param.detach()[0]) for param in params]
+
+
+def test_what_no_sync_has_gathered_goes_with_zero_grad() -> None:
+    assert run_processes(2, _given_up_after_no_sync) == [[-1.0, -0.5]] * 2
+
+
+def _drop_where_the_owner_cannot_see_it(rank: int, world_size: int) -> str:
+    """Rank 0 alone uses a parameter that rank 1 owns, and drops its gradient between two backwards."""
+    params = [torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    owner_of_first = int(not optimizer._engine.partition.owner_of_start(0))  # type: ignore[union-attr]
+    used = [0, 1] if rank == owner_of_first else [1]
+    model = torch.nn.ParameterList(params)
+    for _ in range(2):
+        model.zero_grad()
+        torch.autograd.backward([params[i] for i in used], [torch.ones(64) for _ in used])
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    torch.autograd.backward([params[i] for i in used], [torch.ones(64) for _ in used])
+    optimizer.step()
+    optimizer.close()
+    assert_bitwise([param.detach() for param in params], [torch.full((64,), 0.5), torch.zeros(64)])
+    return str(caught.value)
+
+
+def test_a_drop_that_the_owner_cannot_see_is_refused() -> None:
+    for message in run_processes(2, _drop_where_the_owner_cannot_see_it):
+        assert "parameter 0 " in message and "opt.zero_grad()" in message
