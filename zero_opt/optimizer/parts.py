@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -76,15 +77,11 @@ class EngineParts:
 
     def _built_placement(self) -> Placement:
         """Return the placement, or raise on all ranks if one has none. Collective."""
-        placement = None
-        try:
+        with ExitStack() as undo:
             with self.agreement.together("ShardedOptimizer()"):
                 placement = self.config.placement.build(self.groups.neighbors)
-        except BaseException:
-            if placement is not None:
-                placement.close()
-            raise
-        assert placement is not None
+                undo.callback(placement.close)
+            undo.pop_all()
         return placement
 
     @property

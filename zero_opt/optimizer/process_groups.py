@@ -43,12 +43,9 @@ class OwnGroups:
         self._exchanges: Mapping[str, Exchange] = {}
         self._thread: SerialThread | None = None
         self._departures, self._limits = Departures(), HostLimits()
-        self.control: Group
-        self.reduce: Group
-        self.gather: Group
-        if several is None:
-            self.control = self.reduce = self.gather = AloneGroup()
-        else:
+        alone: Group = AloneGroup()
+        self.control = self.reduce = self.gather = alone
+        if several is not None:
             try:
                 self._make(several, checks)
             except BaseException:

@@ -99,8 +99,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
                 raise
             error, checks = own_error, Checks()
         if alone and not apart:
-            given = (self._config, params, self._parked)
-            engine = SingleRank(*given) if mesh is None else DTensorSingleRank(*given, mesh)
+            kind = SingleRank if mesh is None else DTensorSingleRank
+            engine = kind(self._config, params, self._parked, mesh)
             super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
             self._engine: Engine = engine
             engine.attach(self)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, StatesByIndex, copied
 from .arguments import adopt_errors
 from .config import Config
-from .dtensors.mesh_params import admit
+from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
 from .loading import fitted_whole
 from .offload_state import Parked
@@ -50,13 +49,13 @@ class SingleRank(Engine):
     skips = 0
     unscales = False
 
-    def __init__(self, config: Config, params: Iterable[Any], parked: Parked) -> None:
+    def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None = None) -> None:
         if config.checks.nonfinite == "skip" and needs_closure(config.optimizer_class):
             raise UnsupportedOptimizer(
                 f"{config.optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be "
                 'skipped then; use Checks(nonfinite="raise")'
             )
-        self._config, self._parked = config, parked
+        self._config, self._parked, self._mesh = config, parked, mesh
         with adopt_errors():
             self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
@@ -70,11 +69,8 @@ class SingleRank(Engine):
 
     def attach(self, user: torch.optim.Optimizer) -> None:
         self._user = weakref.ref(user)  # so that both are collected as soon as they are dropped
-        user.param_groups, user.state, user.defaults = (
-            self._wrapped.param_groups,
-            self._wrapped.state,
-            self._wrapped.defaults,
-        )
+        user.param_groups, user.state = self._wrapped.param_groups, self._wrapped.state
+        user.defaults = self._wrapped.defaults
 
     def __getstate__(self) -> dict[str, Any]:
         self._current()
@@ -99,12 +95,8 @@ class SingleRank(Engine):
         wrapped = self._current()
         with adopt_errors():
             taken = normalized_group(group, len(wrapped.param_groups))
-            self._admit(params_of([taken]))
+            admit(self._mesh, params_of([taken]))
             wrapped.add_param_group(taken)
-
-    def _admit(self, params: Sequence[Tensor]) -> None:
-        """Raise UnsupportedParam or ParamsUnsharded for a parameter that this engine cannot take."""
-        admit(None, params, self._config)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -154,17 +146,11 @@ class SingleRank(Engine):
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def take_bucket(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of the protocol)
         """Leave DistributedDataParallel's bucket as it is, on a rank alone."""
         world = resolve_group(None)
         if world is not None and world.size() > 1:
             raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
-
-    def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
-        return nullcontext()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

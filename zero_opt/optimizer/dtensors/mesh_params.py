@@ -37,8 +37,10 @@ class MeshParams:
         shards: what FSDP does with the parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         self.shards = Shards()
+        # Whether parameters may be plain tensors, whose gradients no rank reduces here.
+        self.takes_plain = isinstance(config.reduction, AlreadyReduced)
         self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
@@ -51,14 +53,14 @@ class MeshParams:
             if mesh not in self._groups:
                 self._groups[mesh] = MeshGroup(mesh)
 
-    def follow(self, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
+    def follow(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Take in parameters that the user has replaced others with; see :func:`admit`."""
         params = [param for group in param_groups for param in group["params"]]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             self.shards, self._params = Shards(), []
             self._groups.clear()
             self.forget()
-            admit(self, params, config)
+            admit(self, params)
 
     @property
     def largest(self) -> MeshGroup:
@@ -130,10 +132,7 @@ class MeshParams:
             for saved_id, param in zip(saved["params"], group["params"], strict=True)
         }
         states = {
-            index: {
-                key: cut_like(value, param_of[index]) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+            index: {key: cut_like(value, param_of[index]) for key, value in state.items()}
             for index, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
@@ -179,16 +178,16 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
     params = params_of(entries)
-    mesh = MeshParams() if any(map(is_dtensor, params)) else None
+    mesh = MeshParams(config) if any(map(is_dtensor, params)) else None
     if mesh is not None:
         _check_policies(config, process_group)
         if steps_apart(config):
             _check_cuttable(config.optimizer_class)
-    admit(mesh, params, config)
+    admit(mesh, params)
     return mesh
 
 
-def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> None:
+def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
     """Check parameters, and add them to ``mesh`` if the optimizer has DTensors.
 
     Raises:
@@ -204,7 +203,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> 
         label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
         if is_dtensor(param) and mesh is None:
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
-        if mesh is not None and not is_dtensor(param) and not isinstance(config.reduction, AlreadyReduced):
+        if mesh is not None and not is_dtensor(param) and not mesh.takes_plain:
             raise UnsupportedParam(
                 f"{label} is a plain tensor among DTensors, so no rank reduces its gradient; give it an optimizer of "
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
