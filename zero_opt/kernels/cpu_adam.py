@@ -81,6 +81,22 @@ class _NativeStep(torch.optim.Adam):
 
     nonfinite_grads: int = 0
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False
+
     def _take(self, options: NativeOptions) -> dict[str, Any]:
         """Keep what is ours of the options, and return what is torch's."""
         require_native()
@@ -289,22 +305,6 @@ class CPUAdam(_NativeStep):
         NativeUnavailable: the extension was not built.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **options: Unpack[NativeOptions],
-    ) -> None:
-        rest = self._take(options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
-        self._step_supports_amp_scaling = False
-
 
 class CPUAdamW(_NativeStep, torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
@@ -340,6 +340,4 @@ class CPUAdamW(_NativeStep, torch.optim.AdamW):
         maximize: bool = False,
         **options: Unpack[NativeOptions],
     ) -> None:
-        rest = self._take(options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
-        self._step_supports_amp_scaling = False
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options)

@@ -30,7 +30,7 @@ from .config import Config
 from .contents import HyperDigest, loaded_contents
 from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
-from .loading import Loaded, fitted_shards
+from .loading import Loaded, fitted_state
 from .offload_state import Parked
 from .one_call import OneCall
 from .parts import EngineParts
@@ -279,7 +279,7 @@ class BetweenSteps(Engine):
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()
-                loaded = fitted_shards(state_dict, groups, config, strict=strict)
+                loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()
             self._write(loaded)
@@ -315,10 +315,8 @@ class BetweenSteps(Engine):
         self.gather.flush()
         # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
         leaves = not self.reduction.holds_gradients and self.parts.thread.idle_within(_IDLE_S)
-        for bucket in self.partition.buckets:
-            if leaves:
-                bucket.leave()
-            bucket.forget_staging()
+        for bucket in self.partition.buckets if leaves else ():
+            bucket.leave()
         self.gather.forget()
         self.parts.pool.release()
         self._parked.leave(self.placement.resident())

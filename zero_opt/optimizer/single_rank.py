@@ -23,7 +23,7 @@ from .arguments import adopt_errors
 from .config import Config
 from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
-from .loading import fitted_whole
+from .loading import fitted_state
 from .offload_state import Parked
 
 
@@ -33,10 +33,6 @@ class _NotTaken(Exception):
 
 def _no_user() -> None:
     """Return no optimizer: the engine is not attached to one."""
-
-
-def _describe(wrapped: torch.optim.Optimizer, index: int) -> str:
-    return param_name(wrapped.param_groups, index)
 
 
 class SingleRank(Engine):
@@ -135,7 +131,10 @@ class SingleRank(Engine):
         return self._scale(params, limit)
 
     def _skips_step(self, params: Sequence[Tensor]) -> bool:
-        return skips_step(self._config.checks, partial(self._measured, params), partial(_describe, self._wrapped))
+        return skips_step(self._config.checks, partial(self._measured, params), self._describe)
+
+    def _describe(self, index: int) -> str:
+        return param_name(self._wrapped.param_groups, index)
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)
@@ -169,13 +168,13 @@ class SingleRank(Engine):
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         self._parked.require_here()
         wrapped, user = self._current(), self._user()
-        loaded = fitted_whole(state_dict, wrapped.param_groups, self._config, strict=strict)
+        loaded = fitted_state(state_dict, wrapped.param_groups, self._config, strict=strict, whole=True)
         wrapped.load_state_dict(
             self._in_form(loaded.refused.for_class(state_dict, loaded.states, wrapped.param_groups))
         )
         if user is not None:
             self.attach(user)
-        loaded.say(self._config, self._params, partial(_describe, wrapped))
+        loaded.say(self._config, self._params, self._describe)
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
         """Return a checked state dict as the wrapped class loads it."""

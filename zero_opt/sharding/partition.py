@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,10 @@ class Partition:
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
 
-    def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
+    def add(self, params: Sequence[tuple[int, int, Tensor]]) -> list[GradBucket]:
         """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
-        params = list(params)
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
-        specs = {index: flats[index].spec(group) for index, group, param in params}
+        specs = {index: flats[index].spec(group) for index, group, _ in params}
         layouts = self._plan(specs)
         share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)

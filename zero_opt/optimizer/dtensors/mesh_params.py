@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ...kernels import CPUAdam, CPUAdamW
+from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Measured, look
 from ...sharding.flat_param import is_dtensor
@@ -159,13 +160,8 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
 
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     """Return numbers that are others once state was edited in place, replaced, added or dropped."""
-    return tuple(
-        number
-        for state in live.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-        for number in (id(value), value._version)
-    )
+    values = (value for state in live.values() for value in live_tensors(state))
+    return tuple(number for value in values for number in (id(value), value._version))
 
 
 def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
