@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.exchange import MEAN, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool
+from ..comm.exchange import MEAN, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
@@ -224,23 +224,6 @@ class GradBucket:
         for dtype in (self.dtype, self.params[0].param.dtype):
             pool.reserve(self.layout.numel, dtype, self.device)
 
-    def _views_of(self, staging: Tensor) -> list[Tensor]:
-        """Per parameter, its place in a tensor that holds the bucket, in the parameter's shape."""
-        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-        return [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
-
-    def _stage(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
-        """Copy all gradients into their places in a staging buffer, zeros where there is none."""
-        targets, sources = [], []
-        for view, grad in zip(views, grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
     def _runs(
         self, grads: Sequence[Tensor | None], staged: Tensor | None, accumulate: Sequence[bool], pool: StagingPool
     ) -> list[Run]:
@@ -280,9 +263,11 @@ class GradBucket:
             return
         producers = fill.producers.events()
         with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
-            # Padding is sent too: zeros keep it finite and the transfer deterministic.
-            fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-            self._stage(fill.grads, self._views_of(fill.staged))
+            # Padding, and zeros for gradients that have not come, are sent too.
+            staged = fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+            places = zip(fill.grads, self.params, self.layout.offsets, self.layout.numels, strict=True)
+            taken = [(grad, flat.shaped(staged[at : at + n])) for grad, flat, at, n in places if grad is not None]
+            copy_all([view for _, view in taken], [grad for grad, _ in taken])
             fill.ready = [self.streams.produced()[1]]
         fill.grads = []
 

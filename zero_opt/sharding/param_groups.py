@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from operator import is_
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +31,6 @@ class Replacement:
 
     text: str
     fits: bool = False
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def following(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Decorate a collective method of an optimizer: if it raises ParamsReplaced, plan again and call it once more.
-
-    The method raises that on every rank, before it changes anything; see :meth:`PlannedGroups.require`. The optimizer
-    has a ``_replan()``, which plans the current parameters of its param groups, or raises ParamsReplaced on every rank.
-    """
-
-    @wraps(method)
-    def follow(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with suppress(ParamsReplaced):
-            return method(self, *args, **kwargs)
-        self._replan()
-        return method(self, *args, **kwargs)
-
-    return follow
 
 
 class PlannedGroups:

@@ -105,12 +105,11 @@ class MeshParams:
         self.forget()
         mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
         for index, state in sorted(states.items()):
-            entry = {}
+            entry = full[index] = {}
             for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
                 full_value = full_copy(value)
                 if mine:
                     entry[key] = full_value
-            full[index] = entry
         if mine:
             self._kept = (_version(live), full)
 
@@ -174,11 +173,10 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
     params = params_of(entries)
-    mesh = MeshParams(config) if any(map(is_dtensor, params)) else None
-    if mesh is not None:
-        _check_policies(config, process_group)
-        if steps_apart(config):
-            _check_cuttable(config.optimizer_class)
+    mesh = None
+    if any(map(is_dtensor, params)):
+        _check_config(config, process_group)
+        mesh = MeshParams(config)
     admit(mesh, params)
     return mesh
 
@@ -215,8 +213,8 @@ def steps_apart(config: Config) -> bool:
     return native or config.has_masters
 
 
-def _check_policies(config: Config, process_group: object) -> None:
-    """Raise ConfigConflict for what cannot be asked of an optimizer over DTensors."""
+def _check_config(config: Config, process_group: object) -> None:
+    """Raise ConfigConflict or UnsupportedOptimizer for what cannot be asked of an optimizer over DTensors."""
     instead = None
     if process_group is not None:
         instead = "whose mesh says which ranks there are; leave process_group out"
@@ -233,13 +231,10 @@ def _check_policies(config: Config, process_group: object) -> None:
         instead = "of whose columns each rank has a part, and selects none for all; leave selective out"
     if instead is not None:
         raise ConfigConflict(f"parameters are DTensors, {instead}")
-
-
-def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
-    if not is_elementwise(cls):
+    if steps_apart(config) and not is_elementwise(config.optimizer_class):
+        name = config.optimizer_class.__name__
         raise UnsupportedOptimizer(
-            f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
+            f"{name} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
             "offload=None and no master_dtype it is given the DTensors themselves. If it is elementwise, see "
             "zero_opt.register_elementwise()"
         )
