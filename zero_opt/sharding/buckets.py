@@ -263,7 +263,7 @@ class GradBucket:
             return
         producers = fill.producers.events()
         with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
-            # Padding, and zeros for gradients that have not come, are sent too.
+            # Zeros where no gradient has come. Padding is sent too: they keep it finite and the transfer deterministic.
             staged = fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
             places = zip(fill.grads, self.params, self.layout.offsets, self.layout.numels, strict=True)
             taken = [(grad, flat.shaped(staged[at : at + n])) for grad, flat, at, n in places if grad is not None]

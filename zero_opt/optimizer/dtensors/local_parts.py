@@ -81,10 +81,10 @@ def cut_like(value: Any, param: Tensor) -> Any:
     Tensors of another shape are replicated. Scalars, what is no tensor, and state of plain parameters, stay as they
     are. Collective over the value's mesh, if the value is a DTensor that is cut otherwise.
     """
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     if not isinstance(value, Tensor):
         return value
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
     full = value
     mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
     if is_dtensor(value):

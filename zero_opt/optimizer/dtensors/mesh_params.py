@@ -36,11 +36,11 @@ class MeshParams:
 
     Attributes:
         shards: what FSDP does with the parameters.
+        takes_plain: whether parameters may be plain tensors, whose gradients no rank reduces here.
     """
 
     def __init__(self, config: Config) -> None:
         self.shards = Shards()
-        # Whether parameters may be plain tensors, whose gradients no rank reduces here.
         self.takes_plain = isinstance(config.reduction, AlreadyReduced)
         self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
