@@ -27,7 +27,7 @@ import torch.distributed as dist
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
-from zero_opt.comm.exchange import Ident
+from zero_opt.comm.exchange import BucketReduction, Ident
 from zero_opt.reduction import OwnRounds
 from zero_opt.reduction.grad_norm import measure
 
@@ -121,7 +121,8 @@ def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
         for at, bucket in enumerate(buckets):
             ident = Ident(count.step, count.epoch, 1000 + turn * len(buckets) + at)
             exchange = sharded.reduction._parts.exchange_of(bucket)
-            exchange.reduce_runs(ident, runs[at], bucket.layout.bounds, outs[at], sums[at] if adds_up else ())
+            wanted = sums[at] if adds_up else ()
+            exchange.reduce_runs(BucketReduction(ident, runs[at], bucket.layout.bounds, outs[at], wanted))
 
     reduce(0, adds_up=False)
     for turn in (1, 2):

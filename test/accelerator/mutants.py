@@ -92,8 +92,8 @@ STAGED = "            copy_all([view for _, view in taken], [grad for grad, _ in
 READY = "            fill.ready = [self.streams.produced()[1]]\n"
 SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
-REDUCED = "            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()\n"
-GATHERED = "            return Transfer(ALL, start(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank]))).wait\n"
+REDUCED = "            Transfer(ALL, scatter, _as_real(out), _as_real(bucket), options).wait()\n"
+GATHERED = "            return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait\n"
 FETCH = "        with streams.side([], []):\n            try:\n                self._grads"
 IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
 OVERLAPPED, HOST = "device, Overlapped, float32", "host, Overlapped, bfloat16"
@@ -184,7 +184,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no stream waits for an all-gather",
         "comm/backend_exchanges.py",
-        ((GATHERED, GATHERED.replace("return Transfer(ALL, ", "").replace(").wait", "\n            return tuple")),),
+        ((GATHERED, GATHERED.replace("return ", "").replace(".wait", "\n            return tuple")),),
         OVERLAPPED,
         2,
     ),

@@ -73,10 +73,8 @@ class StepReport:
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """Return what :meth:`pack` was given."""
         step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
-        starts = range(_HEADER.size, len(raw), mask_bytes) if mask_bytes else ()
-        used, trainable, restarted = [
-            int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts
-        ] or (0, 0, 0)
+        starts = [_HEADER.size + place * mask_bytes for place in range(3)]
+        used, trainable, restarted = (int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts)
         absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
         report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned, edits)
         return report, bool(flags & _FAILED)
@@ -87,25 +85,21 @@ class StepAgreement:
     """The reports of all ranks together: most rounds of any, parameters used by any, parameters trainable on all.
 
     Attributes:
-        used_by, restarted: per rank, the parameters it reports as used and as restarted.
+        reports: by rank.
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
         same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
             have written to the same parameters equally often.
-        abandoned, rounds_by: per rank, as it reports.
     """
 
+    reports: Sequence[StepReport]
     rounds: int
     used: int
     trainable: int
-    used_by: Sequence[int]
-    restarted: Sequence[int] = ()
-    epoch: int = 0
-    clip_to: float | None = None
-    absent: Sequence[int] = ()
-    same_hypers: bool = True
-    same_edits: bool = True
-    abandoned: Sequence[int] = ()
-    rounds_by: Sequence[int] = ()
+    epoch: int
+    clip_to: float | None
+    absent: Sequence[int]
+    same_hypers: bool
+    same_edits: bool
 
 
 # In place of a digest: this rank could not compute one.
@@ -149,20 +143,16 @@ class Agreement:
         self._require_same_step(reports, present)
         self._require_same_mask(reports)
         first = reports[present[0] if present else 0]
-        used_by = [report.used for report in reports]
         return StepAgreement(
+            reports,
             rounds=max(report.rounds for report in reports),
-            used=reduce(or_, used_by),
+            used=reduce(or_, (report.used for report in reports)),
             trainable=mine.trainable,
-            used_by=used_by,
-            restarted=[report.restarted for report in reports],
             epoch=first.epoch,
             clip_to=first.clip_to,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
             same_edits=all(report.edits == first.edits for report in reports),
-            abandoned=[report.abandoned for report in reports],
-            rounds_by=[report.rounds for report in reports],
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:

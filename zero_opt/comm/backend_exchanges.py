@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..errors import StepDesync
 from ..system.devices import HOST, is_host
@@ -18,7 +18,7 @@ from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 from .shared_memory_exchange import build_host_exchange
 from .single_rank_exchange import AloneExchange
-from .transfers import Transfer, start
+from .transfers import Transfer
 
 # The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
 _MEAN: Any = dist.ReduceOp.AVG
@@ -28,21 +28,17 @@ class ListExchange(StagedExchange):
     """The exchange over backends without send and recv (the threaded group of torch's tests): all_to_all of chunks."""
 
     gathers_ahead = 1
-    _failed = -1  # the last step that failed on this rank
 
     def __init__(self, reduce_group: Group, gather_group: Group, pool: StagingPool) -> None:
         super().__init__(reduce_group.rank, pool)
         self._reduce, self._gather = reduce_group, gather_group
 
-    def fail(self, step: int) -> None:
-        self._failed = step
-
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        return partial(self._failures, step)
+        def compare() -> Sequence[int]:
+            words = self._gather.all_gather(torch.tensor([self._failed_step], dtype=torch.int64, device=HOST))
+            return [rank for rank, word in enumerate(words) if word.item() == step]
 
-    def _failures(self, step: int) -> Sequence[int]:
-        words = self._gather.all_gather(torch.tensor([self._failed], dtype=torch.int64, device=HOST))
-        return [rank for rank, word in enumerate(words) if word.item() == step]
+        return compare
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         """Raise StepDesync for a skipped exchange: messages cannot be told apart here."""
@@ -55,14 +51,14 @@ class ListExchange(StagedExchange):
                 )
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
-        Transfer(ALL, start(ALL, self._reduce.pg.alltoall, received, chunks)).wait()
+        Transfer(ALL, self._reduce.pg.alltoall, received, chunks).wait()
         mean_in_rank_order(received, out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
         chunks = chunks_of(bucket, bounds)
         own = chunks[self._rank].clone()
-        return Transfer(ALL, start(ALL, self._gather.pg.allgather, [chunks], [own])).wait
+        return Transfer(ALL, self._gather.pg.allgather, [chunks], [own]).wait
 
 
 class BackendExchange(StagedExchange):
@@ -85,13 +81,13 @@ class BackendExchange(StagedExchange):
             scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
             options = dist.ReduceScatterOptions()
             options.reduceOp = _MEAN
-            Transfer(ALL, start(ALL, scatter, _as_real(out), _as_real(bucket), options)).wait()
+            Transfer(ALL, scatter, _as_real(out), _as_real(bucket), options).wait()
             return True
         chunks = chunks_of(bucket, bounds)
         for owner, chunk in enumerate(chunks):
             to_owner = dist.ReduceOptions()
             to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
-            Transfer(ALL, start(ALL, pg.reduce, [_as_real(chunk)], to_owner)).wait()
+            Transfer(ALL, pg.reduce, [_as_real(chunk)], to_owner).wait()
         out.copy_(chunks[self._rank])
         return True
 
@@ -99,7 +95,7 @@ class BackendExchange(StagedExchange):
         pg, chunks = self._group.pg, chunks_of(bucket, bounds)
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Transfer(ALL, start(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank]))).wait
+            return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait
         broadcasts = [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)]
 
         def finish() -> None:
@@ -117,6 +113,14 @@ def _as_real(tensor: Tensor) -> Tensor:
 def _method(pg: dist.ProcessGroup, name: str, older_name: str) -> Any:
     """Return a process group method under its current name, or the one torch 2.11 has."""
     return getattr(pg, name, None) or getattr(pg, older_name)
+
+
+def ddp_average(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Replace one of DDP's buckets, as DDP itself does, with the mean over the ranks of ``group``, by default all.
+
+    Collective. DDP keeps its hook once an optimizer with ``DDPHook`` is closed.
+    """
+    return allreduce_hook(group, bucket)  # type: ignore[arg-type]  # which it says cannot be None, and means by it all
 
 
 def build_exchange(

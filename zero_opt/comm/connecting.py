@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
+from .peer_watch import first_line
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, until, values
 
@@ -46,27 +48,21 @@ _numbers = itertools.count()
 
 def require_room(world_size: int, groups: int) -> None:
     """Raise OutOfResources unless this process may open the descriptors and start the threads of so many groups."""
-    needed = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = _open_descriptors()
-    if limit != resource.RLIM_INFINITY and taken + needed > limit:
-        raise OutOfResources(
-            f"connections to the other ranks ({world_size - 1}) need about {needed} file descriptors, but this process "
-            f"has {taken:,} open and may have {limit:,}; raise the limit before you start it, "
-            + _how_to_raise(taken + needed, most)
-        )
+    descriptors = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
+    require_descriptors(descriptors, f"connections to the other ranks ({world_size - 1}) need about")
     _require_threads(groups * _THREADS + _SPARE_THREADS)
 
 
 def require_descriptors(count: int, purpose: str) -> None:
     """Raise OutOfResources unless this process may open so many more descriptors; ``purpose`` begins the message."""
-    opened: list[int] = []
+    (limit, most), taken, opened = resource.getrlimit(resource.RLIMIT_NOFILE), _open_descriptors(), list[int]()
     try:
         for _ in range(count):
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise OutOfResources(
-            f"{purpose} needs {count} file descriptors ({error.strerror}); raise the limit of {DESCRIPTOR_LIMIT}"
+            f"{purpose} {count} file descriptors, but this process has {taken:,} open and may have {limit:,} "
+            f"({error.strerror}); raise the limit before you start it, {_how_to_raise(taken + count, most)}"
         ) from error
     finally:
         for fd in opened:
@@ -103,16 +99,13 @@ def _require_threads(count: int) -> None:
         probes.join(_PROBES_END_S)
 
 
-class Connecting:
+class Connecting(Meeting):
     """The construction of one optimizer's groups, on one rank.
 
     Attributes:
         name: prefix of the groups' names; the same on every rank, and never used before.
         number: counts the optimizers of this process, for logs and torch's flight recorder.
         patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
-        ask: calls the store. watch: looks at what keeps this rank waiting, here and in the groups.
-        look: raises the error of another rank that cannot connect, if there is one, or is stopped or has ended.
-        fail: tells the other ranks that this one cannot connect, unless another has said so before.
     """
 
     def __init__(self, parent: dist.ProcessGroup, groups: int, patience: Patience) -> None:
@@ -121,26 +114,14 @@ class Connecting:
         Raises:
             OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for :meth:`Meeting.come`.
         """
-        obstacle = None
-        try:
-            require_room(parent.size(), groups)
-        except OutOfResources as error:
-            obstacle = error
-        meeting = Meeting(parent, patience)
-        meeting.come(obstacle)
-        self.name, self.watch, self.ask = meeting.name, meeting.watch, meeting.ask
-        self.look, self.fail = meeting.look, meeting.leave
-        self.number = next(_numbers)
-        self._rank, self._world_size = meeting.rank, parent.size()
+        super().__init__(parent, patience)
+        self.come(partial(require_room, parent.size(), groups))
+        self.number, self._world_size = next(_numbers), parent.size()
         self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
         """Return the store in which the ranks find each other for one of the groups."""
         return _Addresses(default_store(f"{self.name}/{purpose}/addresses"), self)
-
-    def patience(self, timeout: timedelta) -> timedelta:
-        """Return how long ranks may take to connect, given how long a collective may take."""
-        return min(timeout, timedelta(seconds=self.patience_s))
 
     def wait_for(self, store: Any, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys, of which each ends with the number of the rank that writes it, once all are there.
@@ -150,20 +131,13 @@ class Connecting:
         Raises:
             ProcessGroupError: they are not there in time. ZeroOptError: a rank cannot connect.
         """
-        published: list[bytes] = []
-
-        def find() -> bool:
-            if store.check(list(keys)):
-                published.extend(values(store, keys))
-            return len(published) == len(keys)
-
-        if not until(lambda: self.ask(find), lambda _: self.look(), self.patience_s):
+        if not until(lambda: self.ask(store.check, list(keys)), lambda _: self.look(), self.patience_s):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"
             )
-        return published
+        return self.ask(values, store, keys)
 
     def meet(self) -> None:
         """Wait until all ranks have made their groups.
@@ -172,7 +146,7 @@ class Connecting:
             ProcessGroupError: one has not, in time. ZeroOptError: one cannot.
         """
         made = default_store(f"{self.name}/made")
-        self.ask(made.set, f"{self._rank}", "")
+        self.ask(made.set, f"{self.rank}", "")
         self.wait_for(made, [f"{rank}" for rank in range(self._world_size)])
 
 
@@ -205,7 +179,7 @@ class _Addresses(c10d.Store):  # type: ignore[misc]
 
 
 @contextmanager
-def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
+def made_by_all(connecting: Connecting) -> Iterator[list[Any]]:
     """A context in which this rank makes an optimizer's groups and adds them to the list.
 
     It is left once all ranks have made theirs.
@@ -216,22 +190,17 @@ def made_by_all(connecting: Connecting | None) -> Iterator[list[Any]]:
     made: list[Any] = []
     try:
         yield made
-        if connecting is not None:
-            connecting.meet()
+        connecting.meet()
     except BaseException as error:
-        meaning = error if connecting is None else _meaning_of(error, connecting)
-        if connecting is not None:
-            with suppress(RuntimeError):  # before a connection closes, which the other ranks would report instead
-                connecting.fail(meaning)
+        meaning = _meaning_of(error, connecting)
+        with suppress(RuntimeError):  # before a connection closes, which the other ranks would report instead
+            connecting.leave(meaning)
         for group in made:
             group.close()
-        if connecting is None:
-            raise
-        connecting.fail(meaning)  # if that took descriptors or threads that the groups have given back
+        connecting.leave(meaning)  # if that took descriptors or threads that the groups have given back
         raise meaning from (None if meaning is error else error)
     finally:
-        if connecting is not None:
-            connecting.ask.close()
+        connecting.ask.close()
 
 
 def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
@@ -243,7 +212,7 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
             connecting.look()
         except ZeroOptError as elsewhere:
             return elsewhere
-    text = (str(error) or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     for sign, limit in _LIMITS.items():
         if sign in text:
             return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import PeerLost
-
 
 class How(enum.IntEnum):
     """How a rank has left."""
@@ -69,17 +67,8 @@ class Departure(NamedTuple):
         }[self.how]
 
 
-def _no_connections() -> None:
-    """Do nothing: there are no connections to break."""
-
-
-def _unexplained(text: str, call: int | None = None, patience_s: float | None = None) -> None:
-    """Explain nothing: this rank has no watch."""
-
-
-def _unknown(rank: int) -> bool:  # noqa: ARG001
-    """Return False: nothing is known about other processes."""
-    return False
+def _no_connections(*_: object) -> None:
+    """Do nothing: there are no connections to break, or to tell others by."""
 
 
 class Departures:
@@ -90,7 +79,6 @@ class Departures:
         leave: breaks this rank's connections for training, so that no rank waits for it. end: does the same once what
             is queued for other ranks has been sent.
         tell: tells the other ranks about a departure that this one has noticed.
-        explain, lives: see :class:`Watch`.
         news: whether other ranks can tell this one about departures.
         silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
             for, and that have not answered since.
@@ -101,9 +89,7 @@ class Departures:
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
         self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
-        self.tell: Callable[[Departure], None] | None = None
-        self.explain: Callable[..., PeerLost | None] = _unexplained
-        self.lives: Callable[[int], bool] = _unknown
+        self.tell: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
         self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
@@ -124,7 +110,7 @@ class Departures:
 
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
-        if self.hear(departure) and self.tell is not None:
+        if self.hear(departure):
             self.tell(departure)
 
     def knows(self, rank: int) -> bool:
@@ -145,11 +131,9 @@ class Departures:
         Args:
             call: number of a call of the control group, from 1; ``None`` for one that every rank misses that has left.
         """
-        lost = self.lost()
-        if lost is not None:
-            return lost
         with self._lock:
-            return next((other for other in self._heard.values() if call is None or other.calls < call), None)
+            missing = (other for other in self._heard.values() if call is None or other.calls < call)
+            return self.lost() or next(missing, None)
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

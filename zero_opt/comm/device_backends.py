@@ -1,6 +1,6 @@
 """Backends that carry accelerator tensors, made for process groups of our own.
 
-:func:`torch.distributed.new_group` cannot be used, as ``groups._new_group`` explains. So a backend is made here as
+:func:`torch.distributed.new_group` cannot be used, as ``Group._new_group`` explains. So a backend is made here as
 torch makes it: NCCL and XCCL by their classes, any other by the function that it was registered with.
 """
 

@@ -212,6 +212,22 @@ class SliceSums(NamedTuple):
     squares: Tensor
 
 
+class BucketReduction(NamedTuple):
+    """One bucket's gradients on this rank, and where this rank's shard of their mean over the ranks goes.
+
+    Attributes:
+        runs: on an accelerator the whole bucket in one run. out: is overwritten, or added to where the runs say so.
+            Elements that no run covers mean nothing. sums: ascending; none unless :attr:`Exchange.adds_up` has the
+            dtype.
+    """
+
+    ident: Ident
+    runs: Sequence[Run]
+    bounds: Sequence[int]
+    out: Tensor
+    sums: Sequence[SliceSums] = ()
+
+
 class Exchange(ABC):
     """How the ranks of a group exchange buckets.
 
@@ -231,22 +247,17 @@ class Exchange(ABC):
     """
 
     gathers_ahead, nbytes, blocks = 0, 0, True
+    _failed_step = -1  # the last step that failed on this rank
     adds_up: Sequence[torch.dtype] = ()
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
 
     @abstractmethod
-    def reduce_runs(
-        self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
-    ) -> bool:
-        """Write the mean over ranks of this rank's shard of a bucket to ``out``, or add it where the runs say so.
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        """Bring the mean over ranks of this rank's shard of a bucket to where it goes.
 
-        A rank may skip exchanges that an exception kept it from. Elements of ``out`` that no run covers mean nothing.
-
-        Args:
-            runs: on an accelerator the whole bucket in one run.
-            sums: ascending; none unless :attr:`adds_up` has the dtype.
+        A rank may skip exchanges that an exception kept it from.
 
         Returns:
             ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
@@ -264,6 +275,7 @@ class Exchange(ABC):
 
     def fail(self, step: int) -> None:
         """Have the following gathers tell the other ranks that this step failed on this rank."""
+        self._failed_step = step
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:  # noqa: ARG002
         """Begin to ask on which ranks a step failed. Every rank calls this once it has started the step's last gather.
@@ -303,14 +315,8 @@ class StagedExchange(Exchange):
     def _staging(self, turn: int, numel: int, like: Tensor) -> Tensor:
         return self._pool.staging(turn, numel, like.dtype, like.device)
 
-    def reduce_runs(
-        self,
-        ident: Ident,
-        runs: Sequence[Run],
-        bounds: Sequence[int],
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        ident, runs, bounds, out, _ = reduction
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
             bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))

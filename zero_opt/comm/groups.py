@@ -12,9 +12,8 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,16 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
 from ..policies import Checks, waited_for
+from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
-from .departures import Departures
 from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
 from .keepalive import HostLimits
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
 from .store import c10d
-from .transfers import Gathered, Message, Transfer, peer_lost, start
-from .waits_beside import WaitingThread, looked_beside
+from .transfers import Message, Transfer, peer_lost
+from .waits_beside import looked_beside, outcome, submitted
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -49,7 +48,7 @@ ALONE = "alone"
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
 # What a rank waits for that asks for state, or is asked.
-ASKS = "this rank waits for its message"
+_ASKS = "this rank waits for its message"
 # The tag of Group.move(); no exchange of buckets over the same connections has it.
 _MOVED = NEVER_SENT - 1
 
@@ -67,7 +66,7 @@ def carries_messages(parent: dist.ProcessGroup) -> bool:
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
     """Start overwriting ``tensor`` with that of group rank ``src``."""
-    return _gathered(_whom(pg), _broadcasting(pg, tensor, src), tensor)
+    return Transfer(_whom(pg), _broadcasting, pg, tensor, src, on_host=tensor.is_cpu)
 
 
 def _whom(pg: dist.ProcessGroup) -> str:
@@ -78,50 +77,7 @@ def _whom(pg: dist.ProcessGroup) -> str:
 def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
-    return start(_whom(pg), pg.broadcast, [tensor], options)
-
-
-def _gathered(who: str, work: dist.Work, like: Tensor) -> Transfer:
-    """Return the transfer of a collective of tensors like this one."""
-    return Gathered(who, work) if like.is_cpu else Transfer(who, work)
-
-
-def _new_group(
-    parent: dist.ProcessGroup,
-    purpose: str,
-    timeout: timedelta,
-    devices: Mapping[str, str],
-    connecting: Connecting | None,
-) -> Any:
-    """Return a group of the parent's ranks, in its order, made by them alone.
-
-    Args:
-        purpose: differs between an optimizer's groups. devices: backends for accelerator tensors, by device type.
-
-    ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has at
-    the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
-    differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
-    taken.
-    """
-    ranks = dist.get_process_group_ranks(parent)
-    if _backend_for(parent) == FAKE:  # it carries nothing, so no traffic can mix
-        return parent
-    if connecting is None:  # all ranks are in every group
-        return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
-    rank, size = dist.get_rank(parent), len(ranks)
-    name = f"{connecting.name}/{purpose}"
-    pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
-    kinds = c10d.ProcessGroup.BackendType
-    gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=connecting.patience(timeout))
-    gloo._set_default_timeout(timeout)
-    gloo._set_sequence_number_for_group()
-    pg._set_default_backend(kinds.GLOO)
-    pg._register_backend(HOST, kinds.GLOO, gloo)
-    pg._set_group_name(name)
-    for device_type, backend in devices.items():
-        add_device_backend(pg, device_type, backend, timeout, ranks)
-    pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
-    return pg
+    return pg.broadcast([tensor], options)
 
 
 def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
@@ -155,27 +111,65 @@ class Group:
     Attributes:
         parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
+        watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
+        farewell: called before this rank breaks its connections.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
-    device_backends: Mapping[str, str] = MappingProxyType({})
+    watch: Watch | None = None
+    farewell: Callable[[], None] | None = None
     _mesh: DeviceMesh | None = None
-    _watch: Watch | None = None
-    _departures: Departures | None = None
 
     def __init__(
-        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
+        self,
+        parent: dist.ProcessGroup,
+        timeout: float | None,
+        purpose: str,
+        connecting: Connecting | None,
+        *,
+        carries_devices: bool = False,
     ) -> None:
+        """``carries_devices``: whether to carry accelerator tensors too, by the backends of ``parent`` for them."""
+        self.device_backends = device_backends(str(dist.get_backend_config(parent))) if carries_devices else {}
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self.parent: dist.ProcessGroup | None = parent
-        self._waits = WaitingThread(self.interrupt)
-        self._pg: dist.ProcessGroup | None = _new_group(
-            parent, purpose, timedelta(seconds=self.timeout_s), self.device_backends, connecting
-        )
+        self._waits = SerialThread("zero_opt wait", self.interrupt)
+        self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
+
+    def _new_group(self, parent: dist.ProcessGroup, purpose: str, connecting: Connecting | None) -> Any:
+        """Return a group of the parent's ranks, in its order, made by them alone.
+
+        Args:
+            purpose: differs between an optimizer's groups.
+
+        ``new_group`` of torch cannot be used: without the other ranks it names a group after how many this process has
+        at the moment. A name comes back once a group is destroyed, with the dead group's addresses in the store; and it
+        differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
+        taken.
+        """
+        ranks, timeout = dist.get_process_group_ranks(parent), timedelta(seconds=self.timeout_s)
+        if self.backend == FAKE:  # it carries nothing, so no traffic can mix
+            return parent
+        if connecting is None:  # all ranks are in every group
+            return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
+        name, rank, size = f"{connecting.name}/{purpose}", self.rank, self.world_size
+        pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
+        kinds = c10d.ProcessGroup.BackendType
+        to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
+        gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=to_connect)
+        gloo._set_default_timeout(timeout)
+        gloo._set_sequence_number_for_group()
+        pg._set_default_backend(kinds.GLOO)
+        pg._register_backend(HOST, kinds.GLOO, gloo)
+        pg._set_group_name(name)
+        for device_type, backend in self.device_backends.items():
+            add_device_backend(pg, device_type, backend, timeout, ranks)
+        pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
+        return pg
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -188,32 +182,17 @@ class Group:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
         return self._pg
 
-    def watch(self, watch: Watch, others: Iterable[Group] = ()) -> None:
-        """Notice, while waiting for all ranks, which of them keep this one waiting; see :class:`Watch`.
-
-        Args:
-            others: groups of the same ranks, which also explain their errors by the departures.
-        """
-        self._watch = watch
-        for group in (self, *others):
-            group._departures = watch.departures
-
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left; ``None`` if no rank is known to have.
 
         Args:
             text: a backend's words. patience_s: how long to wait for news.
         """
-        return None if self._departures is None else self._departures.explain(text, patience_s=patience_s)
+        return None if self.watch is None else self.watch.explain(text, patience_s=patience_s)
 
-    def lookout(self, waiting: str = "", only: int | None = None) -> Callable[[], None]:
-        """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped.
-
-        Args:
-            waiting: says what waits, if not a step. only: the rank that is waited for, if not all are.
-        """
-        stops = None if self._watch is None else Stops(self._watch, waiting, only)
-        return (lambda: None) if stops is None else stops.look if waiting else stops.attend
+    def lookout(self) -> Callable[[], None]:
+        """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped."""
+        return (lambda: None) if self.watch is None else Stops(self.watch).attend
 
     @contextlib.contextmanager
     def exchanging(self, what: str = WAIT) -> Iterator[None]:
@@ -221,36 +200,47 @@ class Group:
         try:
             yield
         except BaseException as error:
-            if self._watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
-                self._watch.interrupted(error, what)
+            if self.watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
+                self.watch.interrupted(error, what)
             raise
 
     @property
     def calls(self) -> int:
         """The collective calls that this rank has entered, so far as others could be left waiting in one."""
-        return 0 if self._watch is None else self._watch.departures.calls
+        return 0 if self.watch is None else self.watch.departures.calls
 
     def awaits(self, rank: int) -> None:
         """Note, for messages, that an exchange waits for a rank."""
-        if self._watch is not None:
-            self._watch.awaited = rank
+        if self.watch is not None:
+            self.watch.awaited = rank
 
     def leave_silent(self, rank: int, text: str) -> PeerLost:
         """Leave training, and return the error about a rank that has not come to an exchange in time."""
-        return PeerLost(text) if self._watch is None else self._watch.leave_silent(rank, text)
+        return PeerLost(text) if self.watch is None else self.watch.leave_silent([rank], text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Return the error once a message to or from a rank has failed, given the backend's words."""
-        return self.explain(text) if self._watch is None else self._watch.message_failed(rank, text)
+        return None if self.watch is None else self.watch.message_failed(rank, text)
 
     def in_step(self, step: int) -> None:
         """Note, for messages, that this rank has completed so many steps."""
-        if self._watch is not None:
-            self._watch.step = step
+        if self.watch is not None:
+            self.watch.step = step
 
     def aside(self, call: Callable[[], None]) -> None:
+        """Run a call whose waits Python cannot cut into slices on a thread of its own, so that Ctrl-C gets through.
+
+        What raises here, as Ctrl-C or a rank that is stopped, ends what the call waits for.
+        """
         with self.exchanging():
-            self._waits.run(call, self.lookout())
+            waiting = submitted(self._waits, call)
+            try:
+                outcome(waiting, self.lookout)
+            finally:
+                if not waiting.done():  # the ranks are not at one point any more
+                    self._waits.close()
+                    self._waits = SerialThread("zero_opt wait", self.interrupt)
+                    self.interrupt()
 
     @property
     def has_send_recv(self) -> bool:
@@ -277,11 +267,11 @@ class Group:
 
     def _run(self, begin: Callable[[], dist.Work], who: str, like: Tensor) -> None:
         """Run a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
-        if self._watch is None or not like.is_cpu:
-            _gathered(who, start(who, begin), like).wait()
+        if self.watch is None or not like.is_cpu:
+            Transfer(who, begin, on_host=like.is_cpu).wait()
         else:
-            with peer_lost(f"{who}, for which step {self._watch.step} waits,"):
-                self._watch.wait(begin)
+            with peer_lost(f"{who}, for which step {self.watch.step} waits,"):
+                self.watch.wait(begin)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         """Return every rank's payload, which may differ in length, in rank order.
@@ -295,8 +285,8 @@ class Group:
         Raises:
             RankMismatch: on every rank, when ranks are in different calls.
         """
-        if self._watch is not None:
-            self._watch.call = called or call or self._watch.call
+        if self.watch is not None:
+            self.watch.call = called or call or self.watch.call
         envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
         first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
         envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
@@ -323,8 +313,8 @@ class Group:
                 "this process was forked from the one that made this ShardedOptimizer, whose connections and threads "
                 "it does not have; construct optimizers after forking"
             )
-        if self._watch is not None:
-            self._watch.require_going_on()
+        if self.watch is not None:
+            self.watch.require_going_on()
 
     def move(self, tensor: Tensor | None, src: int, dst: int, numel: int, dtype: torch.dtype) -> Transfer | None:
         """Start moving ``numel`` elements from rank ``src`` to rank ``dst``; every rank calls, in one order.
@@ -361,16 +351,13 @@ class Group:
         """Break this rank's connections, but leave alone what is under way on an accelerator."""
         if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
             return
-        self._take_leave()
+        if self.farewell is not None:
+            self.farewell()
         for rank in range(self.world_size):
             if rank != self.rank:
                 with contextlib.suppress(PeerLost, RuntimeError):
                     empty = torch.empty(1, dtype=torch.float32, device="cpu")
-                    receiving = start(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT)
-                    Transfer(f"rank {rank}", receiving).wait(0.001)
-
-    def _take_leave(self) -> None:
-        """Do what must come before connections are broken."""
+                    Transfer(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT).wait(0.001)
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
@@ -386,8 +373,8 @@ class Group:
             _inherited.append(self._pg)
             return
         self._waits.close()
-        if self._watch is not None:
-            self._watch.close()
+        if self.watch is not None:
+            self.watch.close()
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
                 self._abort_devices()
@@ -397,39 +384,22 @@ class Group:
         self._pg = None  # the last reference, which gives back connections and threads
 
 
-class DeviceGroup(Group):
-    """A group that also carries accelerator tensors, by the backends that the user's group has for them."""
-
-    def __init__(
-        self, parent: dist.ProcessGroup, timeout: float | None, purpose: str, connecting: Connecting | None
-    ) -> None:
-        self.device_backends = device_backends(str(dist.get_backend_config(parent)))
-        super().__init__(parent, timeout, purpose, connecting)
-
-
 class SideGroup(Group):
     """A group for messages between two ranks, beside all collectives.
 
     Attributes:
-        farewell: called before this rank breaks its connections. control: the group that knows which ranks are stopped.
+        beside: the watch of the ranks in training, which knows which of them are stopped.
     """
 
-    farewell: Callable[[], None] | None = None
-    control: Group | None = None
+    beside: Watch | None = None
 
-    def lookout(self, waiting: str = "", only: int | None = None) -> Callable[[], None]:
-        return super().lookout(waiting, only) if self.control is None else self.control.lookout(waiting, only)
-
-    def aside(self, call: Callable[[], None]) -> None:
-        self._waits.run(call, self.lookout(ASKS))
+    def lookout(self, only: int | None = None) -> Callable[[], None]:
+        """Return what :meth:`Group.lookout` does; ``only``: the rank that is waited for, if not all are."""
+        return (lambda: None) if self.beside is None else Stops(self.beside, _ASKS, only).look
 
     def looking(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which another thread than the main one waits for a rank, which may stop or be killed."""
-        return looked_beside(self.lookout(ASKS, rank), self.interrupt)
-
-    def _take_leave(self) -> None:
-        if self.farewell is not None:
-            self.farewell()
+        return looked_beside(self.lookout(rank), self.interrupt)
 
     @property
     def inherited(self) -> bool:
@@ -441,7 +411,6 @@ def connect(
     parent: dist.ProcessGroup,
     groups: int,
     checks: Checks = Checks(),  # noqa: B008  (frozen)
-    departures: Departures | None = None,
     limits: HostLimits | None = None,
 ) -> Connecting | None:
     """Begin to make so many groups; returns ``None`` if the ranks are not processes. Collective.
@@ -456,7 +425,7 @@ def connect(
         return None
     come_s = waited_for(group_timeout_s(parent))
     timeout_s = come_s if checks.timeout is None else waited_for(checks.timeout)
-    return Connecting(parent, groups, Patience(come_s, timeout_s, checks.hang_timeout, departures, limits))
+    return Connecting(parent, groups, Patience(come_s, timeout_s, checks.hang_timeout, limits))
 
 
 class AloneGroup(Group):

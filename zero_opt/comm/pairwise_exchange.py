@@ -7,7 +7,7 @@ same on every rank, so both ends of a message cut it alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..layout import Span
 from .exchange import (
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
     Run,
-    SliceSums,
     StagingPool,
     add_mean,
     copy_all,
@@ -86,24 +86,22 @@ def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
 class _Stretches:
     """A pooled buffer, for the spans of one exchange that do not lie together."""
 
-    def __init__(self, pool: StagingPool, slot: int, like: Tensor) -> None:
-        self._pool, self._slot, self._like = pool, slot, like
-
-    def reserve(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
-        """Make room for those of the spans that do not lie together."""
-        numel = sum(span.numel for span in spans if _in_place(runs, span) is None)
-        self._buffer = self._pool.buffer(self._slot, numel, self._like.dtype, self._like.device)
-        self._used = 0
+    def __init__(
+        self, pool: StagingPool, slot: int, like: Tensor, runs: Sequence[Run], plans: Iterable[Sequence[Span]]
+    ) -> None:
+        """``plans``: all spans of the exchange."""
+        numel = sum(span.numel for plan in plans for span in plan if _in_place(runs, span) is None)
+        self._runs, self._buffer, self._used = runs, pool.buffer(slot, numel, like.dtype, like.device), 0
 
     def room(self, numel: int) -> Tensor:
         """Return the next elements of the buffer."""
         self._used += numel
         return self._buffer[self._used - numel : self._used]
 
-    def filled(self, runs: Sequence[Run], span: Span) -> Tensor:
+    def filled(self, span: Span) -> Tensor:
         """Return a span's elements, in place or put together here, with zeros where there are none."""
-        here = _in_place(runs, span)
-        return put_together(runs, span, self.room(span.numel)) if here is None else here
+        here = _in_place(self._runs, span)
+        return put_together(self._runs, span, self.room(span.numel)) if here is None else here
 
 
 class _Inbox:
@@ -160,16 +158,9 @@ class PairwiseExchange(Exchange):
         self._inbox = {peer: _Inbox(for_reduce, peer) for peer in self._peers}
         self._sent = dict.fromkeys(self._peers, 0)
         self._unread: list[Any] = []
-        self._failed = -1  # the last step that failed on this rank
 
-    def reduce_runs(
-        self,
-        ident: Ident,
-        runs: Sequence[Run],
-        bounds: Sequence[int],
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        ident, runs, bounds, out, _ = reduction
         sends = self._send(ident, runs, bounds, out)
         matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}
         if not all(matches.values()):
@@ -208,18 +199,15 @@ class PairwiseExchange(Exchange):
     def _send(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], like: Tensor) -> list[Any]:
         """Start sending every peer its part."""
         plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], like.element_size()) for peer in self._peers}
-        stretches = _Stretches(self._pool, _SENT, like)
-        stretches.reserve(runs, [span for plan in plans.values() for span in plan])
+        stretches = _Stretches(self._pool, _SENT, like, runs, plans.values())
         works = []
         for peer, plan in plans.items():
-            header = torch.zeros(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            header[: 3 + len(plan)] = torch.tensor(
-                [*ident, *(span.numel * like.element_size() for span in plan)], dtype=torch.int64, device="cpu"
-            )
+            sizes = [span.numel * like.element_size() for span in plan] + [0] * (_MOST_MESSAGES - len(plan))
+            header = torch.tensor([*ident, *sizes], dtype=torch.int64, device="cpu")
             count = self._sent[peer]
             self._sent[peer] = (count + 1) % _TAG_MODULUS
             works.append(self._reduce.send_to(header, peer, 2 * count))
-            works += [self._reduce.send_to(stretches.filled(runs, span), peer, 2 * count + 1) for span in plan]
+            works += [self._reduce.send_to(stretches.filled(span), peer, 2 * count + 1) for span in plan]
         return works
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
@@ -227,8 +215,7 @@ class PairwiseExchange(Exchange):
         plans = [
             plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
         ]
-        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], like)
-        stretches.reserve(runs, [span for plan in plans for span in plan])
+        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], like, runs, plans)
         works, later = [], []
         for peer in reversed(self._peers):
             for span in plans[peer]:
@@ -238,7 +225,7 @@ class PairwiseExchange(Exchange):
                     later.append((span, into))
                 works.append(self._gather.receive_from(into, peer, _ELEMENTS))
         for span in plans[self._rank]:
-            own = stretches.filled(runs, span)
+            own = stretches.filled(span)
             works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
 
         def finish() -> None:
@@ -250,14 +237,10 @@ class PairwiseExchange(Exchange):
 
         return finish
 
-    def fail(self, step: int) -> None:
-        self._failed = step
-
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""
-        words = {
-            rank: torch.tensor([self._failed], dtype=torch.int64, device="cpu") for rank in range(self._world_size)
-        }
+        failed = torch.tensor([self._failed_step], dtype=torch.int64, device="cpu")
+        words = {rank: failed.clone() for rank in range(self._world_size)}
         works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
         works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
 

@@ -82,25 +82,21 @@ class Watch:
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
         awaited: the rank whose message an exchange has last waited for. timeout: what bounds a wait.
+        mark_after_s: seconds after which :meth:`mark` is due.
     """
 
     timeout = "checks=Checks(timeout=...)"
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        processes: Sequence[ProcessIdentity],
-        timeouts: tuple[float, float],
-        departures: Departures,
+        self, store: Any, rank: int, processes: Sequence[ProcessIdentity], timeouts: tuple[float, float]
     ) -> None:
         """``processes``: by rank. ``timeouts``: of the process group, and for ranks that are stopped."""
-        self.step, self.call, self.departures = 0, "step()", departures
+        self.step, self.call, self.departures = 0, "step()", Departures()
         self.awaited: int | None = None
-        departures.explain, departures.lives = self.explain, self.lives
         self._store, self._rank = store, rank
         self._timeout_s, self._hang_timeout_s = timeouts
-        self._world_size = len(processes)
+        self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
+        self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
         self._entered = 0
@@ -142,8 +138,7 @@ class Watch:
         if self._given_up is not None:
             return
         with uninterrupted():
-            if self.departures.tell is not None:
-                self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
+            self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
             self._leave(
                 f"{type(error).__name__} has ended {what} {self.where}; restart all ranks from the last checkpoint"
             )
@@ -154,16 +149,16 @@ class Watch:
 
     def missing(self) -> list[int]:
         """The ranks that have not come, as far as is known."""
+        return [rank for rank, entered in self._marked().items() if entered < self._entered]
 
-        def absent() -> list[int]:
-            keys = {rank: f"at/{rank}" for rank in range(self._world_size) if rank != self._rank}
-            return [
-                r
-                for r, key in keys.items()
-                if not self._store.check([key]) or int(self._store.get(key)) < self._entered
-            ]
+    def _marked(self) -> dict[int, int]:
+        """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
 
-        return self._ask(absent) or []
+        def read() -> dict[int, int]:
+            keys = {rank: f"at/{rank}" for rank in self._others}
+            return {r: int(self._store.get(key)) if self._store.check([key]) else -1 for r, key in keys.items()}
+
+        return self._ask(read) or {}
 
     def stopped(self) -> list[int]:
         """The ranks of this host that are stopped."""
@@ -188,11 +183,6 @@ class Watch:
         if self._global[rank] not in (-1, rank):
             notes = [f"global rank {self._global[rank]}", *notes]
         return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
-
-    @property
-    def mark_after_s(self) -> float:
-        """Seconds after which :meth:`mark` is due."""
-        return min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
 
     def last(self, ranks: Sequence[int] = ()) -> str:
         """The last step that missing ranks have come to: all have come to the one before this rank's."""
@@ -227,37 +217,40 @@ class Watch:
         if waiting:  # what waits can be repeated, so the other ranks need not know
             self.departures.unanswering.update(ranks)
             return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
-        self._notice_silent(ranks)
-        return self._leave(f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}")
+        why = f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
+        return self.leave_silent(ranks, why)
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
-        timed_out = _TIMED_OUT in text
         # An exchange on another thread may know to which rank the connection has broken, and says so after _NEWS_S.
-        patience_s = min(_NEWS_S + _ANNOUNCED_S, self._timeout_s)
-        known = self.explain(text, self._entered, patience_s=0.0 if timed_out else patience_s)
+        known = self._heard(text, self._entered, min(_NEWS_S + _ANNOUNCED_S, self._timeout_s))
         if known is not None:
             return known
-        if self._rank in self.departures.silent:
-            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
             return None
-        self._notice_silent(missing)
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
         within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
-        return self._leave(
+        return self.leave_silent(
+            missing,
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does}, or wait longer with "
-            f"{self.timeout} ({text})"
+            f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout} ({text})",
         )
 
-    def leave_silent(self, rank: int, text: str) -> PeerSilent:
-        """Leave, tell the others, and return the error, once a rank has not come to an exchange in time."""
-        self._notice_silent([rank])
+    def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
+        """Return what other ranks have told of the reason why a call has failed with this text; see :meth:`explain`."""
+        known = self.explain(text, call, 0.0 if _TIMED_OUT in text else patience_s)
+        if known is None and self._rank in self.departures.silent:
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
+        return known
+
+    def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
+        """Leave, tell the others that this rank has given up waiting for these, and return the error."""
+        for rank in list(ranks):
+            self.departures.notice(Departure(rank, How.SILENT))
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
@@ -266,19 +259,16 @@ class Watch:
         Args:
             text: the backend's words.
         """
-        timed_out = _TIMED_OUT in text
-        known = self.explain(text, _ANY_CALL, patience_s=0.0 if timed_out else None)
+        known = self._heard(text, _ANY_CALL)
         if known is not None:
             return known
-        if self._rank in self.departures.silent:
-            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
-        silent = self.departures.silent or ([rank] if timed_out else [])
+        silent = self.departures.silent or ([rank] if _TIMED_OUT in text else [])
         if silent:
-            self._notice_silent(silent)
             have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
-            return self._leave(
+            return self.leave_silent(
+                silent,
                 f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
-                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})"
+                f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})",
             )
         if not self.departures.news:
             return None
@@ -303,11 +293,6 @@ class Watch:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
             raise self.explain("") or self._given_up
-
-    def _notice_silent(self, ranks: Sequence[int]) -> None:
-        """Tell the other ranks that this one has given up waiting for these."""
-        for rank in list(ranks):
-            self.departures.notice(Departure(rank, How.SILENT))
 
     def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
@@ -375,39 +360,6 @@ class Watch:
         self._thread.close()
 
 
-class _Patience:
-    """One wait."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._begun = time.monotonic()
-        self._stops = Stops(watch)
-        self._marked = self._warned = False
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._begun
-
-    def look(self) -> None:
-        """A slice is over.
-
-        Raises:
-            PeerSilent: a rank is stopped. PeerLost: one has ended.
-        """
-        watch = self._watch
-        if not self._marked and self.waited > watch.mark_after_s:
-            self._marked = True
-            watch.mark()
-        if not self._warned and self.waited > WARN_AFTER_S:
-            self._warned = True
-            missing = watch.missing()
-            who, last = watch.name(missing) or "another rank", watch.last(missing)
-            last += f": {watch.alone(missing)}" if missing else ""
-            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
-        self._stops.look()
-
-
 class Stops:
     """How long ranks of this host have been stopped, or have ended unannounced, while one waits.
 
@@ -443,6 +395,33 @@ class Stops:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
             if error is not None:
                 raise error
+
+
+class _Patience(Stops):
+    """One wait for all ranks."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(watch)
+        self._marked = self._warned = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._begun
+
+    def look(self) -> None:
+        """Do what is due after a slice: mark this rank, warn, and look as :class:`Stops` does."""
+        watch = self._watch
+        if not self._marked and self.waited > watch.mark_after_s:
+            self._marked = True
+            watch.mark()
+        if not self._warned and self.waited > WARN_AFTER_S:
+            self._warned = True
+            missing = watch.missing()
+            who, last = watch.name(missing) or "another rank", watch.last(missing)
+            last += f": {watch.alone(missing)}" if missing else ""
+            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
+        super().look()
 
 
 def first_line(error: Exception) -> str:

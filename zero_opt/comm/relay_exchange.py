@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..system.devices import HOST
-from .exchange import MEAN, Exchange, Ident, ParamRuns, Run, StagedExchange, StagingPool, chunks_of, nothing_left
+from .exchange import MEAN, BucketReduction, Exchange, Ident, ParamRuns, Run, StagedExchange, StagingPool, nothing_left
 
 
 class RelayExchange(StagedExchange):
@@ -25,7 +25,8 @@ class RelayExchange(StagedExchange):
 
     def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:
         mean = self._pool.buffer(MEAN, out.numel(), out.dtype, HOST)
-        if not self._host.reduce_runs(ident, [Run(0, bucket.numel(), self._on_host(bucket))], bounds, mean):
+        runs = [Run(0, bucket.numel(), self._on_host(bucket))]
+        if not self._host.reduce_runs(BucketReduction(ident, runs, bounds, mean)):
             return False
         out.copy_(mean)
         return True
@@ -33,8 +34,7 @@ class RelayExchange(StagedExchange):
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
         staged = self._on_host(bucket)
         self._host.gather_runs(ident, ParamRuns([Run(0, bucket.numel(), staged)]), bounds)()
-        for chunk, arrived in zip(chunks_of(bucket, bounds), chunks_of(staged, bounds), strict=True):
-            chunk.copy_(arrived)
+        bucket.copy_(staged)
         return nothing_left
 
     def fail(self, step: int) -> None:

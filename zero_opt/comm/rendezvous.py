@@ -41,7 +41,6 @@ from ..errors import (
 from ..system.devices import HOST
 from ..system.interrupts import by_handler
 from ..system.log import log
-from .departures import Departures
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
 from .process_identity import ProcessIdentity
@@ -122,7 +121,7 @@ class Patience(NamedTuple):
     Attributes:
         come_s: seconds that ranks may take to come. timeout_s: seconds that a collective of the groups may take.
         hang_timeout_s: seconds after which a rank of this host that is stopped is an error.
-        departures: the ranks that have left. limits: on silent hosts; held once this rank has waited a second.
+        limits: on silent hosts; held once this rank has waited a second.
         call, must: what the user has called, and what every rank must do, for messages.
         watch: makes what looks at the ranks once all have come.
     """
@@ -130,7 +129,6 @@ class Patience(NamedTuple):
     come_s: float
     timeout_s: float
     hang_timeout_s: float
-    departures: Departures | None = None
     limits: HostLimits | None = None
     call: str = "ShardedOptimizer()"
     must: str = "construct it"
@@ -163,11 +161,11 @@ class Meeting:
         self._calls: Sequence[str] = ()
         self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
 
-    def come(self, obstacle: ZeroOptError | None = None) -> None:
+    def come(self, require: Callable[[], None]) -> None:
         """Come, and wait for the other ranks. Collective.
 
         Args:
-            obstacle: why this rank cannot go on, if so; raised on all ranks.
+            require: raises an error, which is raised on all ranks, if this rank cannot go on.
 
         Raises:
             RankMismatch: another rank has been passed another group, or is in another call. PeerSilent: a rank does not
@@ -176,8 +174,7 @@ class Meeting:
         """
         met, come_s = False, self._patience.come_s
         try:
-            if obstacle is not None:
-                raise obstacle
+            require()
             met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), self._look_around, come_s)
             if not met:
                 raise PeerSilent(
@@ -238,9 +235,8 @@ class Meeting:
             _, identities, self._calls = zip(*map(json.loads, came), strict=True)
             ranks = [ProcessIdentity(*identity) for identity in identities]
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
-            departures = self._patience.departures or Departures()
             store, build = default_store(f"{name}/watch"), self._patience.watch
-            self.name, self.watch = name, build(store, self.rank, ranks, timeouts, departures)
+            self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
             default_store(name).set(f"seen/{self.rank}", "")
         complete = bool(default_store(name).check(self._keys("seen")))
         if complete:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import OptimizerClosed, PeerLost, StepDesync
 from ..kernels.checks import GRAD_DTYPES
@@ -29,6 +28,7 @@ from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
 from . import process_identity
 from .exchange import (
     NATIVE_DTYPES,
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
@@ -37,7 +37,7 @@ from .exchange import (
     StagingPool,
     nothing_left,
 )
-from .groups import Group
+from .groups import Group, bytes_tensor
 
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
 _NONCE_BYTES = 16
@@ -98,11 +98,10 @@ class HostExchange(Exchange):
         slot_bytes = (own.bytes.numel() - PAGE) // 2
         self._ranks = native.HostRanks(group.rank, [arena.address for arena in arenas], PAGE, slot_bytes)
 
-    def reduce_runs(
-        self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], out: Tensor, sums: Sequence[SliceSums] = ()
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        ident, runs, bounds, out, sums = reduction
         if out.dtype not in NATIVE_DTYPES:
-            return self._fallback.reduce_runs(ident, runs, bounds, out)
+            return self._fallback.reduce_runs(reduction)
         bucket = _native_bucket(runs, bounds, out.dtype, sums)
         return self._complete(ident, partial(self._ranks.reduce, ident, bucket, out.data_ptr()))
 
@@ -194,8 +193,9 @@ def build_host_exchange(group: Group, fallback: Exchange, pool: StagingPool, lar
     offer: dict[str, Any] = {"host": "", "error": ""}
     try:
         offer["host"] = process_identity.host_id()
-        own = _new_arena(nbytes)
-        offer.update(pid=os.getpid(), fd=own.fd, nonce=_nonce(own).hex())
+        own, nonce = _new_arena(nbytes), secrets.token_bytes(_NONCE_BYTES)
+        own.view(native.PEER_WORDS_NBYTES, _NONCE_BYTES, torch.uint8).copy_(bytes_tensor(nonce))
+        offer.update(pid=os.getpid(), fd=own.fd, nonce=nonce.hex())
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         offer["error"] = f"rank {group.rank} has no shared memory: {_why(error)}"
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
@@ -224,14 +224,7 @@ def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
 def _new_arena(nbytes: int) -> Arena:
     if not native_available():
         raise OSError("the native extension is not built")
-    arena = Arena.create("zero_opt exchange", nbytes)
-    nonce = torch.frombuffer(bytearray(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8)
-    arena.bytes[native.PEER_WORDS_NBYTES : native.PEER_WORDS_NBYTES + _NONCE_BYTES] = nonce
-    return arena
-
-
-def _nonce(arena: Arena) -> bytes:
-    return bytes(arena.bytes[native.PEER_WORDS_NBYTES : native.PEER_WORDS_NBYTES + _NONCE_BYTES].tolist())
+    return Arena.create("zero_opt exchange", nbytes)
 
 
 def _map_all(group: Group, offers: Sequence[dict[str, Any]], nbytes: int, peers: list[_Peer]) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import PeerLost, PeerSilent, ZeroOptError
 from ..policies import Checks, waited_for
 from .connecting import Connecting, made_by_all
-from .departures import Departure, Departures, How
+from .departures import Departure, How
 from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
@@ -49,14 +49,8 @@ class _CallWatch(Watch):
 
     def missing(self) -> list[int]:
         """Return the ranks that have entered the fewest collectives: a source may be done while receivers wait."""
-
-        def behind() -> list[int]:
-            keys = {rank: f"at/{rank}" for rank in range(self._world_size) if rank != self._rank}
-            entered = {r: int(self._store.get(key)) if self._store.check([key]) else 0 for r, key in keys.items()}
-            least = min(entered.values())
-            return [rank for rank, count in entered.items() if count == least < self._entered]
-
-        return self._ask(behind) or []
+        marked = self._marked()
+        return [rank for rank, entered in marked.items() if entered == min(marked.values()) < self._entered]
 
     def interrupted(self, error: BaseException, what: str = WAIT) -> None:
         self._why = ended_by(error, self.name([self._rank]), self.call)
@@ -84,20 +78,20 @@ class _CallWatch(Watch):
 
     def _silent_of_all(self, text: str) -> PeerLost | None:
         """Return the error of a rank that knows why it leaves, else that about the one that does not say so."""
-        end, others = time.monotonic() + _SAYING_S, [rank for rank in range(self._world_size) if rank != self._rank]
+        end = time.monotonic() + _SAYING_S
         while True:
-            said: dict[int, str] = self._ask(lambda: self._said(others)) or {}
+            said: dict[int, str] = self._ask(self._said) or {}
             why = next(filter(None, said.values()), None)
             if why is not None:
                 return PeerSilent(why)
-            absent = [rank for rank in others if rank not in said]
+            absent = [rank for rank in self._others if rank not in said]
             if len(absent) < 2 or time.monotonic() > end:
                 return self._leave_departed(Departure(absent[0], How.LOST), text) if len(absent) == 1 else None
             time.sleep(0.01)
 
-    def _said(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What ranks have said, by rank."""
-        keys = {rank: f"left/{rank}" for rank in ranks if self._store.check([f"left/{rank}"])}
+    def _said(self) -> dict[int, str]:
+        """What other ranks have said, by rank."""
+        keys = {rank: f"left/{rank}" for rank in self._others if self._store.check([f"left/{rank}"])}
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
 
 
@@ -112,10 +106,8 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         PeerLost, PeerSilent: a rank does not come, is lost, stopped or silent. OutOfResources, ProcessGroupError: no
             connections; all of them on every rank. The parent can be used as before.
     """
-    departures, limits, timeout_s = Departures(), HostLimits(), waited_for(group_timeout_s(parent))
-    patience = Patience(
-        timeout_s, timeout_s, Checks().hang_timeout, departures, limits, call, "call it", watch=_CallWatch
-    )
+    limits, timeout_s = HostLimits(), waited_for(group_timeout_s(parent))
+    patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=_CallWatch)
     try:
         connecting = Connecting(parent, 1, patience)
         with made_by_all(connecting) as made:
@@ -123,8 +115,8 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
             made.append(group)
         try:
             limits.hold()
-            group.watch(connecting.watch)
-            departures.leave, connecting.watch.call = group.disconnect, call
+            group.watch, connecting.watch.call = connecting.watch, call
+            connecting.watch.departures.leave = group.disconnect
             try:
                 yield group
                 group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
@@ -133,7 +125,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
                     connecting.watch.interrupted(error)
                 raise
         finally:
-            departures.forget()
+            connecting.watch.departures.forget()
             group.close()
     finally:
         limits.lift()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from .exchange import Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, nothing_left
+from .exchange import BucketReduction, Exchange, Ident, ParamRuns, StagingPool, copy_all, nothing_left
 
 
 class AloneExchange(Exchange):
@@ -22,17 +19,10 @@ class AloneExchange(Exchange):
         super().__init__(pool)
         self.blocks = blocks
 
-    def reduce_runs(
-        self,
-        ident: Ident,  # noqa: ARG002
-        runs: Sequence[Run],
-        bounds: Sequence[int],  # noqa: ARG002
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
         targets, sources = [], []
-        for run in runs:
-            target = out[run.start : run.start + run.numel]
+        for run in reduction.runs:
+            target = reduction.out[run.start : run.start + run.numel]
             if run.values is None:
                 if not run.add:
                     target.zero_()
@@ -41,8 +31,7 @@ class AloneExchange(Exchange):
             else:
                 targets.append(target)
                 sources.append(run.values)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
         return True
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002

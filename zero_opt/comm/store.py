@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost
 from ..system.background_thread import SerialThread
+from .waits_beside import submitted
 
 # torch's own functions for groups; the private ones carry no types.
 c10d: Any = dist.distributed_c10d
@@ -45,10 +46,7 @@ class StoreCalls:
         try:
             if self._silent:
                 raise NoAnswer
-            try:
-                future: Future[_Answer] = self._thread.submit(call, *arguments)
-            except RuntimeError:  # this process can get no thread
-                return call(*arguments)
+            future: Future[_Answer] = submitted(self._thread, call, *arguments)
             return future.result(_ANSWER_S)
         except NoAnswer:
             self._silent = True

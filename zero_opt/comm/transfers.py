@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,61 +15,44 @@ from torch import Tensor
 from ..errors import PeerLost
 from .peer_watch import SLICE_S, done_within, first_line
 
+if TYPE_CHECKING:
+    from .groups import Group
+
 # Messages under way at a time.
 _WINDOW = 8
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
-class MessageGroup(Protocol):
-    """What a message needs of its group.
+class Transfer:
+    """Something under way between ranks. PeerLost is raised in place of a backend's error about a rank."""
 
-    Attributes:
-        timeout_s: how many seconds a message may take.
-    """
-
-    timeout_s: float
-
-    def message_failed(self, rank: int, text: str) -> PeerLost | None:
-        """Return the error once a message to or from a rank has failed; ``None`` if nothing is known beside that.
+    def __init__(self, who: str, begin: Callable[..., dist.Work], *arguments: Any, on_host: bool = False) -> None:
+        """Begin it.
 
         Args:
-            text: the backend's words.
+            who: the ranks that it may have to wait for. on_host: whether it is a collective of tensors in host memory,
+                which is waited for in slices, so that Ctrl-C gets through.
         """
-
-    def awaits(self, rank: int) -> None:
-        """Note that a message to or from a rank is waited for."""
-
-    def aside(self, call: Callable[[], None]) -> None:
-        """Run a call that waits, and return once it has; Ctrl-C ends the wait, and what the call waits for."""
-
-
-class Transfer:
-    """Something under way between ranks. Waits raise PeerLost in place of a backend's error about a rank."""
-
-    def __init__(self, who: str, work: dist.Work) -> None:
-        self._who, self._work = who, work
+        self._who, self._on_host = who, on_host
+        with peer_lost(who):
+            self._work = begin(*arguments)
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the transfer is over.
 
         Args:
-            seconds: how long it may take instead of the group's timeout. If it takes longer, gloo ends the whole group.
+            seconds: how long a message may take instead of the group's timeout. If it takes longer, gloo ends the
+                whole group.
         """
         with peer_lost(self._who):
-            if seconds is None:
+            if self._on_host:
+                while not done_within(self._work, SLICE_S):
+                    pass
+            elif seconds is None:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=seconds))
-
-
-class Gathered(Transfer):
-    """A collective of tensors in host memory. Waits are short ones in a loop, so that Ctrl-C gets through."""
-
-    def wait(self, seconds: float | None = None) -> None:  # noqa: ARG002  (collectives have the group's timeout)
-        with peer_lost(self._who):
-            while not done_within(self._work, SLICE_S):
-                pass
 
 
 class Message(Transfer):
@@ -78,13 +61,11 @@ class Message(Transfer):
     A wait that times out ends the group, so waits cannot be short. The main thread leaves them to another thread.
     """
 
-    def __init__(
-        self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: MessageGroup
-    ) -> None:
+    def __init__(self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: Group) -> None:
         """``begin``: starts to send a tensor to a rank, or to receive it from there."""
         self._peer, self._group = peer, group
         with self._explained():
-            super().__init__(f"rank {peer}", start(f"rank {peer}", begin, [tensor], peer, tag))
+            super().__init__(f"rank {peer}", begin, [tensor], peer, tag)
 
     def wait(self, seconds: float | None = None) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -140,9 +121,3 @@ def peer_lost(who: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
             raise
         raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error
-
-
-def start(who: str, call: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
-    """Call the backend; ``who`` are the ranks that it may have to wait for."""
-    with peer_lost(who):
-        return call(*arguments)

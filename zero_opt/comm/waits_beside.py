@@ -13,42 +13,8 @@ from ..system.background_thread import CallingThread, SerialThread
 from .peer_watch import LOOK_AGAIN_S
 
 
-class WaitingThread:
-    """Waits that Python cannot cut into slices, in a thread of their own, so that Ctrl-C gets through.
-
-    Args:
-        interrupt: ends a wait that is under way.
-    """
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt, self._thread = interrupt, SerialThread("zero_opt wait", interrupt)
-
-    def run(self, wait: Callable[[], None], look: Callable[[], None]) -> None:
-        """Call ``wait`` and, while it lasts, ``look``; whichever raises ends it."""
-        try:
-            if self._thread.ended:
-                raise RuntimeError
-            future = self._thread.submit(wait)
-        except RuntimeError:  # the interpreter's exit has begun, and starts no threads
-            wait()
-            return
-        try:
-            while not futures.wait([future], LOOK_AGAIN_S).done:
-                look()
-            future.result(0)
-        finally:
-            if not future.done():  # the ranks are not at one point any more
-                self._thread.close()
-                self._thread = SerialThread("zero_opt wait", self._interrupt)
-                self._interrupt()
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        self._thread.close()
-
-
 def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
-    """Submit a call to a thread; call it here where the interpreter's exit has begun, which starts no threads."""
+    """Submit a call to a thread; call it here where there is none, as once the interpreter's exit has begun."""
     try:
         if not thread.ended:
             return thread.submit(call, *arguments)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from ..comm.ddp_average import averaged
+from ..comm.backend_exchanges import ddp_average
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigTypeError
 from .sharded_optimizer import ShardedOptimizer
@@ -30,7 +30,7 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
             f"register_comm_hook(opt, zero_opt.ddp_hook) needs a ShardedOptimizer, got {type(optimizer).__name__}"
         )
     if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
-        return averaged(resolve_group(optimizer._process_group), bucket)
+        return ddp_average(resolve_group(optimizer._process_group), bucket)
     optimizer._engine.take_bucket(bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

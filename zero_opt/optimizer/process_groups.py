@@ -8,10 +8,11 @@ from functools import partial
 import torch.distributed as dist
 
 from ..comm.connecting import made_by_all
-from ..comm.departures import Departures, How
+from ..comm.departures import How
 from ..comm.exchange import Exchange
-from ..comm.groups import AloneGroup, DeviceGroup, Group, SideGroup, connect
+from ..comm.groups import AloneGroup, Group, SideGroup, connect
 from ..comm.keepalive import HostLimits
+from ..comm.peer_watch import Watch
 from ..placement import Placement
 from ..policies import Checks
 from ..sharding.partition import Partition
@@ -42,7 +43,8 @@ class OwnGroups:
         self._side: SideGroup | None = None
         self._exchanges: Mapping[str, Exchange] = {}
         self._thread: SerialThread | None = None
-        self._departures, self._limits = Departures(), HostLimits()
+        self._watch: Watch | None = None
+        self._limits = HostLimits()
         alone: Group = AloneGroup()
         self.control = self.reduce = self.gather = alone
         if several is not None:
@@ -51,27 +53,24 @@ class OwnGroups:
             except BaseException:
                 self._limits.lift()
                 raise
-        self._departures.leave, self._departures.end = self._leave, self._leave_in_order
         self.neighbors = neighbors or self.control
 
     def _make(self, parent: dist.ProcessGroup, checks: Checks) -> None:
-        timeout = checks.timeout
-        connecting = connect(parent, 2, checks, self._departures, self._limits)
+        timeout, connecting = checks.timeout, connect(parent, 2, checks, self._limits)
+        if connecting is None:  # the ranks are threads
+            uses = ("reduce", "gather", "control")
+            self.reduce, self.gather, self.control = (Group(parent, timeout, use, None) for use in uses)
+            return
         with made_by_all(connecting) as made:
-            if connecting is not None:
-                self._limits.hold()  # on the user's connections until the service notices a host that is silent
-            self.reduce = self.gather = self.control = DeviceGroup(parent, timeout, "reduce", connecting)
-            made.append(self.reduce)
-            if connecting is None:  # the ranks are threads
-                self.gather = Group(parent, timeout, "gather", connecting)
-                self.control = Group(parent, timeout, "control", connecting)
-                made += [self.gather, self.control]
-                return
+            self._limits.hold()  # on the user's connections until the service notices a host that is silent
+            self.control = Group(parent, timeout, "reduce", connecting, carries_devices=True)
+            self.reduce = self.gather = self.control
+            made.append(self.control)
             self._side = SideGroup(parent, timeout, "state", connecting)
             self._limits.keep()
             made.append(self._side)
-            self._side.control = self.control
-            self.control.watch(connecting.watch, (self.reduce, self.gather))
+            self._watch = self.control.watch = self._side.beside = connecting.watch
+        self._watch.departures.leave, self._watch.departures.end = self._leave, self._leave_in_order
 
     def leave_with(self, exchanges: Mapping[str, Exchange], thread: SerialThread) -> None:
         """When this rank leaves, also leave these exchanges. ``thread`` runs what is queued for other ranks."""
@@ -79,10 +78,10 @@ class OwnGroups:
 
     def serve(self, guard: StateGuard, placement: Placement, partition: Partition) -> None:
         """Begin to serve this rank's state, as every rank does."""
-        if self._side is not None and self.service is None:
+        if self._side is not None and self._watch is not None and self.service is None:
             # No reference to the optimizer, so that it can be collected while its state is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, partition.flats, self._departures)
+            self.service = StateService(self._side, guard, capture, self._watch)
             self._limits.lift()
 
     def _leave(self) -> None:
@@ -107,6 +106,7 @@ class OwnGroups:
             self._side.close()
         self._limits.lift()
         self._leave_in_order()
-        self._departures.forget()
+        if self._watch is not None:
+            self._watch.departures.forget()
         for group in (self.reduce, self.gather, self.control):
             group.close()

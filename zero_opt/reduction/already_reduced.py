@@ -49,11 +49,11 @@ class AlreadyReducedGrads(GradReduction):
 
     def _require_all_used(self, agreed: StepAgreement) -> None:
         """Raise GradientConflict, on every rank, for a gradient that only some have: no mean of all ranks."""
-        for rank, used in enumerate(agreed.used_by):
-            missing = 0 if rank in agreed.absent else agreed.used & ~used
+        for rank, report in enumerate(agreed.reports):
+            missing = 0 if report.absent else agreed.used & ~report.used
             if missing:
                 index = (missing & -missing).bit_length() - 1
-                other = next(rank for rank, used in enumerate(agreed.used_by) if used >> index & 1)
+                other = next(rank for rank, report in enumerate(agreed.reports) if report.used >> index & 1)
                 raise GradientConflict(
                     f"{self._partition.flats[index].label} has a gradient on rank {other} but none on rank "
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"

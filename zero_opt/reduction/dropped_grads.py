@@ -23,11 +23,11 @@ def require_same_restarts(agreed: StepAgreement, partition: Partition) -> None:
     Raises:
         GradientConflict: on every rank.
     """
-    restarted = [mask & agreed.used for mask in agreed.restarted]
+    restarted = [report.restarted & agreed.used for report in agreed.reports]
     if not any(restarted):
         return
-    _require_same_drops(restarted, agreed.used_by, partition)
-    if len({rounds for rank, rounds in enumerate(agreed.rounds_by) if rank not in agreed.absent}) > 1:
+    _require_same_drops(restarted, [report.used for report in agreed.reports], partition)
+    if len({report.rounds for report in agreed.reports if not report.absent}) > 1:
         raise GradientConflict(
             "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
             "numbers; call opt.zero_grad() instead of model.zero_grad()"

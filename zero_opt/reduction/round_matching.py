@@ -79,11 +79,12 @@ class RoundMatching:
         Raises:
             StepDesync: after all of them, on every rank, if gradients that count were launched before this was known.
         """
-        behind, held = max(agreed.abandoned) - self.abandoned, self._holds()
+        abandoned = {report.abandoned for report in agreed.reports}
+        behind, held = max(abandoned) - self.abandoned, self._holds()
         for _ in range(behind):
             yield from self._unnamed(order)
         self.abandoned += behind
-        if not held and len(set(agreed.abandoned)) > 1:
+        if not held and len(abandoned) > 1:
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
 
     def _unnamed(self, indices: Sequence[int]) -> Iterator[GradBucket]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.exchange import MEAN, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all
+from ..comm.exchange import MEAN, BucketReduction, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
@@ -301,10 +301,11 @@ class GradBucket:
             partly = staged is not None and any(accumulate) and not all(accumulate)
             if self.shard_dtype is self.dtype and not partly:
                 runs = self._runs(grads, staged, accumulate, pool)
-                return exchange.reduce_runs(ident, runs, self.layout.bounds, shard, self._sums(exchange))
+                reduction = BucketReduction(ident, runs, self.layout.bounds, shard, self._sums(exchange))
+                return exchange.reduce_runs(reduction)
             mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
             runs = self._runs(grads, staged, [False] * len(accumulate), pool)
-            complete = exchange.reduce_runs(ident, runs, self.layout.bounds, mean)
+            complete = exchange.reduce_runs(BucketReduction(ident, runs, self.layout.bounds, mean))
             if complete:
                 self._add(mean, accumulate)
             return complete

@@ -7,7 +7,7 @@ lists. :func:`consolidated` is for all ranks together, :mod:`.service` for a ran
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class LocalState:
             raise StepPending(
                 "a step is pending there, so its state is not that after it; call opt.flush() on every rank"
             )
-        self._flats, self._whole = flats, whole
+        self.flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
         self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
@@ -114,8 +114,8 @@ class LocalState:
     def run(self, entry: Entry) -> Tensor:
         """Return the elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()
-        if entry.kind == "slice" and value.shape == self._flats[entry.param].param.shape:
-            value = self._flats[entry.param].flatten(value)
+        if entry.kind == "slice" and value.shape == self.flats[entry.param].param.shape:
+            value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
 
@@ -136,16 +136,8 @@ class IncomingState:
         self._flats = flats
         self._states: StatesByIndex = {}
 
-    def place(self, entry: Entry) -> Tensor | None:
-        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline.
-
-        Raises:
-            OutOfMemory: there is none.
-        """
-        with allocation_errors("the optimizer's full state"):
-            return self._place(entry)
-
     def _place(self, entry: Entry) -> Tensor | None:
+        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
         state = self._states.setdefault(entry.param, {})
         if not entry.travels:
             state[entry.key] = small_value(entry)
@@ -163,18 +155,23 @@ class IncomingState:
             return run[entry.start : entry.start + entry.numel]
         return None
 
-    def runs_for(self, payload: bytes) -> list[Tensor]:
-        """Make room for a rank's listed entries; return the runs that its messages go to, in their order."""
-        targets = [(entry, self.place(entry)) for entry in listed(payload)]
+    def runs_for(self, entries: Iterable[Entry]) -> list[Tensor]:
+        """Make room for a rank's entries; return the runs that its messages go to, in their order.
+
+        Raises:
+            OutOfMemory: there is no room.
+        """
+        with allocation_errors("the optimizer's full state"):
+            targets = [(entry, self._place(entry)) for entry in entries]
         return [target[span] for entry, target in targets if target is not None for span in spans(entry)]
 
     def add_own(self, state: LocalState) -> None:
         """Copy in this rank's own state."""
-        for entry in state.entries():
-            target = self.place(entry)
-            if target is not None:
-                for span, chunk in zip(spans(entry), chunks(state, entry), strict=True):
-                    target[span].copy_(chunk)
+        entries = list(state.entries())
+        runs = iter(self.runs_for(entries))
+        for entry in entries:
+            for chunk in chunks(state, entry):
+                next(runs).copy_(chunk)
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
@@ -247,27 +244,22 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         check_rank(to, group.world_size, "to")
         mine = listing(local)
     agreement.on_contents([("rank to consolidate to", to)])
-    payloads = group.all_gather_bytes(mine)
+    listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
-    places: list[Iterator[Tensor | None]] = []
     with agreement.together():
-        for payload in payloads:
-            places.append(iter(() if result is None else [result.place(entry) for entry in listed(payload)]))
+        targets = [[] if result is None else result.runs_for(entries) for entries in listings]
     window, failed = TransferQueue(), list[Exception]()
-    for src, payload in enumerate(payloads):
-        if src == to:
-            if result is not None:
-                try:
-                    result.add_own(local)
-                except Exception as error:  # whatever it is, the other ranks still send
-                    failed.append(error)
-            continue
-        for entry in listed(payload):
-            target = next(places[src], None)
+    for src, entries in enumerate(listings):
+        arriving = iter(targets[src])
+        for entry in entries:
             sent = chunks_to_send(local, entry, failed) if group.rank == src else iter(())
             for span in spans(entry):
-                chunk = next(sent, None if target is None else target[span])
-                window.add(group.move(chunk, src, to, span.stop - span.start, torch_dtype(entry.dtype)), chunk)
+                chunk, place = next(sent, None), next(arriving, None)
+                if src != to:
+                    moved = place if chunk is None else chunk
+                    window.add(group.move(moved, src, to, span.stop - span.start, torch_dtype(entry.dtype)), moved)
+                elif chunk is not None and place is not None:
+                    place.copy_(chunk)
     window.drain()
     agreement.raise_first_error(next(iter(failed), None))
     return None if result is None else result.by_param()

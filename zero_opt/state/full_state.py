@@ -30,7 +30,7 @@ def require_importable() -> None:
     The import loads much of torch, which may not be importable again once an import has failed half-way.
     """
     if f"{__package__}.row_sharded" not in sys.modules:
-        require_descriptors(_IMPORT_DESCRIPTORS, "the first import of torch.distributed.tensor")
+        require_descriptors(_IMPORT_DESCRIPTORS, "the first import of torch.distributed.tensor needs")
 
 
 class FullState:

@@ -51,14 +51,15 @@ class Verdict(enum.Enum):
     AHEAD = 2
 
 
-class OnePull:
-    """The lock of the threads that bring the ranks' state together."""
+class NoReentry:
+    """A lock that no thread takes twice, as a signal handler would that has interrupted the holder."""
 
-    def __init__(self) -> None:
-        self._lock, self._held = threading.RLock(), False
+    def __init__(self, where: str) -> None:
+        """``where``: what the holder is doing, for messages."""
+        self._where, self._lock, self._held = where, threading.RLock(), False
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Wait for other threads, and hold the lock.
 
         Raises:
@@ -66,7 +67,7 @@ class OnePull:
         """
         with self._lock:
             if self._held:
-                raise StepDesync(f"state_dict() was called inside state_dict(), on the same thread; {CALL_LATER}")
+                raise StepDesync(f"state_dict() was called {self._where}; {CALL_LATER}")
             self._held = True
             try:
                 yield
@@ -88,7 +89,7 @@ class StateGuard:
     :meth:`leave`), and those that call ``state_dict()`` (:meth:`reading`).
 
     Args:
-        mark: returns :func:`marks`; called where a change ends.
+        here: returns :func:`marks` of what the calling thread has enqueued so far; called where a change ends.
         edits: a method that returns the parameters that the user has written to since the last change. Referenced
             weakly, since threads that serve the state of a collected optimizer keep the guard.
 
@@ -97,8 +98,8 @@ class StateGuard:
         failure: why the last step failed on this rank, if it did; until another step is taken or a state is loaded.
     """
 
-    def __init__(self, mark: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
-        self._mark, self._marks = mark, tuple[Mark, ...]()
+    def __init__(self, here: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
+        self.here, self._marks = here, tuple[Mark, ...]()
         self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _no_edits
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
@@ -208,10 +209,6 @@ class StateGuard:
         """Return the error as :meth:`tell_failure` does, or ``None`` if all ranks were told."""
         return None if self._told else self.tell_failure()
 
-    def here(self) -> Sequence[Mark]:
-        """Return marks of what this thread has enqueued so far."""
-        return self._mark()
-
     def finish(self) -> None:
         """End the wait of readers for further changes."""
         with self._condition:
@@ -221,7 +218,7 @@ class StateGuard:
     def release(self) -> None:
         """Let readers have the copy that this thread has enqueued, and drop references to the original."""
         self._marks = tuple(self.here())
-        self._mark, self._edits = tuple, _no_edits
+        self.here, self._edits = tuple, _no_edits
         self.failure = None  # its traceback leads to the model
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -308,18 +305,15 @@ class StateGuard:
         return self._changing or self._waiting
 
     def require_readable(self) -> None:
-        """Raise the error of :meth:`reading` if there is one."""
-        if self.is_changing:
-            raise self._refusal()
-
-    def _refusal(self) -> PeerLost | StepDesync:
-        """Return the error for a reader during a change, or after one that has failed half-way."""
+        """Raise the error of :meth:`reading` during a change, or after one that has failed half-way."""
+        if not self.is_changing:
+            return
         if self._broken is None:
-            return StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
+            raise StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
         kind, text = self._broken
         left = f"this rank's state is that of no step, since step {self.step} was left half-way"
         if issubclass(kind, PeerLost):
-            return kind(f"{left}: {text}")
-        return StepDesync(
+            raise kind(f"{left}: {text}")
+        raise StepDesync(
             f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint, or load it on all ranks"
         )

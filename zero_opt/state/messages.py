@@ -117,12 +117,11 @@ class Offer(NamedTuple):
     """The state that an asking rank was offered.
 
     Attributes:
-        state: ``None`` where the payload, else its listing, is an error. text: the payload that is under way.
+        state: ``None`` where its listing, which is under way, is an error.
     """
 
     dst: int
     pull: int
     state: LocalState | FrozenState | None
-    payload: bytes
-    text: Tensor
+    listing: Tensor
     sending: Transfer

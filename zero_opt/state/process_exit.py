@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..comm.departures import How
 from ..comm.peer_watch import WARN_AFTER_S
 from ..system.log import log
 from ..system.threads import BackgroundThreads
+
+if TYPE_CHECKING:
+    from .service import StateService
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
@@ -29,18 +32,8 @@ _QUIET_S = 60.0
 _THREADS_END_S = 5.0
 
 
-class Service(Protocol):
-    """An object that serves other ranks until all have closed. Its methods are called as the process ends."""
-
-    def abandon(self, how: How) -> None:
-        """Close the service, unless the user has; tell the other ranks ``how`` this one leaves."""
-
-    def join(self, failed: bool) -> None:
-        """Wait until all ranks have closed or time is up, unless the program has ``failed``; break off what is left."""
-
-
 # The services of this process, and what ends them.
-running: set[Service] = set()
+running: set[StateService] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
 # The threads of all services.
 threads = BackgroundThreads()
@@ -48,7 +41,7 @@ os.register_at_fork(after_in_child=running.clear)
 os.register_at_fork(after_in_child=_at_end.clear)
 
 
-def add(service: Service) -> None:
+def add(service: StateService) -> None:
     """Let a service go on when the process ends."""
     running.add(service)
     if not _at_end:

@@ -178,16 +178,13 @@ class ShardedState:
         mine: StatesByIndex = {index: {} for index in states if index in own}
         for index, state in states.items():
             for key, value in state.items():
-                local = value
-                if isinstance(value, DTensor):
-                    if self._is_ours(index, value):
-                        local = self._from_rows(index, value, owners[index])
-                        if index in mine:
-                            mine[index][key] = local
-                        continue
-                    local = value.full_tensor()
+                if isinstance(value, DTensor) and self._is_ours(index, value):
+                    part = {key: self._from_rows(index, value, owners[index])}
+                else:
+                    full = value.full_tensor() if isinstance(value, DTensor) else value
+                    part = cut({key: full}, own[index], self._partition.flats[index]) if index in own else {}
                 if index in mine:
-                    mine[index].update(cut({key: local}, own[index], self._partition.flats[index]))
+                    mine[index].update(part)
         self._window.drain()
         return mine
 

@@ -41,20 +41,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.departures import Departure, Departures, How
-from ..comm.groups import ASKS, SideGroup, bytes_tensor, tensor_bytes
-from ..comm.peer_watch import WARN_AFTER_S, first_line
+from ..comm.departures import Departure, How
+from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.peer_watch import WARN_AFTER_S, Watch, first_line
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
-from ..sharding.flat_param import FlatParam
 from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
 from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing
-from .guard import OnePull, StateGuard, Verdict, step_failed
+from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
     DEPARTED,
@@ -90,20 +89,12 @@ class StateService:
     process ends. All else runs on threads of the service.
 
     Args:
-        capture: returns this rank's state as it is at the moment. flats: all sharded parameters, by global index.
-        departures: the ranks that have left training.
+        capture: returns this rank's state as it is at the moment.
+        watch: that of training, which knows of the ranks that have left.
     """
 
-    def __init__(
-        self,
-        side: SideGroup,
-        guard: StateGuard,
-        capture: Callable[[], LocalState],
-        flats: dict[int, FlatParam],
-        departures: Departures,
-    ) -> None:
-        self._side, self._guard, self._departures = side, guard, departures
-        self._flats: dict[int, FlatParam] | None = flats
+    def __init__(self, side: SideGroup, guard: StateGuard, capture: Callable[[], LocalState], watch: Watch) -> None:
+        self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
         self._left = (side.rank - 1) % side.world_size
@@ -113,7 +104,8 @@ class StateService:
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
         self._condition = threading.Condition()
-        self._asking, self._beside, self._pulls = OnePull(), SerialThread("zero_opt state wait"), 0
+        self._asking = NoReentry("inside state_dict(), on the same thread")
+        self._beside, self._pulls = SerialThread("zero_opt state wait"), 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
@@ -127,7 +119,7 @@ class StateService:
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
         side.farewell = self._bid_farewell
-        departures.tell, departures.news = self._tell, True
+        self._departures.tell, self._departures.news = self._tell, True
         process_exit.add(self)
         process_exit.threads.start(self._thread)
         process_exit.threads.start(self._delivering)
@@ -228,7 +220,7 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        if not (self._told or self._departures.knows(self._left) or self._departures.lives(self._left)):
+        if not (self._told or self._departures.knows(self._left) or self._watch.lives(self._left)):
             self._departures.notice(Departure(self._left, How.LOST))
             self._departures.leave()
 
@@ -297,7 +289,7 @@ class StateService:
             code = ERROR if state is None else Verdict.READY.value
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
-            return Offer(dst, pull, state, payload, text, self._side.send_to(text, dst, tag))
+            return Offer(dst, pull, state, text, self._side.send_to(text, dst, tag))
         except BaseException:
             guard.leave()
             raise
@@ -315,7 +307,7 @@ class StateService:
                 with self._guard.after_change(self._guard.edit_marks()):
                     self._send_elements(offer, offer.state)
             else:  # gloo cancels a message that nobody holds, and a pull that was left still waits for this one
-                self._unwanted.append((offer.sending, offer.text))
+                self._unwanted.append((offer.sending, offer.listing))
         finally:
             self._guard.leave()
 
@@ -332,7 +324,7 @@ class StateService:
     def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, the error that was met in that, if any."""
         window, failed, tag = TransferQueue(), list[Exception](), answer_tag(offer.pull)
-        for entry in listed(offer.payload):
+        for entry in listed(tensor_bytes(offer.listing)):
             for chunk in chunks_to_send(state, entry, failed):
                 window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
         text = bytes_tensor(json.dumps(name_and_text(failed[0]) if failed else None).encode())
@@ -353,24 +345,23 @@ class StateService:
             StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: this step failed on one.
             StateNotConsolidated: closed, or in a fork.
         """
-        flats = self._flats
-        if self._closed or flats is None or self._side.inherited:
+        if self._closed or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
                 "shard of the optimizer state; call opt.state_dict() before"
             )
-        with self._asking.one(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
+        with self._asking.held(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             own = self._own_state("this rank", self._capture, self._guard.failure)
             try:
                 with self._new_pull() as pull:
                     payloads = self._wait_beside(self._ask, pull, changes)
-                    result = IncomingState(flats)
+                    result = IncomingState(own.flats)
                     targets = [self._place(result, own, payload) for payload in payloads]
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                raise self._departures.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
+                raise self._watch.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -392,11 +383,11 @@ class StateService:
 
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
-        return outcome(submitted(self._beside, call, *arguments), partial(self._side.lookout, ASKS))
+        return outcome(submitted(self._beside, call, *arguments), self._side.lookout)
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise self._departures.explain(str(self._lost), patience_s=0.0) or PeerLost(
+            raise self._watch.explain(str(self._lost), patience_s=0.0) or PeerLost(
                 f"the ranks' connections for state_dict() have broken ({self._lost}): call opt.consolidate_state_dict("
                 "to=rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
@@ -431,7 +422,7 @@ class StateService:
     def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
         """Make room for a rank's entries; return the runs that its messages go to."""
         if payload is not None:
-            return result.runs_for(payload)
+            return result.runs_for(listed(payload))
         result.add_own(own)
         return []
 
@@ -464,7 +455,7 @@ class StateService:
         self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
     def abandon(self, how: How) -> None:
-        """Do what :meth:`close` does, if the user has not: the program may have failed."""
+        """Do what :meth:`close` does, if the user has not, and tell the others ``how`` this rank leaves."""
         self._close(how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
@@ -489,9 +480,10 @@ class StateService:
         with self._guard.after_change(self._guard.here()):
             self._final = self._listed(self._capture, self._guard.failure, freeze=True)
             self._guard.release()
-        self._flats = self._capture = None
+        self._capture = None
 
     def join(self, failed: bool) -> None:
+        """Wait until all ranks have closed or time is up, unless the program has ``failed``; break off what is left."""
         if not (failed or self._departures.unannounced):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
         self._side.interrupt()

@@ -129,8 +129,7 @@ def match(
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise StateDictError(f"the state dict has no {key!r} (it has {sorted(map(str, state_dict))})")
-    if not isinstance(state_dict["state"], Mapping):
-        raise StateDictError(f"'state' of the state dict is a {type(state_dict['state']).__name__}, not a dict")
+    _require_kind("'state' of the state dict", state_dict["state"], Mapping, "dict")
     index_of = _numbered(state_dict["param_groups"], param_groups)
     params = [param for group in param_groups for param in group["params"]]
     matched: dict[int, Mapping[str, Any]] = {}
@@ -145,6 +144,12 @@ def match(
     return matched
 
 
+def _require_kind(name: str, value: Any, kinds: type | tuple[type, ...], noun: str) -> None:
+    """Raise StateDictError unless a part of a state dict is of one of these types."""
+    if not isinstance(value, kinds):
+        raise StateDictError(f"{name} is a {type(value).__name__}, not a {noun}")
+
+
 def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the same state without lazy views: torch conjugates or negates those of ``conj()`` when it reads them."""
     if not any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in state.values()):
@@ -154,22 +159,17 @@ def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:
     """Return global indices by saved id; ids stand for parameters by position."""
-    if not isinstance(saved_groups, (list, tuple)):
-        raise StateDictError(f"'param_groups' of the state dict is a {type(saved_groups).__name__}, not a list")
+    _require_kind("'param_groups' of the state dict", saved_groups, (list, tuple), "list")
     if len(saved_groups) != len(param_groups):
         raise StateDictError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(param_groups)}")
     index_of: dict[Any, int] = {}
     params: list[Tensor] = []
     for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        if not isinstance(saved, Mapping):
-            raise StateDictError(f"param group {number} of the state dict is a {type(saved).__name__}, not a dict")
+        _require_kind(f"param group {number} of the state dict", saved, Mapping, "dict")
         if "params" not in saved:
             raise StateDictError(f"param group {number} of the state dict has no 'params'")
         ids = saved["params"]
-        if not isinstance(ids, (list, tuple)):
-            raise StateDictError(
-                f"'params' of param group {number} of the state dict is a {type(ids).__name__}, not a list"
-            )
+        _require_kind(f"'params' of param group {number} of the state dict", ids, (list, tuple), "list")
         if len(ids) != len(group["params"]):
             raise StateDictError(
                 f"param group {number} has {len(ids)} parameters in the state dict and {len(group['params'])} in the "
@@ -185,9 +185,8 @@ def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> d
     return index_of
 
 
-def _checked(index: int, state: Any, param: Tensor, elementwise: bool) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise StateDictError(f"the state of parameter {index} is a {type(state).__name__}, not a dict")
+def _checked(index: int, state: Mapping[str, Any], param: Tensor, elementwise: bool) -> Mapping[str, Any]:
+    _require_kind(f"the state of parameter {index}", state, Mapping, "dict")
     wrong = check_window(state) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
     if wrong is not None:
         raise StateDictError(f"parameter {index}: {wrong}")

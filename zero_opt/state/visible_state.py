@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..errors import StateDictError, StepDesync, ZeroOptError
+from ..errors import StateDictError, ZeroOptError
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough
 from ..sharding.partition import Partition
 from ..system.interrupts import uninterrupted
-from .guard import CALL_LATER
+from .guard import NoReentry
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
 
@@ -44,7 +44,7 @@ class VisibleState:
         self._live: dict[int, ParamState] = {}  # as users see it, by global index
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
-        self._adopting = False
+        self._adopting = NoReentry("while this thread was looking at opt.state")
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
@@ -87,28 +87,20 @@ class VisibleState:
             StepPending: state was replaced while a step was pending. StateDictError: what it was replaced by.
             StepDesync: called by a signal handler that has interrupted such a call.
         """
-        if self._adopting:
-            raise StepDesync(f"state_dict() was called while this thread was looking at opt.state; {CALL_LATER}")
-        self._adopting = True
-        try:
-            self._adopt_all()
-        finally:
-            self._adopting = False
-
-    def _adopt_all(self) -> None:
-        try:
-            self._adopt_slices()
-        except ZeroOptError:
-            raise
-        except Exception:
-            with uninterrupted():  # what a signal handler has raised is not raised again
-                try:
-                    self._adopt_slices()
-                except ZeroOptError:
-                    raise
-                except Exception as error:
-                    raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
-            raise
+        with self._adopting.held():
+            try:
+                self._adopt_slices()
+            except ZeroOptError:
+                raise
+            except Exception:
+                with uninterrupted():  # what a signal handler has raised is not raised again
+                    try:
+                        self._adopt_slices()
+                    except ZeroOptError:
+                        raise
+                    except Exception as error:
+                        raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
+                raise
 
     def _adopt_slices(self) -> None:
         changed = [self._adopt_slice(piece) for piece in self._pieces]

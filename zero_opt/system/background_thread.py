@@ -76,6 +76,9 @@ class SerialThread:
     An exchange that a dead peer blocks cannot block the interpreter's exit, which joins the threads of
     ``concurrent.futures.ThreadPoolExecutor``. The thread has the device that is current where the first call is
     submitted.
+
+    Attributes:
+        close: lets the thread end once it has run what is queued; does not wait for it.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
@@ -83,8 +86,8 @@ class SerialThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name, self._interrupt = name, interrupt
-        self._stop = weakref.finalize(self, self._jobs.put, None)
-        self._stop.atexit = False
+        self.close = weakref.finalize(self, self._jobs.put, None)
+        self.close.atexit = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queue ``call(*arguments)``; its result or exception arrives in the future.
@@ -116,18 +119,14 @@ class SerialThread:
     @property
     def accepts_calls(self) -> bool:
         """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
-        return self.runs and self._stop.alive and not _over.is_set()
+        return self.runs and self.close.alive and not _over.is_set()
 
     @property
     def ended(self) -> bool:
         """Whether calls would not be run: interpreter exit has begun, or this is a fork, or it was closed."""
-        return _over.is_set() or not self._stop.alive or (self._thread is not None and not self._thread.is_alive())
+        return _over.is_set() or not self.close.alive or (self._thread is not None and not self._thread.is_alive())
 
     @property
     def is_current(self) -> bool:
         """Whether this is the thread."""
         return self._thread is threading.current_thread()
-
-    def close(self) -> None:
-        """Let the thread end once it has run what is queued; does not wait for it."""
-        self._stop()

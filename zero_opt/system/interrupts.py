@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 
@@ -17,12 +18,8 @@ def by_handler(error: BaseException) -> bool:
     To be asked where all else that raises is native code, called by this library: what it raises has passed no other
     function of Python, and a handler is one.
     """
-    trace = error.__traceback__
-    while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
-            return True
-        trace = trace.tb_next
-    return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE for frame in frames)
 
 
 @contextlib.contextmanager

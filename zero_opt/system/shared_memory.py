@@ -49,13 +49,14 @@ class Arena:
     Attributes:
         fd: file descriptor of the memory, which a peer opens as ``/proc/<pid>/fd/<fd>``.
         bytes: the whole arena as a uint8 tensor.
+        close: closes the descriptor. The mapping ends when the last tensor over it is gone.
     """
 
     _sealed_against: ClassVar[tuple[str, ...]] = ("F_SEAL_SHRINK", "F_SEAL_GROW")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
+        self.close = weakref.finalize(self, os.close, fd)
         self._map()
 
     def _map(self) -> None:
@@ -135,10 +136,6 @@ class Arena:
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of ``numel`` elements from byte ``start`` on."""
         return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
-
-    def close(self) -> None:
-        """Close the descriptor. The mapping ends when the last tensor over it is gone."""
-        self._close()
 
     def unmap(self) -> None:
         """Release :attr:`bytes`. The mapping, with its own descriptor, ends when the last tensor over it is gone."""

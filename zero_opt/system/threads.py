@@ -49,11 +49,10 @@ class BackgroundThreads:
 
     def alive(self) -> list[threading.Thread]:
         """Return the threads that are not dead, and drop the others from the list."""
-        listed = list(self._listed)
-        for thread in listed:
+        for thread in list(self._listed):
             if not thread.is_alive():
                 self._listed.pop(thread, None)
-        return [thread for thread in listed if thread in self._listed]
+        return list(self._listed)
 
     def join(self, patience_s: float) -> list[threading.Thread]:
         """Cancel timers, and wait at most ``patience_s`` seconds until all are dead; returns those that are not."""

@@ -11,11 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.exchange import (
     NATIVE_DTYPES,
+    BucketReduction,
     Exchange,
     Ident,
     ParamRuns,
-    Run,
-    SliceSums,
     StagedExchange,
     StagingPool,
     nothing_left,
@@ -106,15 +105,8 @@ class _Backend(StagedExchange):
 class _SharedMemory(PairwiseExchange):
     """The host exchange, which sends messages only of what its kernels cannot add up."""
 
-    def reduce_runs(
-        self,
-        ident: Ident,
-        runs: Sequence[Run],
-        bounds: Sequence[int],
-        out: Tensor,
-        sums: Sequence[SliceSums] = (),  # noqa: ARG002
-    ) -> bool:
-        return out.dtype in NATIVE_DTYPES or super().reduce_runs(ident, runs, bounds, out)
+    def reduce_runs(self, reduction: BucketReduction) -> bool:
+        return reduction.out.dtype in NATIVE_DTYPES or super().reduce_runs(reduction)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         return nothing_left if runs.first.dtype in NATIVE_DTYPES else super().gather_runs(ident, runs, bounds)

@@ -114,8 +114,9 @@ def _make(rank: int, error: Exception, count: int, other: _Group) -> None:
     """Make two groups, with the other ranks; rank 1 fails after so many."""
     assert dist.group.WORLD is not None
     begun = connect(dist.group.WORLD, groups=2)
-    fail = begun.fail
-    begun.fail = lambda found: (other.noted.append("told"), fail(found))[1]
+    assert begun is not None
+    leave = begun.leave
+    begun.leave = lambda found: (other.noted.append("told"), leave(found))[1]  # type: ignore[method-assign]
     with made_by_all(begun) as made:
         made.append(other)
         for index in range(3):

@@ -141,8 +141,8 @@ def _strike(*_: Any, **__: Any) -> bool:
 
 def _begins(group: Group, begin: Callable[[], Any], *given: Any) -> None:
     """Stands for ``Group._run``: the signal falls while gloo begins, before there is anything to wait for."""
-    assert group._watch is not None
-    group._watch.wait(lambda: (_strike(), begin())[1])
+    assert group.watch is not None
+    group.watch.wait(lambda: (_strike(), begin())[1])
 
 
 # What the signal falls into; only :func:`_begins` is in a wait.

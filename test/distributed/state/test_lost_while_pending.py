@@ -37,8 +37,8 @@ def _one_leaves(rank: int, world_size: int, how: str, call: str) -> str:
         _leave(optimizer, how)
         return ""
     if call == "none":
-        departures: Any = optimizer._engine._groups._departures  # type: ignore[union-attr]
-        while not departures.knows(1):
+        watch: Any = optimizer._engine._groups._watch  # type: ignore[union-attr]
+        while not watch.departures.knows(1):
             time.sleep(0.01)
     else:
         with pytest.raises(zero_opt.PeerLost):

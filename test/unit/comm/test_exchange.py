@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.comm.exchange import (
+    BucketReduction,
     Ident,
     ParamRuns,
     Run,
@@ -127,7 +128,7 @@ def values(start: int, numel: int) -> Tensor:
 
 def test_a_bucket_in_one_run_is_exchanged_where_it_is() -> None:
     exchange, bucket, out = Mirror(), values(0, 24), torch.zeros(8)
-    assert exchange.reduce_runs(Ident(0, 0, 0), [Run(0, 24, bucket)], BOUNDS, out)
+    assert exchange.reduce_runs(BucketReduction(Ident(0, 0, 0), [Run(0, 24, bucket)], BOUNDS, out))
     assert exchange.buckets[0] is bucket
     assert torch.equal(out, values(8, 8))
     assert exchange._pool.nbytes == 0
@@ -137,7 +138,7 @@ def test_runs_are_put_together_with_zeros_where_there_are_no_values() -> None:
     exchange, out = Mirror(), torch.zeros(8)
     exchange._pool.buffer(0, 24, torch.float32, CPU).fill_(torch.nan)
     runs = [Run(0, 6, values(0, 6)), Run(6, 4, None), Run(10, 14, values(10, 14))]
-    assert exchange.reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert exchange.reduce_runs(BucketReduction(Ident(0, 0, 0), runs, BOUNDS, out))
     assert out.tolist() == [0, 0, *values(10, 6).tolist()]
     assert torch.equal(exchange.buckets[0][:6], values(0, 6))
 
@@ -145,13 +146,14 @@ def test_runs_are_put_together_with_zeros_where_there_are_no_values() -> None:
 def test_means_are_added_only_where_the_runs_say_so() -> None:
     out = torch.full((8,), 100.0)
     runs = [Run(0, 12, values(0, 12), add=True), Run(12, 12, values(12, 12))]
-    assert Mirror().reduce_runs(Ident(0, 0, 0), runs, BOUNDS, out)
+    assert Mirror().reduce_runs(BucketReduction(Ident(0, 0, 0), runs, BOUNDS, out))
     assert torch.equal(out, torch.cat([values(8, 4) + 100, values(12, 4)]))
 
 
 def test_a_skipped_exchange_leaves_what_means_are_added_to() -> None:
     out = torch.full((8,), 100.0)
-    assert not Mirror(skipped=True).reduce_runs(Ident(0, 0, 0), [Run(0, 24, values(0, 24), add=True)], BOUNDS, out)
+    runs = [Run(0, 24, values(0, 24), add=True)]
+    assert not Mirror(skipped=True).reduce_runs(BucketReduction(Ident(0, 0, 0), runs, BOUNDS, out))
     assert torch.equal(out, torch.full((8,), 100.0))
 
 

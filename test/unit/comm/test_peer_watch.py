@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_opt.comm.departures import Departures
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
 
@@ -19,7 +18,7 @@ class _EmptyStore:
 @pytest.fixture(params=["one host"])
 def watch(request: pytest.FixtureRequest) -> Iterator[Watch]:
     processes = [ProcessIdentity(f"host {0 if request.param == 'one host' else pid}", pid, pid) for pid in (10, 11, 12)]
-    watch = Watch(_EmptyStore(), 0, processes, (60.0, 30.0), Departures())
+    watch = Watch(_EmptyStore(), 0, processes, (60.0, 30.0))
     yield watch
     watch.close()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zero_opt.comm.transfers import Transfer, TransferQueue, start
+from zero_opt.comm.transfers import Transfer, TransferQueue
 from zero_opt.errors import PeerLost
 
 
@@ -47,8 +47,8 @@ def _says(text: str) -> Callable[[], None]:
 def test_a_peer_that_is_gone_or_silent_is_lost_and_other_errors_are_what_they_are() -> None:
     for text in ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "Timed out waiting 500ms for recv"):
         with pytest.raises(PeerLost, match="rank 3 has ended or does not answer") as lost:
-            start("rank 3", _says(text))  # type: ignore[arg-type]
+            Transfer("rank 3", _says(text))  # type: ignore[arg-type]
         assert str(lost.value).endswith(f"checkpoint ({text})") and type(lost.value.__cause__) is RuntimeError
     with pytest.raises(RuntimeError, match=r"^Invalid scalar type$") as other:
-        start("rank 3", _says("Invalid scalar type"))  # type: ignore[arg-type]
+        Transfer("rank 3", _says("Invalid scalar type"))  # type: ignore[arg-type]
     assert type(other.value) is RuntimeError
