@@ -88,7 +88,7 @@ RECORD_READS = (
     "            for tensor in reads:  # nothing to record where the memory is that stream's own\n"
     "                tensor.record_stream(stream)\n"
 )
-STAGED = "            self._stage(fill.grads, self._views_of(fill.staged))\n"
+STAGED = "            copy_all([view for _, view in taken], [grad for grad, _ in taken])\n"
 READY = "            fill.ready = [self.streams.produced()[1]]\n"
 SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"

@@ -60,13 +60,11 @@ def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> 
     """Bring the states of a state dict that is being made into torch's form; a hook."""
     assert isinstance(optimizer, _NativeStep)
     ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
-    named = dict(zip(ids, optimizer._named()))
-
-    def plain(key: Any, state: dict[str, Any]) -> dict[str, Any]:
-        name, param = named.get(key, ("", None))
-        return state if param is None or not optimizer._is_compact(param) else plain_state(name, param, state)
-
-    packed["state"] = {key: plain(key, state) for key, state in packed["state"].items()}
+    states = dict(packed["state"])
+    for key, (name, param) in zip(ids, optimizer._named()):
+        if key in states and optimizer._is_compact(param):
+            states[key] = plain_state(name, param, states[key])
+    packed["state"] = states
 
 
 class _NativeStep(torch.optim.Adam):
@@ -80,6 +78,22 @@ class _NativeStep(torch.optim.Adam):
     _step_supports_amp_scaling = False
 
     nonfinite_grads: int = 0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._step_supports_amp_scaling = False
 
     def _take(self, options: NativeOptions) -> dict[str, Any]:
         """Keep what is ours of the options, and return what is torch's."""
@@ -196,7 +210,7 @@ class _NativeStep(torch.optim.Adam):
             say_threads(type(self).__name__, checked_threads(self._threads))
         for index, position, param, grad in stale:
             name, slot = self._name(index, position), self._slots.get(id(param))
-            moved |= slot is None or slot.pointers[-1] != param.data_ptr()
+            moved |= slot is None or slot.pointer != param.data_ptr()
             self._check_param(name, param)
             check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
         if moved:
@@ -289,22 +303,6 @@ class CPUAdam(_NativeStep):
         NativeUnavailable: the extension was not built.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **options: Unpack[NativeOptions],
-    ) -> None:
-        rest = self._take(options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
-        self._step_supports_amp_scaling = False
-
 
 class CPUAdamW(_NativeStep, torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
@@ -340,6 +338,4 @@ class CPUAdamW(_NativeStep, torch.optim.AdamW):
         maximize: bool = False,
         **options: Unpack[NativeOptions],
     ) -> None:
-        rest = self._take(options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
-        self._step_supports_amp_scaling = False
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options)

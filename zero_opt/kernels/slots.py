@@ -15,7 +15,7 @@ from .runs import BoundRun, check_arrays
 class Slot(BoundRun):
     """The run of one param, and what it was made from: while that is the same, so are the addresses."""
 
-    __slots__ = ("keys", "layouts", "pointers", "shape", "tensors")
+    __slots__ = ("amsgrad", "held", "layout", "pointer", "shape")
 
     def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
         arrays = arrays_of(state, param)
@@ -25,12 +25,11 @@ class Slot(BoundRun):
             raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
         check_arrays(name, arrays)
         super().__init__(arrays, grad.dtype, kept_step=_kept_step(name, state))
-        self.shape = param.shape
-        kept = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
-        self.keys: tuple[str, ...] = tuple(kept)
-        self.tensors: tuple[Tensor, ...] = tuple(state[key] for key in kept)
-        self.pointers = tuple(tensor.data_ptr() for tensor in (*self.tensors, param))
-        self.layouts = tuple((tensor.dtype, tensor.stride()) for tensor in (*self.tensors, param))
+        self.amsgrad, self.shape = amsgrad, param.shape
+        self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
+        keys = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
+        kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
+        self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
 
     def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
         """Return whether nothing has changed but values."""
@@ -39,17 +38,17 @@ class Slot(BoundRun):
             and grad.dtype is self.grad_dtype
             and grad.shape == self.shape
             and param.shape == self.shape
-            and param.data_ptr() == self.pointers[-1]
-            and (param.dtype, param.stride()) == self.layouts[-1]
-            and ("max_exp_avg_sq" in self.keys) == amsgrad
+            and param.data_ptr() == self.pointer
+            and (param.dtype, param.stride()) == self.layout
+            and self.amsgrad == amsgrad
         ):
             return False
-        # The last pointer and layout are the param's.
-        for key, tensor, pointer, layout in zip(self.keys, self.tensors, self.pointers, self.layouts):
+        for key, tensor, pointer, dtype, strides in self.held:
             if (
                 state.get(key) is not tensor
                 or tensor.data_ptr() != pointer
-                or (tensor.dtype, tensor.stride()) != layout
+                or tensor.dtype is not dtype
+                or tensor.stride() != strides
             ):
                 return False
         return True

@@ -99,7 +99,8 @@ def checked_groups(
     Args:
         reduce_dtype: a dtype of the gradient path, ``None`` for each parameter's own.
     """
-    for index, param in enumerate(param for group in groups for param in group["params"]):
+    params = [param for group in groups for param in group["params"]]
+    for index, param in enumerate(params):
         if param.is_inference() and param.requires_grad:
             raise UnsupportedParam(
                 f"{describe(index)} was made under torch.inference_mode() and cannot be trained; make the model "
@@ -118,7 +119,7 @@ def checked_groups(
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
-    _check_apart([param for group in groups for param in group["params"]], describe)
+    _check_apart(params, describe)
 
 
 def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:

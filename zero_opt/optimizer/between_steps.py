@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -28,9 +28,9 @@ from ..system.streams import wait_done
 from .arguments import adopt_errors, template_of
 from .config import Config
 from .contents import HyperDigest, loaded_contents
-from .dtensors.mesh_params import admit
+from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
-from .loading import Loaded, fitted_shards
+from .loading import Loaded, fitted_state
 from .offload_state import Parked
 from .one_call import OneCall
 from .parts import EngineParts
@@ -64,6 +64,7 @@ class BetweenSteps(Engine):
         describe: Callable[[int], str],
         user: JoinableOptimizer,
         parked: Parked,
+        mesh: MeshParams | None = None,
         owner: StateOwner | None = None,
     ) -> None:
         """Connect everything, without any parameters yet. Collective.
@@ -71,10 +72,10 @@ class BetweenSteps(Engine):
         Args:
             describe: names a parameter, given its global index.
             user: the optimizer that users see. owner: a view of its param groups and state, if they are not its own.
-            parked: the state that is away from its device.
+            parked: the state that is away from its device. mesh: what is known of parameters that are DTensors.
         """
         self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
-        self._one_call, self.skips, self.join_notified = user._one_call, 0, False
+        self._mesh, self._one_call, self.skips, self.join_notified = mesh, user._one_call, 0, False
         self._loaded = self._half_loaded = self._closed = False
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
@@ -163,7 +164,7 @@ class BetweenSteps(Engine):
                     self._parked.require_here()
                     with adopt_errors():
                         taken = normalized_group(group, known)
-                        self._admit(params_of([taken]))
+                        admit(self._mesh, params_of([taken]))
                         torch.optim.Optimizer.add_param_group(user, taken)
                         template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
                     config.check_params(user.param_groups, self._describe)
@@ -171,10 +172,6 @@ class BetweenSteps(Engine):
         except BaseException:
             del user.param_groups[known:]
             raise
-
-    def _admit(self, params: Sequence[Tensor]) -> None:
-        """Raise UnsupportedParam or ParamsUnsharded for a parameter that this engine cannot take."""
-        admit(None, params, self._config)
 
     def require_replaceable(self) -> None:
         """Raise ParamsReplaced if the user has replaced parameters, and it is too late to plan the new ones."""
@@ -282,7 +279,7 @@ class BetweenSteps(Engine):
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()
-                loaded = fitted_shards(state_dict, groups, config, strict=strict)
+                loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()
             self._write(loaded)
@@ -318,10 +315,8 @@ class BetweenSteps(Engine):
         self.gather.flush()
         # Gradients that a step will use stay: they may be still on their way, as long as other ranks like.
         leaves = not self.reduction.holds_gradients and self.parts.thread.idle_within(_IDLE_S)
-        for bucket in self.partition.buckets:
-            if leaves:
-                bucket.leave()
-            bucket.forget_staging()
+        for bucket in self.partition.buckets if leaves else ():
+            bucket.leave()
         self.gather.forget()
         self.parts.pool.release()
         self._parked.leave(self.placement.resident())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +73,7 @@ class Engine(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context within which backward exchanges nothing."""
+        return nullcontext()
 
     def take_bucket(self, bucket: DDPBucket) -> None:
         """Take gradients from DistributedDataParallel's communication hook."""
@@ -89,8 +90,9 @@ class Engine(Protocol):
         """Count no ``zero_grad`` after the last step: ranks without inputs have called none."""
         return
 
-    def together(self, call: str) -> AbstractContextManager[None]:
+    def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
+        return nullcontext()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

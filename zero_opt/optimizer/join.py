@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
-from ..sharding.param_groups import following, hypers_of
+from ..sharding.param_groups import hypers_of
 from ..system.devices import HOST, carries
 from .interface import Engine
 from .one_call import OneCall, one_call
@@ -81,7 +81,6 @@ class UnevenInputs(Joinable):
     _engine: Engine
     _one_call: OneCall
     param_groups: list[dict[str, Any]]
-    _replan: Callable[[], None]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
         """Return what ``torch.distributed.algorithms.Join`` has a rank do that has run out of inputs.
@@ -91,8 +90,7 @@ class UnevenInputs(Joinable):
         """
         return ShadowSteps(self._shadow_step, lambda: self._engine.forget_epoch())
 
-    @one_call("a step under Join")
-    @following
+    @one_call("a step under Join", replans=True)
     def _shadow_step(self) -> None:
         self._engine.shadow_step()
 

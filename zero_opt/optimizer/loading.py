@@ -122,13 +122,13 @@ class Loaded(NamedTuple):
             )
 
 
-def fitted_whole(
-    saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool = True
+def fitted_state(
+    saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool
 ) -> Loaded:
-    """Return the part of a full state dict that the wrapped class can load.
+    """Return the part of a full state dict that can be loaded.
 
     Args:
-        whole: the wrapped class itself will load it.
+        whole: the wrapped class itself will load it; else the placement.
 
     Raises:
         StateDictError: names what does not fit. ConfigTypeError: ``strict`` is no bool.
@@ -140,19 +140,10 @@ def fitted_whole(
         states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole)
         if not whole:
             check_options(saved["param_groups"])
-        return Loaded(*fitted(states, param_groups, saved["param_groups"], cls, refused), refused)
+        fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
+        if not whole:
+            fitting = dict(config.placement.loadable(fitting))
+            config.placement.check_state(groups, fitting)
+        return Loaded(fitting, groups, refused)
     except UnsupportedOptimizer as error:
         raise StateDictError(f"in the state dict, {error}") from error
-
-
-def fitted_shards(
-    saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool
-) -> Loaded:
-    """Return the part of a full state dict that a placement can load, after the checks of :func:`fitted_whole`."""
-    loaded = fitted_whole(saved, param_groups, config, strict=strict, whole=False)
-    states = dict(config.placement.loadable(loaded.states))
-    try:
-        config.placement.check_state(loaded.groups, states)
-    except UnsupportedOptimizer as error:
-        raise StateDictError(f"in the state dict, {error}") from error
-    return loaded._replace(states=states)

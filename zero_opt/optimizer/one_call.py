@@ -7,7 +7,7 @@ from functools import wraps
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
-from ..errors import StepDesync
+from ..errors import ParamsReplaced, StepDesync
 
 _Read = TypeVar("_Read")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -67,11 +67,16 @@ class OneCall:
         return result
 
 
-def one_call(call: str) -> Callable[[_Method], _Method]:
-    """Decorate a method that changes the optimizer, or is collective; ``call`` is its name in messages.
+def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method]:
+    """Decorate a method that changes the optimizer, or is collective.
 
     The method's object has its :class:`OneCall` as ``_one_call``. The method raises StepDesync, and does nothing, while
     another such call of the optimizer is under way. This takes 0.2 us.
+
+    Args:
+        call: the method's name in messages.
+        replans: if the method raises ParamsReplaced, which it does on every rank and before it changes anything, call
+            ``_replan()`` of its object, which plans the parameters that there are now, and the method once more.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -86,6 +91,12 @@ def one_call(call: str) -> Callable[[_Method], _Method]:
                 raise one.refusal(call, one.under_way)
             one.under_way = call
             try:
+                try:
+                    return method(self, *args, **kwargs)
+                except ParamsReplaced:
+                    if not replans:
+                        raise
+                self._replan()
                 return method(self, *args, **kwargs)
             finally:
                 one.under_way = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..comm.exchange import Exchange, close_all
 from ..placement import Placement
 from ..reduction import ReductionParts, StepCount, build_reduction
 from ..sharding.background_gather import build_gather
-from ..sharding.partition import Geometry, Partition
+from ..sharding.partition import Partition
 from ..sharding.wrapped_class import is_elementwise
 from ..state.full_state import FullState
 from ..state.guard import StateGuard, marks
@@ -54,9 +55,8 @@ class EngineParts:
         self.config, self.groups, self.owner, self.describe = config, groups, owner, describe
         self.agreement = Agreement(groups.control, describe)
         self.agreement.on_contents(config.entries())  # what comes below is collective, and differs with it
-        dtypes = (config.precision.reduce_dtype, config.precision.accumulate_dtype)
-        geometry = Geometry(not is_elementwise(config.optimizer_class), config.reduction.bucket_mb, *dtypes)
-        self.partition = Partition(groups.control, geometry, describe)
+        whole, bucket_mb = not is_elementwise(config.optimizer_class), config.reduction.bucket_mb
+        self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision)
         self.guard = StateGuard(partial(marks, self.partition.streams), self.partition.edits)
         self.exchanges: dict[str, Exchange] = {}
         self.thread = SerialThread("zero_opt exchange", partial(close_all, self.exchanges))
@@ -76,15 +76,11 @@ class EngineParts:
 
     def _built_placement(self) -> Placement:
         """Return the placement, or raise on all ranks if one has none. Collective."""
-        placement = None
-        try:
+        with ExitStack() as undo:
             with self.agreement.together("ShardedOptimizer()"):
                 placement = self.config.placement.build(self.groups.neighbors)
-        except BaseException:
-            if placement is not None:
-                placement.close()
-            raise
-        assert placement is not None
+                undo.callback(placement.close)
+            undo.pop_all()
         return placement
 
     @property

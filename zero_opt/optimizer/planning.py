@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ..comm.backend_exchanges import build_exchange
 from ..layout import mask_of
 from ..policies import AlreadyReduced
-from ..sharding.buckets import GradBucket
 from ..sharding.param_groups import PlannedGroups
 from ..state.stand_ins import kinds_of
 from .contents import contents, value_contents
@@ -100,7 +99,9 @@ class Planner:
             parts.placement.drop(added)
             parts.partition.drop(added)
             raise
-        self._reserve_staging(added)
+        for bucket in added:
+            bucket.reserve_staging(parts.pool)
+        parts.gather.forget()  # the views of staging buffers that are replaced
         parts.reduction.watch(added)
         parts.gather.watch()
         with parts.visible.lock:
@@ -117,11 +118,3 @@ class Planner:
                 used = (groups.control, groups.reduce, groups.gather)
                 made = build_exchange(by_type[device_type], used, parts.pool, host_bytes=host_bytes)
                 parts.exchanges[device_type] = made
-
-    def _reserve_staging(self, added: Sequence[GradBucket]) -> None:
-        """Make staging buffers large enough for new buckets, and drop all references to those that are replaced."""
-        for bucket in added:
-            bucket.reserve_staging(self._parts.pool)
-        for bucket in self._parts.partition.buckets:
-            bucket.forget_staging()
-        self._parts.gather.forget()

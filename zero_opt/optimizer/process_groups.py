@@ -45,12 +45,9 @@ class OwnGroups:
         self._thread: SerialThread | None = None
         self._watch: Watch | None = None
         self._limits = HostLimits()
-        self.control: Group
-        self.reduce: Group
-        self.gather: Group
-        if several is None:
-            self.control = self.reduce = self.gather = AloneGroup()
-        else:
+        alone: Group = AloneGroup()
+        self.control = self.reduce = self.gather = alone
+        if several is not None:
             try:
                 self._make(several, checks)
             except BaseException:

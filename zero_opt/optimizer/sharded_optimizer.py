@@ -17,7 +17,7 @@ from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import following, hypers_of, normalized, param_name, params_of, run_once
+from ..sharding.param_groups import hypers_of, normalized, param_name, params_of, run_once
 from ..state.state_dict import StateDict
 from .arguments import adopt_errors, template_of
 from .between_steps import JoinableOptimizer
@@ -99,8 +99,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
                 raise
             error, checks = own_error, Checks()
         if alone and not apart:
-            given = (self._config, params, self._parked)
-            engine = SingleRank(*given) if mesh is None else DTensorSingleRank(*given, mesh)
+            kind = SingleRank if mesh is None else DTensorSingleRank
+            engine = kind(self._config, params, self._parked, mesh)
             super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
             self._engine: Engine = engine
             engine.attach(self)
@@ -178,9 +178,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """Return the name that messages give the parameter with a global index."""
         return param_name(self.param_groups, index)
 
-    @one_call("opt.add_param_group()")
+    @one_call("opt.add_param_group()", replans=True)
     @torch.inference_mode(False)
-    @following
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
 
@@ -238,9 +237,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._require_open()
         return self._engine.no_sync()
 
-    @one_call("opt.clip_grad_norm_()")
+    @one_call("opt.clip_grad_norm_()", replans=True)
     @torch.no_grad()
-    @following
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
 
@@ -290,8 +288,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    @one_call("opt.consolidate_state_dict()")
-    @following
+    @one_call("opt.consolidate_state_dict()", replans=True)
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
 
@@ -362,9 +359,8 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @one_call("opt.load_state_dict()")
+    @one_call("opt.load_state_dict()", replans=True)
     @torch.inference_mode(False)
-    @following
     def _load(self, state_dict: StateDict, *, strict: bool) -> None:
         self._engine.load(state_dict, strict=strict)
 
@@ -377,8 +373,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         with self._engine.together("load_sharded_state_dict()"):
             return make()
 
-    @one_call("sharded_state_dict()")
-    @following
+    @one_call("sharded_state_dict()", replans=True)
     def _rows(self) -> dict[int, dict[str, Any]]:
         """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, StatesByIndex, copied
 from .arguments import adopt_errors
 from .config import Config
-from .dtensors.mesh_params import admit
+from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
-from .loading import fitted_whole
+from .loading import fitted_state
 from .offload_state import Parked
 
 
@@ -34,10 +33,6 @@ class _NotTaken(Exception):
 
 def _no_user() -> None:
     """Return no optimizer: the engine is not attached to one."""
-
-
-def _describe(wrapped: torch.optim.Optimizer, index: int) -> str:
-    return param_name(wrapped.param_groups, index)
 
 
 class SingleRank(Engine):
@@ -50,13 +45,13 @@ class SingleRank(Engine):
     skips = 0
     unscales = False
 
-    def __init__(self, config: Config, params: Iterable[Any], parked: Parked) -> None:
+    def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None = None) -> None:
         if config.checks.nonfinite == "skip" and needs_closure(config.optimizer_class):
             raise UnsupportedOptimizer(
                 f"{config.optimizer_class.__name__} evaluates gradients in the middle of its step, which cannot be "
                 'skipped then; use Checks(nonfinite="raise")'
             )
-        self._config, self._parked = config, parked
+        self._config, self._parked, self._mesh = config, parked, mesh
         with adopt_errors():
             self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
@@ -70,11 +65,8 @@ class SingleRank(Engine):
 
     def attach(self, user: torch.optim.Optimizer) -> None:
         self._user = weakref.ref(user)  # so that both are collected as soon as they are dropped
-        user.param_groups, user.state, user.defaults = (
-            self._wrapped.param_groups,
-            self._wrapped.state,
-            self._wrapped.defaults,
-        )
+        user.param_groups, user.state = self._wrapped.param_groups, self._wrapped.state
+        user.defaults = self._wrapped.defaults
 
     def __getstate__(self) -> dict[str, Any]:
         self._current()
@@ -99,12 +91,8 @@ class SingleRank(Engine):
         wrapped = self._current()
         with adopt_errors():
             taken = normalized_group(group, len(wrapped.param_groups))
-            self._admit(params_of([taken]))
+            admit(self._mesh, params_of([taken]))
             wrapped.add_param_group(taken)
-
-    def _admit(self, params: Sequence[Tensor]) -> None:
-        """Raise UnsupportedParam or ParamsUnsharded for a parameter that this engine cannot take."""
-        admit(None, params, self._config)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +131,10 @@ class SingleRank(Engine):
         return self._scale(params, limit)
 
     def _skips_step(self, params: Sequence[Tensor]) -> bool:
-        return skips_step(self._config.checks, partial(self._measured, params), partial(_describe, self._wrapped))
+        return skips_step(self._config.checks, partial(self._measured, params), self._describe)
+
+    def _describe(self, index: int) -> str:
+        return param_name(self._wrapped.param_groups, index)
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)
@@ -154,17 +145,11 @@ class SingleRank(Engine):
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def take_bucket(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of the protocol)
         """Leave DistributedDataParallel's bucket as it is, on a rank alone."""
         world = resolve_group(None)
         if world is not None and world.size() > 1:
             raise ConfigConflict("the ShardedOptimizer is over one rank and cannot reduce for DDP; leave out the hook")
-
-    def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
-        return nullcontext()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -183,13 +168,13 @@ class SingleRank(Engine):
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         self._parked.require_here()
         wrapped, user = self._current(), self._user()
-        loaded = fitted_whole(state_dict, wrapped.param_groups, self._config, strict=strict)
+        loaded = fitted_state(state_dict, wrapped.param_groups, self._config, strict=strict, whole=True)
         wrapped.load_state_dict(
             self._in_form(loaded.refused.for_class(state_dict, loaded.states, wrapped.param_groups))
         )
         if user is not None:
             self.attach(user)
-        loaded.say(self._config, self._params, partial(_describe, wrapped))
+        loaded.say(self._config, self._params, self._describe)
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
         """Return a checked state dict as the wrapped class loads it."""

@@ -13,7 +13,7 @@ from ..errors import GradientConflict, ZeroOptError
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
-from .sparse import SparseGrads, sparse_refusal
+from .sparse import SparseGrads, sparse_grads, sparse_refusal
 
 
 class _Signature:
@@ -22,26 +22,25 @@ class _Signature:
     def __init__(self, params: Iterable[Tensor]) -> None:
         grads = [param.grad for param in params]
         # Not id(): a new gradient may be given the address, and so the id, of the one it replaces.
-        self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+        self._seen = [(_no_grad, None) if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def matches(self, params: Sequence[Tensor]) -> bool:
-        """Whether the gradients are the same, and nobody has written to them."""
-        if len(params) != len(self._seen):
-            return False
-        for param, seen in zip(params, self._seen, strict=True):
-            grad = param.grad
-            if (grad is None) != (seen is None):
-                return False
-            if grad is not None and seen is not None and (seen[0]() is not grad or seen[1] != grad._version):
-                return False
-        return True
+        """Return whether the gradients are the same, and no one has written to them."""
+        return len(params) == len(self._seen) and all(
+            seen() is param.grad and version == getattr(param.grad, "_version", None)
+            for param, (seen, version) in zip(params, self._seen, strict=True)
+        )
 
     def gone(self, params: Sequence[Tensor]) -> bool:
-        """Whether all gradients that there were have been dropped or replaced."""
+        """Return whether all gradients that there were have been dropped or replaced."""
         return not any(
-            seen is not None and param.grad is not None and seen[0]() is param.grad
-            for param, seen in zip(params, self._seen, strict=False)
+            param.grad is not None and seen() is param.grad
+            for param, (seen, _) in zip(params, self._seen, strict=False)
         )
+
+
+def _no_grad() -> None:
+    """Return no gradient, as a reference to one does that is gone."""
 
 
 class AtStepReduction(GradReduction):
@@ -70,7 +69,7 @@ class AtStepReduction(GradReduction):
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
             )
         error = error or self._conflict(params)
-        rounds = int(fresh) + int(fresh and self._sparse.any_here())
+        rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
         return OwnRounds(rounds, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
@@ -123,7 +122,7 @@ class AtStepReduction(GradReduction):
 
     def scale_in_step(self, factor: Tensor) -> None:
         self._scaled = True
-        self.step_factor *= float(factor)
+        super().scale_in_step(factor)
 
     def reset(self) -> None:
         self._reduced, self._scaled, self.step_factor = None, False, 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -93,9 +93,13 @@ class BackwardPasses:
 
 def _inside_function() -> bool:
     """Return whether this thread is in the backward of an autograd Function."""
+    codes = (frame.f_code for frame in calling_frames())
+    return any(code.co_name == "apply" and code.co_filename == _FUNCTION_FILE for code in codes)
+
+
+def calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
-            return True
+        yield frame
         frame = frame.f_back
-    return False

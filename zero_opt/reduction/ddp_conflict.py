@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import FrameType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 
 from ..errors import GradientConflict
+from .autograd_hooks import calling_frames
 
 
 def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
@@ -50,15 +48,12 @@ def _instances(kind: type[DistributedDataParallel]) -> Iterator[DistributedDataP
 
 def forward_of_ddp() -> nn.Module | None:
     """Return the module whose forward ``DistributedDataParallel`` is about to call, if its code is on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        ddp: Any = None
+    module: nn.Module
+    for frame in calling_frames():
         if frame.f_code is DistributedDataParallel._pre_forward.__code__:
-            ddp = frame.f_locals["self"]
-        elif frame.f_code is _DDPJoinHook.main_hook.__code__:
-            ddp = frame.f_locals["self"].ddp
-        if ddp is not None:
-            module: nn.Module = ddp.module
+            module = frame.f_locals["self"].module
             return module
-        frame = frame.f_back
+        if frame.f_code is _DDPJoinHook.main_hook.__code__:
+            module = frame.f_locals["self"].ddp.module
+            return module
     return None

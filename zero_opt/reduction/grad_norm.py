@@ -70,12 +70,6 @@ def all_finite(grads: Iterable[Tensor]) -> bool:
     return all(_finite(grads))
 
 
-def _device_squares(values: Iterable[Tensor]) -> Iterator[float]:
-    """Yield the sum of squares of each tensor on an accelerator, in fp64."""
-    for norm in _to_host([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in values]):
-        yield norm * norm
-
-
 def _squares(values: Tensor) -> Iterator[float]:
     """Yield sums of squares of pieces, each in fp64, without a second copy of the whole in fp64."""
     run = _run_of(values)
@@ -101,7 +95,8 @@ def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = 
         # In one call: of many small ones, calls are the cost.
         total = grad_squares(*zip(*native, strict=True)).total if native else 0.0
         squares = (square for values in others for square in _squares(values))
-        return math.fsum([total, *squares, *_device_squares(elsewhere)])
+        norms = _to_host([torch.linalg.vector_norm(values, dtype=torch.float64) for values in elsewhere])
+        return math.fsum([total, *squares, *(norm * norm for norm in norms)])
     except OverflowError:  # finite squares whose sum is not
         return math.inf
 

@@ -165,9 +165,9 @@ class GradReduction(ABC):
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by a 0-dim tensor, in place."""
 
-    @abstractmethod
     def scale_in_step(self, factor: Tensor) -> None:
         """Multiply :attr:`step_factor` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
+        self.step_factor *= float(factor)
 
     def reset(self) -> None:
         """Void the gradients of this epoch: ``zero_grad`` was called."""

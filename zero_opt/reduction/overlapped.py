@@ -406,9 +406,6 @@ class OverlappedReduction(GradReduction):
             if bucket.shard_nbytes:
                 bucket.scale(factor)
 
-    def scale_in_step(self, factor: Tensor) -> None:
-        self.step_factor *= float(factor)
-
     def zero_consumed(self, param: int) -> None:
         bucket, position = self._partition.places[param]
         fill = self._fills.get(bucket)

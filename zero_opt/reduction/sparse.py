@@ -13,7 +13,7 @@ from ..sharding.partition import Partition
 from .interface import GradShard, ReductionParts
 
 
-def _sparse_grads(partition: Partition) -> dict[int, Tensor]:
+def sparse_grads(partition: Partition) -> dict[int, Tensor]:
     """Return the sparse gradients of this rank, by parameter."""
     flats = partition.flats.items()
     return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
@@ -21,7 +21,7 @@ def _sparse_grads(partition: Partition) -> dict[int, Tensor]:
 
 def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
     """Return the error if parameters may be cut anywhere, and one has a sparse gradient here."""
-    for index in () if partition.whole else _sparse_grads(partition):
+    for index in () if partition.whole else sparse_grads(partition):
         return UnsupportedParam(
             f"{partition.flats[index].label} has a sparse gradient, and an elementwise class, whose parameters are cut "
             "anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
@@ -36,10 +36,6 @@ class SparseGrads:
         self._parts = parts
         self._reduced: dict[int, Tensor] = {}
 
-    def any_here(self) -> bool:
-        """Whether this rank has a sparse gradient."""
-        return bool(_sparse_grads(self._parts.partition))
-
     def reduce(self) -> int:
         """Reduce all sparse gradients; returns a bit per parameter that has one on any rank. Collective.
 
@@ -47,7 +43,7 @@ class SparseGrads:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
         """
         self._reduced.clear()
-        mine = {index: grad.coalesce().cpu() for index, grad in _sparse_grads(self._parts.partition).items()}
+        mine = {index: grad.coalesce().cpu() for index, grad in sparse_grads(self._parts.partition).items()}
         described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
         group = self._parts.agreement.group
         described_by = [json.loads(p) for p in group.all_gather_bytes(json.dumps(described).encode())]

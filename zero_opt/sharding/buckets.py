@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.exchange import MEAN, BucketReduction, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool
+from ..comm.exchange import MEAN, BucketReduction, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
@@ -117,7 +117,6 @@ class GradBucket:
         self._shards: list[Tensor] = []
         self._at, self._lent, self._arena_count = 0, False, 0
         self._away: list[Tensor] = []
-        self._views: dict[int, list[Tensor]] = {}
         self.reader: ShardReader | None = None
 
     @property
@@ -141,7 +140,7 @@ class GradBucket:
 
     def leave(self) -> None:
         """Free the shard's memory on an accelerator, with its values, until :meth:`come_back`. Views stay views."""
-        for shard in self._shards[self._arena_count :]:
+        for shard in self.own_shards:
             if not shard.is_cpu:
                 self._away.append(shard)
                 shard.untyped_storage().resize_(0)
@@ -225,34 +224,6 @@ class GradBucket:
         for dtype in (self.dtype, self.params[0].param.dtype):
             pool.reserve(self.layout.numel, dtype, self.device)
 
-    def forget_staging(self) -> None:
-        """Keep no view of any buffer."""
-        self._views = {}
-
-    def _staging_views(self, staging: Tensor) -> list[Tensor]:
-        """Per parameter, its place in the staging buffer, in the parameter's shape."""
-        views = self._views.get(staging.data_ptr())
-        if views is None:
-            views = self._views[staging.data_ptr()] = self._views_of(staging)
-        return views
-
-    def _views_of(self, staging: Tensor) -> list[Tensor]:
-        """Per parameter, its place in a tensor that holds the bucket, in the parameter's shape."""
-        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-        return [flat.shaped(staging[offset : offset + numel]) for flat, offset, numel in places]
-
-    def _stage(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> None:
-        """Copy all gradients into their places in a staging buffer, zeros where there is none."""
-        targets, sources = [], []
-        for view, grad in zip(views, grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
     def _runs(
         self, grads: Sequence[Tensor | None], staged: Tensor | None, accumulate: Sequence[bool], pool: StagingPool
     ) -> list[Run]:
@@ -267,14 +238,14 @@ class GradBucket:
             values = None if grad is None else self._run_of(grad, position)
             if grad is not None and values is None:
                 staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
-                self._staging_views(staging)[position].copy_(grad)
                 values = staging[start : start + numel]
+                self.params[position].shaped(values).copy_(grad)
             runs.append(Run(start, numel, values, add.get(position, False)))
         return runs
 
-    def _run_of(self, grad: Tensor | None, position: int) -> Tensor | None:
+    def _run_of(self, grad: Tensor, position: int) -> Tensor | None:
         """A gradient as a 1-D run in storage order, if it lies in memory like that."""
-        if grad is None or grad.dtype is not self.dtype or grad.stride() != self.params[position].strides:
+        if grad.dtype is not self.dtype or grad.stride() != self.params[position].strides:
             return None
         return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
 
@@ -292,9 +263,11 @@ class GradBucket:
             return
         producers = fill.producers.events()
         with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):
-            # Padding is sent too: zeros keep it finite and the transfer deterministic.
-            fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-            self._stage(fill.grads, self._views_of(fill.staged))
+            # Zeros where no gradient has come. Padding is sent too: they keep it finite and the transfer deterministic.
+            staged = fill.staged = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+            places = zip(fill.grads, self.params, self.layout.offsets, self.layout.numels, strict=True)
+            taken = [(grad, flat.shaped(staged[at : at + n])) for grad, flat, at, n in places if grad is not None]
+            copy_all([view for _, view in taken], [grad for grad, _ in taken])
             fill.ready = [self.streams.produced()[1]]
         fill.grads = []
 

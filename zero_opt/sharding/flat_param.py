@@ -38,6 +38,11 @@ def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(1 if size == 1 else stride for stride, size in zip(order, shape, strict=True))
 
 
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is another once the data of a tensor was re-pointed."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 class _VersionCounter:
     """How many of the writes that a version counter counts are ours."""
 
@@ -69,14 +74,10 @@ class FlatParam:
         param = self.param
         return param.dtype, param.device, tuple(param.shape), element_order(param.shape, param.stride())
 
-    def _place(self) -> tuple[Any, ...]:
-        param = self.param
-        return param.data_ptr(), param.shape, param.stride(), param.dtype, param.device
-
     def remake_views(self) -> None:
         """Make the views anew, of the parameter's data as it is now."""
         param = self.param
-        self._where = self._place()
+        self._where = place_of(param)
         self.mirrored = not is_dense(param.shape, param.stride())
         self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
         source = param.detach()
@@ -102,7 +103,7 @@ class FlatParam:
             UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or
                 elements share memory now.
         """
-        if self._place() == self._where:
+        if place_of(self.param) == self._where:
             return False
         if self._identity() != self._planned:
             was, now = (

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from operator import is_
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,46 +33,10 @@ class Replacement:
     fits: bool = False
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-class _Replanned(Protocol):
-    def _replan(self) -> None:
-        """Plan the current parameters of the param groups, or raise ParamsReplaced on every rank. Collective."""
-
-
-_Self = TypeVar("_Self", bound=_Replanned)
-
-
-def following(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Decorate a collective method of an optimizer: if it raises ParamsReplaced, plan again and call it once more.
-
-    The method raises that on every rank, before it changes anything; see :meth:`PlannedGroups.require`.
-    """
-
-    @wraps(method)
-    def follow(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with suppress(ParamsReplaced):
-            return method(self, *args, **kwargs)
-        self._replan()
-        return method(self, *args, **kwargs)
-
-    return follow
-
-
-class HasParamGroups(Protocol):
-    """The optimizer that users see."""
-
-    @property
-    def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """As of ``torch.optim.Optimizer``."""
-
-
 class PlannedGroups:
-    """The planned parameters of every param group of ``owner``. No method is collective."""
+    """The planned parameters of every param group of ``owner``, which users see. No method is collective."""
 
-    def __init__(self, owner: HasParamGroups) -> None:
+    def __init__(self, owner: torch.optim.Optimizer) -> None:
         self._owner = owner
         self._planned: list[list[Tensor]] = []
 

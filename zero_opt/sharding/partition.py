@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
 from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
+from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket
 from .flat_param import FlatParam, edits_of, share_counters
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How parameters are cut.
-
-    Attributes:
-        whole: give every parameter whole to one rank, rather than cut anywhere.
-        bucket_mb: bucket size in MiB.
-        reduce_dtype, accumulate_dtype: of gradient buckets, as in :class:`MixedPrecision`.
-    """
-
-    whole: bool
-    bucket_mb: float
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype | None = None
 
 
 class Partition:
@@ -40,12 +24,18 @@ class Partition:
         buckets: in plan order; grows, never changes.
         places: global parameter index -> (bucket index, position in that bucket).
         streams: by device.
-        whole: every parameter belongs to one rank.
+        whole: every parameter belongs to one rank, rather than be cut anywhere.
+
+    Args:
+        describe: names a parameter, given its global index. bucket_mb: bucket size in MiB.
+        precision: has the dtypes of gradient buckets.
     """
 
-    def __init__(self, group: Group, geometry: Geometry, describe: Callable[[int], str]) -> None:
+    def __init__(
+        self, group: Group, describe: Callable[[int], str], whole: bool, bucket_mb: float, precision: MixedPrecision
+    ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
-        self._geometry, self._describe, self.whole = geometry, describe, geometry.whole
+        self._describe, self.whole, self._bucket_mb, self._precision = describe, whole, bucket_mb, precision
         self.flats: dict[int, FlatParam] = {}
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -54,11 +44,10 @@ class Partition:
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
 
-    def add(self, params: Iterable[tuple[int, int, Tensor]]) -> list[GradBucket]:
+    def add(self, params: Sequence[tuple[int, int, Tensor]]) -> list[GradBucket]:
         """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
-        params = list(params)
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
-        specs = {index: flats[index].spec(group) for index, group, param in params}
+        specs = {index: flats[index].spec(group) for index, group, _ in params}
         layouts = self._plan(specs)
         share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)
@@ -66,7 +55,7 @@ class Partition:
         added = []
         for layout in layouts:
             members = [flats[index] for index in layout.params]
-            dtypes = (self._geometry.reduce_dtype, self._geometry.accumulate_dtype)
+            dtypes = (self._precision.reduce_dtype, self._precision.accumulate_dtype)
             device = members[0].param.device
             streams = self.streams.setdefault(device, build_streams(device))
             added.append(GradBucket(layout, members, self.rank, *dtypes, streams))
@@ -85,7 +74,7 @@ class Partition:
         del self._known_edits[len(self.flats) :]
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
-        bucket_bytes, first = self._geometry.bucket_mb * 2**20, len(self.buckets)
+        bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
         if not self.whole:
             return plan_flat(specs, self.world_size, bucket_bytes, first)
         layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)

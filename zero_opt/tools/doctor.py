@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -56,10 +57,9 @@ def examine(path: str | None = None) -> Iterator[Finding]:
     Args:
         path: a directory for ``NVMeOffload``, if one is to be looked at.
     """
-    for look in (_python, _torch, _native, _cores, _memory, _shm, _huge_pages, _descriptors, _worker):
+    machine = (_python, _torch, _native, _cores, _memory, _shm, _huge_pages, _system_calls, _backends, _accelerators)
+    for look in machine:
         yield from look()
-    yield from _backends()
-    yield from _accelerators()
     if path is not None:
         yield from _path(path)
 
@@ -169,63 +169,43 @@ def _huge_pages() -> Iterator[Finding]:
     )
 
 
-def _why_refused(make: Callable[[], int]) -> str:
-    """Why a file descriptor of some kind cannot be had; empty if it can."""
-    try:
-        os.close(make())
-    except AttributeError:
-        return f"not on {sys.platform}"
-    except OSError as error:
-        return str(error.strerror)
-    return ""
-
-
-def _descriptors() -> Iterator[Finding]:
+def _system_calls() -> Iterator[Finding]:
     off = "WorkerOffload and exchange in shared memory are off; "
     allow = "let the container's seccomp profile allow {} (docker: the default profile does)"
-    kinds = {
-        "memfd": (lambda: os.memfd_create("zero_opt doctor", os.MFD_CLOEXEC), "memfd_create"),
-        "pidfd": (lambda: os.pidfd_open(os.getpid()), "pidfd_open"),
-        "eventfd": (lambda: os.eventfd(0), "eventfd2"),
+    kinds: dict[str, tuple[Callable[[], None], str]] = {
+        "memfd": (lambda: os.close(os.memfd_create("zero_opt doctor", os.MFD_CLOEXEC)), "memfd_create"),
+        "pidfd": (lambda: os.close(os.pidfd_open(os.getpid())), "pidfd_open"),
+        "eventfd": (lambda: os.close(os.eventfd(0)), "eventfd2"),
     }
     for name, (make, call) in kinds.items():
-        reason = _why_refused(make)
-        if reason:
-            yield Finding(OFF, name, f"refused ({reason})", off + allow.format(call))
-        else:
-            yield Finding(OK, name, "yes")
-    yield _peer_memory()
+        yield _tried(name, make, "yes", "refused", off + allow.format(call))
+    mapped = "ranks of this host can map each other's, if in one process namespace"
+    advice = "ranks of this host exchange through torch.distributed instead; mount /proc, allow memfd_create"
+    yield _tried("shared memory", _map_as_a_peer, mapped, "not between processes", advice)
+    advice = "WorkerOffload is off; see native, memfd, pidfd and eventfd"
+    yield _tried("worker", _start_worker, "starts", "does not start", advice)
 
 
-def _peer_memory() -> Finding:
-    """Ranks of a host open each other's memory by process and descriptor."""
-    name = "shared memory"
+def _tried(name: str, attempt: Callable[[], None], yes: str, no: str, advice: str) -> Finding:
+    """Return what comes of an attempt, which may be refused."""
     try:
-        arena = Arena.create("zero_opt doctor", PAGE)
-        try:
-            Arena.of_peer(os.getpid(), arena.fd, PAGE, (0, bytes(8))).close()
-        finally:
-            arena.close()
-    except (OSError, AttributeError) as error:
-        advice = "ranks of this host exchange through torch.distributed instead; mount /proc, allow memfd_create"
-        return Finding(OFF, name, f"not between processes ({error})", advice)
-    return Finding(OK, name, "ranks of this host can map each other's, if in one process namespace")
+        attempt()
+    except AttributeError:
+        return Finding(OFF, name, f"{no} (not on {sys.platform})", advice)
+    except (ZeroOptError, OSError, ImportError) as error:
+        return Finding(OFF, name, f"{no} ({error})", advice)
+    return Finding(OK, name, yes)
 
 
-def _worker() -> Iterator[Finding]:
-    """Start one, and end it."""
-    try:
-        worker = WorkerProcess(WorkerOffload(threads=1), sorted(os.sched_getaffinity(0)), 1)
-        try:
-            worker.start()
-        finally:
-            worker.close()
-    except (ZeroOptError, OSError, ImportError, AttributeError) as error:
-        yield Finding(
-            OFF, "worker", f"does not start ({error})", "WorkerOffload is off; see native, memfd, pidfd and eventfd"
-        )
-    else:
-        yield Finding(OK, "worker", "starts")
+def _map_as_a_peer() -> None:
+    """Open shared memory by process and descriptor, as ranks of a host open each other's."""
+    with closing(Arena.create("zero_opt doctor", PAGE)) as arena:
+        Arena.of_peer(os.getpid(), arena.fd, PAGE, (0, bytes(8))).close()
+
+
+def _start_worker() -> None:
+    with closing(WorkerProcess(WorkerOffload(threads=1), sorted(os.sched_getaffinity(0)), 1)) as worker:
+        worker.start()
 
 
 def _backends() -> Iterator[Finding]:

@@ -102,20 +102,14 @@ class _Backend(StagedExchange):
         return nothing_left
 
 
-class _SharedMemory(Exchange):
-    """The host exchange: slots of its own, and ``fallback`` for what its kernels cannot add up."""
-
-    def __init__(self, pool: StagingPool, fallback: Exchange, nbytes: int) -> None:
-        super().__init__(pool)
-        self._fallback, self.nbytes = fallback, nbytes
+class _SharedMemory(PairwiseExchange):
+    """The host exchange, which sends messages only of what its kernels cannot add up."""
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
-        return reduction.out.dtype in NATIVE_DTYPES or self._fallback.reduce_runs(reduction)
+        return reduction.out.dtype in NATIVE_DTYPES or super().reduce_runs(reduction)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
-        if runs.first.dtype in NATIVE_DTYPES:
-            return nothing_left
-        return self._fallback.gather_runs(ident, runs, bounds)
+        return nothing_left if runs.first.dtype in NATIVE_DTYPES else super().gather_runs(ident, runs, bounds)
 
 
 def staging_nbytes(
@@ -134,22 +128,22 @@ def staging_nbytes(
     for device, there in by_device.items():
         pool = StagingPool()
         shared = one_host and reduction.exchange == "auto" and native_available()
-        nbytes = own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there)) if shared else 0
-        exchange = _exchange(device, rank, world_size, pool, nbytes)
+        exchange = _exchange(device, rank, world_size, pool, shared=shared)
         _play_step(device, there, exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
-        total += pool.nbytes + exchange.nbytes
+        total += pool.nbytes
+        if isinstance(exchange, _SharedMemory):
+            total += own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there))
     return total
 
 
-def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, shared_nbytes: int) -> Exchange:
-    """Return the exchange that the ranks use, in shared memory if there is any."""
+def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, *, shared: bool) -> Exchange:
+    """Return the exchange that the ranks use, in shared memory on the host if they can share it."""
     if world_size == 1:
         return AloneExchange(pool, blocks=is_host(device))
     if not is_host(device):
         return _Backend(rank, pool)
     post = _Silent(rank, world_size)
-    pairwise = PairwiseExchange(post, post, pool)
-    return _SharedMemory(pool, pairwise, shared_nbytes) if shared_nbytes else pairwise
+    return (_SharedMemory if shared else PairwiseExchange)(post, post, pool)
 
 
 def _play_step(

@@ -82,17 +82,9 @@ class Sizing:
 
     def buckets(self, rank: int) -> list[GradBucket]:
         """A rank's buckets, on the meta device."""
-        precision = self.config.precision
-        return [
-            GradBucket(
-                plan,
-                [self.sketches[index].flat for index in plan.params],
-                rank,
-                precision.reduce_dtype,
-                precision.accumulate_dtype,
-            )
-            for plan in self._layouts
-        ]
+        dtypes = (self.config.precision.reduce_dtype, self.config.precision.accumulate_dtype)
+        flats = {index: sketch.flat for index, sketch in self.sketches.items()}
+        return [GradBucket(plan, [flats[index] for index in plan.params], rank, *dtypes) for plan in self._layouts]
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""

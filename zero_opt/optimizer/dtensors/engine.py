@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
 from .local_parts import local_grad, state_of_param, state_of_part
 from .local_view import LocalView
-from .mesh_params import MeshParams, admit
+from .mesh_params import MeshParams
 
 
 class DTensorSingleRank(SingleRank):
@@ -34,17 +34,12 @@ class DTensorSingleRank(SingleRank):
     a norm.
     """
 
-    def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams) -> None:
-        super().__init__(config, params, parked)
-        self._mesh = mesh
+    _mesh: MeshParams
 
     def _current(self) -> torch.optim.Optimizer:
         wrapped = super()._current()
-        self._mesh.follow(wrapped.param_groups, self._config)
+        self._mesh.follow(wrapped.param_groups)
         return wrapped
-
-    def _admit(self, params: Sequence[Tensor]) -> None:
-        admit(self._mesh, params, self._config)
 
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         self._mesh.shards.require_sharded()
@@ -86,6 +81,8 @@ class DTensorEngine(ShardedEngine):
     :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
     """
 
+    _mesh: MeshParams
+
     def __init__(
         self,
         config: Config,
@@ -95,11 +92,10 @@ class DTensorEngine(ShardedEngine):
         parked: Parked,
         mesh: MeshParams,
     ) -> None:
-        view = LocalView(user)
+        self._view = LocalView(user)
         # Gradients are the means already, of the parts that are here.
-        given, config = config, replace(config, reduction=AlreadyReduced())
-        super().__init__(config, groups, describe, user, parked, owner=view)
-        self._mesh, self._view, self._given = mesh, view, given
+        config = replace(config, reduction=AlreadyReduced())
+        super().__init__(config, groups, describe, user, parked, mesh, self._view)
 
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
@@ -135,9 +131,6 @@ class DTensorEngine(ShardedEngine):
             for piece, grad in zip(shard.slices, shard.grads, strict=True):
                 grads[piece.param] = grad
         return self._mesh.measure([self._view.param_of(plain) for plain in params], grads)
-
-    def _admit(self, params: Sequence[Tensor]) -> None:
-        admit(self._mesh, params, self._given)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def check_dtensor(param: Tensor, label: str) -> None:
 
 
 def local_of(value: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, over the same memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, over the same memory; any other value itself."""
     if not is_dtensor(value):
         return value
     with torch.no_grad():
@@ -55,15 +55,10 @@ def local_grad(param: Tensor) -> Tensor | None:
     return local_of(grad)
 
 
-def counts_here(param: Tensor) -> bool:
-    """Return whether this rank counts its part in sums over ranks: of ranks with the same elements, the first does."""
-    if not is_dtensor(param):
-        return True
-    of: Any = param
-    coordinate = of.device_mesh.get_coordinate()
-    return coordinate is not None and not any(
-        at for at, placement in zip(coordinate, of.placements, strict=True) if placement.is_replicate()
-    )
+def counts_here(param: Any) -> bool:
+    """Return whether sums over ranks take this rank's part of a DTensor: of ranks with the same part, the first."""
+    coordinate = param.device_mesh.get_coordinate()
+    return not any(at for at, placement in zip(coordinate, param.placements, strict=True) if placement.is_replicate())
 
 
 def dtensor_over(local: Tensor, like: Tensor) -> Tensor:
@@ -80,12 +75,14 @@ def dtensor_over(local: Tensor, like: Tensor) -> Tensor:
     return made
 
 
-def cut_like(value: Tensor, param: Tensor) -> Tensor:
+def cut_like(value: Any, param: Tensor) -> Any:
     """Return state of any form as a step of ``param`` needs it: a DTensor cut like the parameter if it has its shape.
 
-    Tensors of another shape are replicated. Scalars, and state of plain parameters, stay as they are. Collective over
-    the value's mesh, if the value is a DTensor that is cut otherwise.
+    Tensors of another shape are replicated. Scalars, what is no tensor, and state of plain parameters, stay as they
+    are. Collective over the value's mesh, if the value is a DTensor that is cut otherwise.
     """
+    if not isinstance(value, Tensor):
+        return value
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     full = value
@@ -132,6 +129,4 @@ def state_of_part(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
     Collective as :func:`cut_like` is.
     """
-    return {
-        key: local_of(cut_like(value, param)) if isinstance(value, Tensor) else value for key, value in state.items()
-    }
+    return {key: local_of(cut_like(value, param)) for key, value in state.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from operator import is_
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...placement import ParamState
-from ...sharding.flat_param import is_dtensor
+from ...sharding.flat_param import is_dtensor, place_of
 from .local_parts import local_grad, local_of, state_of_part, value_of_param
 
 
@@ -35,7 +36,7 @@ class _Twin:
         param, plain, part = self.param, self.plain, local_of(self.param)
         if plain.requires_grad is not param.requires_grad:
             plain.requires_grad_(param.requires_grad)
-        if _place(part) != _place(plain):
+        if place_of(part) != place_of(plain):
             plain.data = part
         if self._apart and (param._version, part._version) != self._edits:
             torch.autograd.graph.increment_version([plain])
@@ -50,35 +51,15 @@ class _Twin:
             self._edits, self._writes = (self.param._version, local_of(self.param)._version), self.plain._version
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+class PlainGroup(UserDict[str, Any]):
+    """A param group of the user's, but for its parameters, which are the plain ones. Changes are made to the user's."""
 
-
-class PlainGroup(MutableMapping[str, Any]):
-    """A param group of the user's, but for its parameters, which are the plain ones."""
-
-    def __init__(self, group: MutableMapping[str, Any], params: list[nn.Parameter]) -> None:
-        self._group, self._params = group, params
+    def __init__(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        self.data, self._params = group, params  # the user's own dict, of which UserDict would take a copy
 
     def __getitem__(self, key: str) -> Any:
-        """The user's value."""
-        return self._params if key == "params" else self._group[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Change the user's value."""
-        self._group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        """Drop the user's value."""
-        del self._group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """All keys."""
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        """How many keys."""
-        return len(self._group)
+        """Return the user's value, and the plain parameters in the place of the user's."""
+        return self._params if key == "params" else self.data[key]
 
 
 class PlainState(MutableMapping[Tensor, ParamState]):

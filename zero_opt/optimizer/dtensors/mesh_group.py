@@ -25,11 +25,8 @@ class MeshGroup(Group):
         self._device_mesh = mesh
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.inline_bytes, self.backend, self.parent = INLINE_BYTES, "mesh", None
-        self.rank, self.world_size, self.timeout_s = (
-            self.ranks.index(torch.distributed.get_rank()),
-            len(self.ranks),
-            0.0,
-        )
+        self.rank, self.world_size = self.ranks.index(torch.distributed.get_rank()), len(self.ranks)
+        self.timeout_s = 0.0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank; the wait ends with the mesh's own timeout.

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
 from ...kernels import CPUAdam, CPUAdamW
+from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Measured, look, norm_dtype
 from ...sharding.flat_param import is_dtensor
@@ -35,10 +36,12 @@ class MeshParams:
 
     Attributes:
         shards: what FSDP does with the parameters.
+        takes_plain: whether parameters may be plain tensors, whose gradients no rank reduces here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         self.shards = Shards()
+        self.takes_plain = isinstance(config.reduction, AlreadyReduced)
         self._params: list[Tensor] = []
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
@@ -51,14 +54,14 @@ class MeshParams:
             if mesh not in self._groups:
                 self._groups[mesh] = MeshGroup(mesh)
 
-    def follow(self, param_groups: Sequence[Mapping[str, Any]], config: Config) -> None:
+    def follow(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Take in parameters that the user has replaced others with; see :func:`admit`."""
         params = [param for group in param_groups for param in group["params"]]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             self.shards, self._params = Shards(), []
             self._groups.clear()
             self.forget()
-            admit(self, params, config)
+            admit(self, params)
 
     @property
     def largest(self) -> MeshGroup:
@@ -102,12 +105,11 @@ class MeshParams:
         self.forget()
         mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
         for index, state in sorted(states.items()):
-            entry = {}
+            entry = full[index] = {}
             for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
                 full_value = full_copy(value)
                 if mine:
                     entry[key] = full_value
-            full[index] = entry
         if mine:
             self._kept = (_version(live), full)
 
@@ -130,10 +132,7 @@ class MeshParams:
             for saved_id, param in zip(saved["params"], group["params"], strict=True)
         }
         states = {
-            index: {
-                key: cut_like(value, param_of[index]) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
+            index: {key: cut_like(value, param_of[index]) for key, value in state.items()}
             for index, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
@@ -160,13 +159,8 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
 
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     """Return numbers that are others once state was edited in place, replaced, added or dropped."""
-    return tuple(
-        number
-        for state in live.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-        for number in (id(value), value._version)
-    )
+    values = (value for state in live.values() for value in live_tensors(state))
+    return tuple(number for value in values for number in (id(value), value._version))
 
 
 def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
@@ -179,16 +173,15 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
     """
     params = params_of(entries)
-    mesh = MeshParams() if any(map(is_dtensor, params)) else None
-    if mesh is not None:
-        _check_policies(config, process_group)
-        if steps_apart(config):
-            _check_cuttable(config.optimizer_class)
-    admit(mesh, params, config)
+    mesh = None
+    if any(map(is_dtensor, params)):
+        _check_config(config, process_group)
+        mesh = MeshParams(config)
+    admit(mesh, params)
     return mesh
 
 
-def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> None:
+def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
     """Check parameters, and add them to ``mesh`` if the optimizer has DTensors.
 
     Raises:
@@ -204,7 +197,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor], config: Config) -> 
         label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
         if is_dtensor(param) and mesh is None:
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
-        if mesh is not None and not is_dtensor(param) and not isinstance(config.reduction, AlreadyReduced):
+        if mesh is not None and not is_dtensor(param) and not mesh.takes_plain:
             raise UnsupportedParam(
                 f"{label} is a plain tensor among DTensors, so no rank reduces its gradient; give it an optimizer of "
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
@@ -220,8 +213,8 @@ def steps_apart(config: Config) -> bool:
     return native or config.has_masters
 
 
-def _check_policies(config: Config, process_group: object) -> None:
-    """Raise ConfigConflict for what cannot be asked of an optimizer over DTensors."""
+def _check_config(config: Config, process_group: object) -> None:
+    """Raise ConfigConflict or UnsupportedOptimizer for what cannot be asked of an optimizer over DTensors."""
     instead = None
     if process_group is not None:
         instead = "whose mesh says which ranks there are; leave process_group out"
@@ -238,13 +231,10 @@ def _check_policies(config: Config, process_group: object) -> None:
         instead = "of whose columns each rank has a part, and selects none for all; leave selective out"
     if instead is not None:
         raise ConfigConflict(f"parameters are DTensors, {instead}")
-
-
-def _check_cuttable(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise UnsupportedOptimizer for a class that cannot step parts of parameters."""
-    if not is_elementwise(cls):
+    if steps_apart(config) and not is_elementwise(config.optimizer_class):
+        name = config.optimizer_class.__name__
         raise UnsupportedOptimizer(
-            f"{cls.__name__} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
+            f"{name} is not known to be elementwise, so it cannot step the local parts of DTensors; with "
             "offload=None and no master_dtype it is given the DTensors themselves. If it is elementwise, see "
             "zero_opt.register_elementwise()"
         )
