@@ -121,7 +121,7 @@ class Agreement:
         """Let each report of a step about so many parameters travel in one message."""
         self.group.inline_bytes = max(self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count))
 
-    def on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
+    def agree_on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
         """Agree on the state of the step about to be taken.
 
         Raises:
@@ -186,7 +186,7 @@ class Agreement:
                     f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
                 )
 
-    def on_edits(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
+    def require_same_values(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
         """Require equal values of parameters that the ranks have not written to equally often. Collective.
 
         The values may be equal all the same: where one rank loads a checkpoint, and it or DDP sends the values to the
@@ -263,7 +263,7 @@ class Agreement:
             failure = error
         self.raise_first_error(failure, call)
 
-    def on_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
+    def require_same_contents(self, entries: Iterable[tuple[str, Any]]) -> None:
         """Compare what the ranks hold, as (name of the thing, its JSON value), in order.
 
         A fixed-size digest is compared; the entries travel only when digests differ.

@@ -195,14 +195,18 @@ class Group:
         return (lambda: None) if self.watch is None else Stops(self.watch).attend
 
     @contextlib.contextmanager
-    def exchanging(self, what: str = WAIT) -> Iterator[None]:
-        """Return a context of waits for other ranks in a step, or of ``what``; see :meth:`Watch.interrupted`."""
+    def exchanging(self) -> Iterator[None]:
+        """Return a context of waits for other ranks in a step."""
         try:
             yield
         except BaseException as error:
-            if self.watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
-                self.watch.interrupted(error, what)
+            self.leave_interrupted(error, WAIT)
             raise
+
+    def leave_interrupted(self, error: BaseException, what: str) -> None:
+        """Leave training as :meth:`Watch.interrupted` does, unless the error says that this rank, or another, has."""
+        if self.watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
+            self.watch.interrupted(error, what)
 
     @property
     def calls(self) -> int:
@@ -260,7 +264,7 @@ class Group:
         Raises:
             ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
         """
-        self._require_own()
+        self._require_not_forked()
         outputs, pg = [torch.empty_like(tensor) for _ in range(self.world_size)], self.pg
         self._run(lambda: pg.allgather([outputs], [tensor]), ALL, tensor)
         return outputs
@@ -303,11 +307,11 @@ class Group:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite ``tensor`` on every rank with that of group rank ``src``."""
-        self._require_own()
+        self._require_not_forked()
         pg = self.pg
         self._run(lambda: _broadcasting(pg, tensor, src), _whom(pg), tensor)
 
-    def _require_own(self) -> None:
+    def _require_not_forked(self) -> None:
         if os.getpid() != self._pid:
             raise ProcessGroupError(
                 "this process was forked from the one that made this ShardedOptimizer, whose connections and threads "
@@ -438,11 +442,11 @@ class AloneGroup(Group):
         self._pid = os.getpid()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._require_own()
+        self._require_not_forked()
         return [tensor.clone()]
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
-        self._require_own()
+        self._require_not_forked()
         return [payload]
 
     def disconnect(self) -> None:

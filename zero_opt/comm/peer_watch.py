@@ -81,11 +81,12 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
-        awaited: the rank whose message an exchange has last waited for. timeout: what bounds a wait.
+        awaited: the rank whose message an exchange has last waited for.
+        timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due.
     """
 
-    timeout = "checks=Checks(timeout=...)"
+    timeout_option = "checks=Checks(timeout=...)"
 
     def __init__(
         self, store: Any, rank: int, processes: Sequence[ProcessIdentity], timeouts: tuple[float, float]
@@ -116,7 +117,7 @@ class Watch:
         """
         self._entered += 1
         self.departures.calls = self._entered
-        patience, work = _Patience(self), None
+        patience, work = _Wait(self), None
         try:
             work = begin()
             while not done_within(work, SLICE_S):
@@ -237,7 +238,7 @@ class Watch:
         return self.leave_silent(
             missing,
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout} ({text})",
+            f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout_option} ({text})",
         )
 
     def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
@@ -397,7 +398,7 @@ class Stops:
                 raise error
 
 
-class _Patience(Stops):
+class _Wait(Stops):
     """One wait for all ranks."""
 
     def __init__(self, watch: Watch) -> None:

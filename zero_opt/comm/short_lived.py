@@ -30,7 +30,7 @@ _SAYING_S = 5.0
 class _CallWatch(Watch):
     """A watch of one call outside of training."""
 
-    timeout = "init_process_group(timeout=...)"
+    timeout_option = "init_process_group(timeout=...)"
     _why = ""  # what the others are told of an exception here
 
     @property

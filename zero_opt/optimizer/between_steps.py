@@ -110,10 +110,9 @@ class BetweenSteps(Engine):
             yield
         except BaseException as error:
             alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
-            if not alone or id(error) == self.agreement.told or error is self._guard.failure:
-                raise
-            with self.group.exchanging(f"{self._one_call.under_way} in"):
-                raise
+            if alone and id(error) != self.agreement.told and error is not self._guard.failure:
+                self.group.leave_interrupted(error, f"{self._one_call.under_way} in")
+            raise
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
 
@@ -191,13 +190,13 @@ class BetweenSteps(Engine):
         """
         with self.agreement.together():
             self._planner.planned.require_replaced()
-        self.agreement.on_contents([("parameters are DTensors", dtensors)])
+        self.agreement.require_same_contents([("parameters are DTensors", dtensors)])
         self.close()
 
     # -- a pending step -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        self.placement.require_own()
+        self.placement.require_not_forked()
         with self._of_all_ranks():
             self.gather.flush()
             if self._config.offload is not None:
@@ -289,7 +288,7 @@ class BetweenSteps(Engine):
     def _write(self, loaded: Loaded) -> None:
         """Load this rank's slices of state that has its full shape here, or is cut over all ranks. Collective."""
         parts, states = self.parts, loaded.states
-        self.agreement.on_contents(loaded_contents(states, loaded.groups, self._describe))
+        self.agreement.require_same_contents(loaded_contents(states, loaded.groups, self._describe))
         self.gather.flush()
         self._planner.plan(mask_of(states))
         mine = parts.full.own_part(states)

@@ -54,7 +54,7 @@ class EngineParts:
         """
         self.config, self.groups, self.owner, self.describe = config, groups, owner, describe
         self.agreement = Agreement(groups.control, describe)
-        self.agreement.on_contents(config.entries())  # what comes below is collective, and differs with it
+        self.agreement.require_same_contents(config.entries())  # what comes below is collective, and differs with it
         whole, bucket_mb = not is_elementwise(config.optimizer_class), config.reduction.bucket_mb
         self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision)
         self.guard = StateGuard(partial(marks, self.partition.streams), self.partition.edits)

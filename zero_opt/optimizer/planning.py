@@ -41,7 +41,7 @@ class Planner:
         groups = parts.param_groups
         parts.gather.flush()
         listed = contents(groups, self._known_groups, parts.describe, values=self._values_count)
-        parts.agreement.on_contents(listed)
+        parts.agreement.require_same_contents(listed)
         parts.agreement.reserve(sum(len(group["params"]) for group in groups))
         before = len(params)
         try:
@@ -69,7 +69,7 @@ class Planner:
         missing = self._missing(mask)
         if missing and self._values_count:
             labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
-            self._parts.agreement.on_contents(value_contents(labeled))
+            self._parts.agreement.require_same_contents(value_contents(labeled))
         self._plan(missing)
 
     def _missing(self, mask: int) -> list[int]:

@@ -82,7 +82,7 @@ class ShardedEngine(BetweenSteps):
             StepPending: on every rank, if a parameter was changed on one that a pending step updates.
             ZeroOptError: on every rank, the ``error`` that one has.
         """
-        self.placement.require_own()
+        self.placement.require_not_forked()
         self.gather.flush()
         error = error or self._take_over_edits()
         self._sends = True
@@ -95,7 +95,7 @@ class ShardedEngine(BetweenSteps):
         if not agreed.same_hypers:
             dropped = sorted(map(self._describe, self.parts.visible.dropped))
             contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
-            self.agreement.on_contents(contents)
+            self.agreement.require_same_contents(contents)
         return agreed, shards
 
     def _take_over_edits(self) -> ZeroOptError | None:
@@ -121,7 +121,7 @@ class ShardedEngine(BetweenSteps):
             Join.notify_join_context(self._user)
         self.join_notified = True
         try:
-            agreed = self.agreement.on_step(mine, len(self.parts.params), own.error)
+            agreed = self.agreement.agree_on_step(mine, len(self.parts.params), own.error)
         except StepDesync as desync:
             self.reduction.disagreed()
             count.epoch = count.epoch if desync.epoch is None else desync.epoch
@@ -154,9 +154,9 @@ class ShardedEngine(BetweenSteps):
         )
 
     def _accept_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
-        """Accept the user's writes to parameters if values are equal on all ranks; see :meth:`Agreement.on_edits`."""
+        """Accept the user's writes to parameters if the values are equal on all ranks."""
         if not agreed.same_edits:
-            unseen = self.agreement.on_edits(edits, self.parts.params) - edits.keys()
+            unseen = self.agreement.require_same_values(edits, self.parts.params) - edits.keys()
             # Parameters that were written to on other ranks have the same values here. Masters take those over too.
             params = [self.partition.flats[index].param for index in unseen]
             torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])

@@ -78,7 +78,7 @@ class Placement(ABC):
         """Bytes of memory that gradients or state pass through when they are stepped."""
         return 0
 
-    def require_own(self) -> None:
+    def require_not_forked(self) -> None:
         """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Placement(ABC):
             Whether the live state is another object than ``state`` after that.
 
         Raises:
-            StepPending: it is not as it was while a step that changes it is pending.
+            StepPending: it was replaced or dropped while a step that changes it is pending.
         """
 
     @abstractmethod

@@ -5,6 +5,8 @@ of its own. On the CPU the exchange then reads them where they are, or staged in
 that completes the bucket enqueues the staging copy, see [Note: producer streams].
 
 [Note: who owns a shard's memory]
+Until a reduction's ``collect()`` has returned, the thread that runs exchanges writes to the shard; after that the
+user's thread does.
 The shard lies in one tensor at a time, the bucket's own or one in a worker's arena. While it is lent, the worker reads
 that tensor and nobody writes to it: every writer gets the shard from ``GradBucket._unlent()``, which moves a lent shard
 to another tensor first. A placement lends the shard once it lies in the arena, and reclaims it when the worker is done.

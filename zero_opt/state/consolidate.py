@@ -243,7 +243,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     with agreement.together("consolidate_state_dict()"):
         check_rank(to, group.world_size, "to")
         mine = listing(local)
-    agreement.on_contents([("rank to consolidate to", to)])
+    agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
     with agreement.together():

@@ -1,4 +1,7 @@
-"""What users see as ``state`` over several ranks, and what becomes of their edits of it."""
+"""What users see as ``state`` over several ranks, and what becomes of entries that they add, replace or drop.
+
+A write to a tensor in place needs nothing: the tensor is what is stepped, but for :class:`ReadThrough`.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _in_step(rank: int, world_size: int, by_thread: bool) -> tuple[dict[str, str
     params, optimizer = make_stepped(2)
     state = optimizer.state_dict() if rank == 0 else {}
     plain, other = make_stepped(2)
-    errors = _calls_meanwhile(optimizer, state, "on_step", by_thread=by_thread) if rank == 0 else {}
+    errors = _calls_meanwhile(optimizer, state, "agree_on_step", by_thread=by_thread) if rank == 0 else {}
     for _ in range(2):
         take_step(params, optimizer)
         take_step(plain, other)
@@ -94,7 +94,7 @@ def _in_others(rank: int, world_size: int) -> dict[str, dict[str, str]]:
     for name in OUTER:
         optimizer.zero_grad()
         torch.autograd.backward(params, [torch.ones_like(param) for param in params])
-        within = "on_step" if "clip" in name else "together" if "load" in name else "raise_first_error"
+        within = "agree_on_step" if "clip" in name else "together" if "load" in name else "raise_first_error"
         errors[name] = _calls_meanwhile(optimizer, state, within, by_thread=False)
         CALLS[name](optimizer, state)
     take_step(params, optimizer)

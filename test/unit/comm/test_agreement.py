@@ -110,13 +110,13 @@ def agreement(group: RecordedGroup) -> Agreement:
 
 def step_of_rank_1(report: StepReport, params: int) -> RecordedGroup:
     sink = Sink()
-    agreement(sink).on_step(report, params)
+    agreement(sink).agree_on_step(report, params)
     return RecordedGroup(sink.sent)
 
 
 def test_a_step_takes_the_most_rounds_and_what_any_rank_used() -> None:
     group = step_of_rank_1(StepReport(3, 1, 2, 0b101, 0b111), 3)
-    agreed = agreement(group).on_step(StepReport(3, 1, 1, 0b001, 0b111), 3)
+    agreed = agreement(group).agree_on_step(StepReport(3, 1, 1, 0b001, 0b111), 3)
     used_by = [report.used for report in agreed.reports]
     assert (agreed.rounds, agreed.used, agreed.trainable, used_by) == (2, 0b101, 0b111, [0b001, 0b101])
 
@@ -125,7 +125,7 @@ def test_a_step_takes_the_most_rounds_and_what_any_rank_used() -> None:
 def test_masks_travel_whole_whatever_the_number_of_params(params: int) -> None:
     mask = sum(1 << i for i in range(0, params, 3))
     group = step_of_rank_1(StepReport(0, 0, 0, mask, (1 << params) - 1), params)
-    agreed = agreement(group).on_step(StepReport(0, 0, 0, 0, (1 << params) - 1), params)
+    agreed = agreement(group).agree_on_step(StepReport(0, 0, 0, 0, (1 << params) - 1), params)
     assert agreed.used == mask
 
 
@@ -139,7 +139,7 @@ def test_masks_travel_whole_whatever_the_number_of_params(params: int) -> None:
 )
 def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
-        agreement(step_of_rank_1(theirs, 2)).on_step(StepReport(3, 0, 0, 0, 3), 2)
+        agreement(step_of_rank_1(theirs, 2)).agree_on_step(StepReport(3, 0, 0, 0, 3), 2)
     if isinstance(caught.value, StepDesync):
         assert caught.value.epoch == (2 if theirs.epoch else None)
 
@@ -147,7 +147,7 @@ def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type
 def test_a_rank_without_inputs_is_not_the_one_to_compare_with() -> None:
     group = step_of_rank_1(StepReport(4, 0, 0, 0, 3), 2)
     with pytest.raises(StepDesync, match="rank 0 is in step 3 while rank 1 is in step 4"):
-        agreement(group).on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2)
+        agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2)
 
 
 def test_an_error_of_another_rank_is_raised_here_as_its_type_with_its_rank() -> None:
@@ -178,16 +178,16 @@ Entries = list[tuple[str, Any]]
 
 def compare(mine: Entries, theirs: Entries) -> None:
     sink = Sink()
-    agreement(sink).on_contents(theirs)
-    agreement(RecordedGroup(sink.sent)).on_contents(mine)
+    agreement(sink).require_same_contents(theirs)
+    agreement(RecordedGroup(sink.sent)).require_same_contents(mine)
 
 
 def test_equal_contents_are_compared_by_a_digest_of_fixed_size() -> None:
     entries: Entries = [(f"p{i} shape", [i]) for i in range(1000)]
     sink = Sink()
-    agreement(sink).on_contents(entries)
+    agreement(sink).require_same_contents(entries)
     assert len(sink.sent[0]) == 32
-    agreement(RecordedGroup(sink.sent[:1])).on_contents(entries)
+    agreement(RecordedGroup(sink.sent[:1])).require_same_contents(entries)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_digest_tells_what_was_written_to_and_how_often() -> None:
 @pytest.mark.parametrize("theirs", [{}, {0: 1}, {0: 2}])
 def test_a_step_says_whether_ranks_have_written_to_the_same(theirs: dict[int, int]) -> None:
     other = step_of_rank_1(StepReport(3, 0, 0, 0, 3, edits=edits_digest(theirs)), 2)
-    agreed = agreement(other).on_step(StepReport(3, 0, 0, 0, 3, edits=edits_digest({0: 1})), 2)
+    agreed = agreement(other).agree_on_step(StepReport(3, 0, 0, 0, 3, edits=edits_digest({0: 1})), 2)
     assert agreed.same_edits == (theirs == {0: 1})
 
 
@@ -231,7 +231,7 @@ def edited(mine: dict[int, int], theirs: dict[int, int], differ: set[int]) -> se
         if mine.get(index, 0) != theirs.get(index, 0)
     ]
     other = RecordedGroup([json.dumps([*theirs.items()]).encode(), b"", json.dumps(digests).encode()])
-    return agreement(other).on_edits(mine, params)
+    return agreement(other).require_same_values(mine, params)
 
 
 def test_parameters_written_to_on_one_rank_may_be_alike_after_all() -> None:

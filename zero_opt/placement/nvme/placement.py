@@ -80,7 +80,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     def staging_nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def require_own(self) -> None:
+    def require_not_forked(self) -> None:
         if os.getpid() != self._pid:
             raise StorageFailed(
                 "this process was forked from the one that made the optimizer, and may not touch its file; construct "

@@ -144,8 +144,8 @@ class SelectivePlacement(Placement):
         own = sum(array.nbytes for column_slice in self._slices() for array in column_slice.compact.values())
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
-    def require_own(self) -> None:
-        self._inner.require_own()
+    def require_not_forked(self) -> None:
+        self._inner.require_not_forked()
 
     def close(self) -> None:
         self._small.close()

@@ -121,8 +121,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             event.synchronize()
         self._copies.clear()
 
-    def require_own(self) -> None:
-        self._worker.require_own()
+    def require_not_forked(self) -> None:
+        self._worker.require_not_forked()
 
     def _make_room(self) -> None:
         self._extend(list(self._shards.values()))

@@ -219,7 +219,7 @@ class WorkerProcess:
         lanes = _LANES_PER_THREAD * self._threads
         self.control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
-    def require_own(self) -> None:
+    def require_not_forked(self) -> None:
         """Raise WorkerFailed in a process that was forked from the one that made this."""
         if os.getpid() != self._pid:
             raise WorkerFailed(
@@ -237,7 +237,7 @@ class WorkerProcess:
         Raises:
             OutOfMemory: there is not so much; nothing has changed.
         """
-        self.require_own()
+        self.require_not_forked()
         what = "the optimizer state and gradients of this rank's worker"
         require_memory(nbytes, what)
         self._handles.end_child()
@@ -257,7 +257,7 @@ class WorkerProcess:
         Raises:
             WorkerFailed: it does not become ready; the message has what it said.
         """
-        self.require_own()
+        self.require_not_forked()
         child, waited, killed = self._handles.child or self._spawn(), 0.0, 0
         while self.control.generation == child.generation:
             before = time.monotonic()
@@ -313,7 +313,7 @@ class WorkerProcess:
         Raises:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
-        self.require_own()
+        self.require_not_forked()
         return self.control.submit(
             batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
         )
@@ -356,7 +356,7 @@ class WorkerProcess:
 
     def _watch(self, wait: Callable[..., str]) -> None:
         """Wait for a worker by a call of the control area's, replacing those that die or get stuck."""
-        self.require_own()
+        self.require_not_forked()
         idle = 0.0
         seen: tuple[int, ...] = ()
         while True:
