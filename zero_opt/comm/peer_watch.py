@@ -293,7 +293,7 @@ class Watch:
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
-            raise self.explain("") or self._given_up
+            raise PeerSilent(f"this rank has left training, because {self._given_up}")
 
     def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
@@ -302,8 +302,8 @@ class Watch:
             text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
                 ``None`` is as long as news may take.
         """
-        if self._given_up is not None:
-            return PeerSilent(f"this rank has left training, because {self._given_up}")
+        if self._given_up is not None:  # by another wait of this call, since no later one begins
+            return PeerSilent(str(self._given_up))
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
