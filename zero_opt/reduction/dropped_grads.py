@@ -7,8 +7,8 @@ round on that is the same one on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import reduce
+from itertools import product
 from operator import or_
 from typing import NamedTuple
 
@@ -43,7 +43,6 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
     rounds = {report.rounds for report in agreed.reports if not report.absent}
     if not any(restarted) or (len(set(restarted)) == 1 and len(rounds) == 1):
         return
-    _require_same_drops(restarted, [report.used for report in agreed.reports], parts)
     told = [Restarts(*json.loads(raw)) for raw in parts.agreement.group.all_gather_bytes(json.dumps(mine).encode())]
     late = reduce(or_, (rank.late for rank in told)) & agreed.used
     if late and len(rounds) > 1:
@@ -51,13 +50,17 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
             "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
             f"numbers; {_INSTEAD}"
         )
-    for rank, mask in enumerate(restarted):
-        for other, known in enumerate(told):
-            if mask & known.kept:
-                raise GradientConflict(
-                    f"{_first(mask & known.kept, parts)}: p.grad was dropped or zeroed on rank {rank}, and not on rank "
-                    f"{other}, which keeps what earlier backwards have added to it; {_INSTEAD}"
-                )
+    used_by = [report.used for report in agreed.reports]
+    for (rank, mask), (other, known) in product(enumerate(restarted), enumerate(told)):
+        # A gradient of the last round alone counts as kept where the rank that has dropped it has had no newer one.
+        kept = mask & (known.kept | (used_by[other] & ~restarted[other] & ~used_by[rank]))
+        if kept:
+            label = parts.partition.flats[(kept & -kept).bit_length() - 1].label
+            raise GradientConflict(
+                f"{label}: p.grad was dropped or zeroed on rank {rank}, and not on rank {other}, so what backwards "
+                f"have added to it is in the mean of all ranks; {_INSTEAD}, or use reduction=zero_opt.AtStep(), which "
+                "reduces what there is at step()"
+            )
     for bucket in parts.partition.buckets:
         for owner, mask in enumerate(restarted):
             for piece in bucket.layout.slices(owner):
@@ -66,23 +69,3 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
                         f"{parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between two "
                         f"backwards of one step on some ranks, while on rank {owner} it has had none yet; {_INSTEAD}"
                     )
-
-
-def _first(mask: int, parts: ReductionParts) -> str:
-    """Return the label of the first parameter in the mask."""
-    return parts.partition.flats[(mask & -mask).bit_length() - 1].label
-
-
-def _require_same_drops(restarted: Sequence[int], used_by: Sequence[int], parts: ReductionParts) -> None:
-    """Refuse a gradient that one rank has dropped since its backward, and another has not: it is in the mean."""
-    kept_by = [used & ~mask for used, mask in zip(used_by, restarted, strict=True)]
-    kept = reduce(or_, kept_by)
-    for rank, mask in enumerate(restarted):
-        dropped = mask & ~used_by[rank] & kept
-        if dropped:
-            other = next(other for other, held in enumerate(kept_by) if held & dropped & -dropped)
-            raise GradientConflict(
-                f"{_first(dropped, parts)}: p.grad was dropped on rank {rank} after its backward, and not on "
-                f"rank {other}, so it is in the mean of all ranks; drop it on every rank with opt.zero_grad(), or use "
-                "reduction=zero_opt.AtStep(), which reduces what there is at step()"
-            )

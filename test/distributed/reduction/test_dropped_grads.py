@@ -38,7 +38,7 @@ def _drop_after_backward(rank: int, world_size: int, droppers: tuple[int, ...], 
 def test_a_gradient_that_one_rank_drops_after_its_backward_is_refused_on_every_rank(dropper: int, clips: bool) -> None:
     other = 1 if dropper == 0 else 0
     for said, seen in run_processes(3, _drop_after_backward, (dropper,), clips):
-        assert f"p.grad was dropped on rank {dropper} after its backward, and not on rank {other}" in said
+        assert f"p.grad was dropped or zeroed on rank {dropper}, and not on rank {other}, so" in said
         assert seen == [[0.0] * 3, [-2.0, -1.0, pytest.approx(-1 / 3)]]
 
 

@@ -132,9 +132,14 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         torch.autograd.graph.increment_version([self._worker.arena.bytes])
 
     def _mark_state(self) -> None:
-        """Remember the arena as it is, so that later writes to the state show."""
+        """Remember the arena as it is, for :meth:`_written_to`."""
         state = self._worker.arena.bytes
         self._marked = state, state._version
+
+    def _written_to(self) -> bool:
+        """Return whether the user has written to state since :meth:`_mark_state`."""
+        state, version = self._marked
+        return state._version != version
 
     def close(self) -> None:
         try:
@@ -220,20 +225,19 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def conflict(self) -> StepPending | None:
         flat = self._delivery.overtaken
-        if flat is None:
-            state, version = self._marked
-            if self._pending is not None and state._version != version:
-                return StepPending(
-                    "opt.state was written to while a step that changes it was pending, which may have undone that; "
-                    "with delay=1, call opt.flush() before writing to it. A flush() after it raises this once more and "
-                    "brings the step in: write again then"
-                )
-            return super().conflict()
-        return StepPending(
-            f"{flat.label} was changed before the last update had arrived in it, as it may after step() has returned "
-            "(overlap_param_gather), and has not got that; call opt.flush() before changing parameters, and once to "
-            "go on as they are"
-        )
+        if flat is not None:
+            return StepPending(
+                f"{flat.label} was changed before the last update had arrived in it, as it may after step() has "
+                "returned (overlap_param_gather), and has not got that; call opt.flush() before changing parameters, "
+                "and once to go on as they are"
+            )
+        if self._pending is not None and self._written_to():
+            return StepPending(
+                "opt.state was written to while a step that changes it was pending, which may have undone that; with "
+                "delay=1, call opt.flush() before writing to it. A flush() after it raises this once more and brings "
+                "the step in: write again then"
+            )
+        return super().conflict()
 
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
