@@ -72,6 +72,7 @@ class SelectivePlacement(Placement):
         self._submitted: dict[int, list[int]] = {}  # to the home, and not brought in: positions by bucket
         self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
         self._pending_buckets: set[int] = set()  # buckets that are pending, on whatever rank
+        self._plan_selections()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -336,39 +336,6 @@ def _edit_state_while_pending(rank: int, world_size: int) -> None:
     optimizer.close()
 
 
-def _thaw(rank: int, world_size: int, offload: Any) -> list[Tensor]:
-    """Nothing is trainable when the optimizer is made, nor in its first step."""
-    params = make_params()
-    for param in params:
-        param.requires_grad_(False)
-    optimizer = make(params, offload=offload, lr=0.01)
-    optimizer.step()
-    optimizer.flush()
-    assert optimizer.state_dict()["state"] == {}
-    for param in params:
-        param.requires_grad_()
-    for step in range(2):
-        optimizer.zero_grad()
-        _backward_fixed(params, step)
-        optimizer.step()
-    optimizer.flush()
-    optimizer.close()
-    return [param.detach() for param in params]
-
-
-@pytest.mark.parametrize("offload", [NOW, LATER, zero_opt.WorkerOffload(speculate=True)])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_that_are_all_frozen_at_first(world_size: int, offload: Any) -> None:
-    plain = make_params()
-    optimizer = zero_opt.CPUAdamW(plain, lr=0.01)
-    for step in range(2):
-        optimizer.zero_grad()
-        _backward_fixed(plain, step)
-        optimizer.step()
-    for found in run_processes(world_size, _thaw, offload):
-        assert_bitwise(found, [param.detach() for param in plain])
-
-
 def _clip_while_pending(rank: int, world_size: int, clips: bool) -> list[Tensor]:
     """The worker is stopped, so that it reads the gradients of the step after they were clipped once more."""
     params = make_params()
