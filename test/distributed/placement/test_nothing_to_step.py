@@ -55,11 +55,15 @@ def _train(rank: int, world_size: int, name: str, folder: Path, shapes: Any, fro
     return [param.detach() for param in params]
 
 
+def _train_both(rank: int, world_size: int, name: str, folder: Path, shapes: Any) -> list[list[Tensor]]:
+    return [_train(rank, world_size, name, folder, shapes, frozen) for frozen in (False, True)]
+
+
 @pytest.mark.parametrize("shapes", [[(6, 8), (5,)], [(0,), (5,)]])
 @pytest.mark.parametrize("name", OFFLOADS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_that_are_all_frozen_at_first(world_size: int, name: str, shapes: Any, tmp_path: Path) -> None:
     """With small shapes, one of two ranks has no part of a matrix."""
-    wanted = run_processes(world_size, _train, name, tmp_path, shapes, False)
-    assert_bitwise(run_processes(world_size, _train, name, tmp_path, shapes, True), wanted)
-    assert all(not torch.equal(param, torch.ones_like(param)) for param in wanted[0] if param.numel())
+    for wanted, found in run_processes(world_size, _train_both, name, tmp_path, shapes):
+        assert_bitwise(found, wanted)
+        assert all(not torch.equal(param, torch.ones_like(param)) for param in wanted if param.numel())
