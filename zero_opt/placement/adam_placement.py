@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.buckets import GradBucket
-from .adam_rules import check_fused, require_complete, require_known, say_without_masters
+from .adam_rules import check_fused, require_fitting, say_without_masters
 from .adam_shard import StateShard
 from .interface import ParamState, StretchPlacement
 from .masters import changed_while_pending
@@ -108,8 +108,8 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
             )
         self._await_copies()
         saved = {} if state is None else dict(state)
-        require_known(shard.flats[position].label, saved)
-        require_complete(shard.flats[position].label, saved, amsgrad=shard.has_maximum())
+        numel = shard.pieces[position].in_param.numel
+        require_fitting(shard.flats[position], numel, saved, amsgrad=shard.has_maximum())
         shard.forget_views(position)
         shard.load(position, saved)
         self._written()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES, MOMENTS
+from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
 from ..system.log import log
 
@@ -86,7 +87,29 @@ def say_without_masters(count: int) -> None:
         log.warning("no master was saved for %d parameters: their own values are taken", count)
 
 
-def require_known(label: str, state: Mapping[str, Any]) -> None:
+def require_fitting(flat: FlatParam, numel: int, state: Mapping[str, Any], *, amsgrad: bool) -> None:
+    """Raise StateDictError unless a state that the user has put in the place of another can be stepped.
+
+    Args:
+        numel: elements of the parameter's slice on this rank. state: of that slice, or in the parameter's shape; an
+            empty one is new.
+    """
+    _require_known(flat.label, state)
+    require_complete(flat.label, state, amsgrad=amsgrad)
+    shape = flat.param.shape if numel == flat.param.numel() else torch.Size([numel])
+    for key, value in state.items():
+        tensor = isinstance(value, Tensor) and (value.is_floating_point() or key == "step")
+        if key == "step":
+            fits = isinstance(value, (int, float)) or (tensor and value.numel() == 1)
+        else:
+            fits = key in COLUMN_KEYS or (tensor and value.shape in (shape, flat.param.shape))
+        if not fits:
+            given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            wanted = "a number" if key == "step" else f"a floating-point tensor of shape {tuple(shape)}"
+            raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
+
+
+def _require_known(label: str, state: Mapping[str, Any]) -> None:
     """Raise StateDictError if a state that the user has edited has keys that the placement has no place for."""
     unknown = [key for key in state if key not in _KNOWN_KEYS]
     if unknown:

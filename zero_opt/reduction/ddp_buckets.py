@@ -28,7 +28,8 @@ from .overlapped import OverlappedReduction
 
 _NOT_REGISTERED = (
     "DistributedDataParallel has not called zero_opt.ddp_hook: call ddp.register_comm_hook(opt, zero_opt.ddp_hook) "
-    "before the first backward, or use reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself"
+    "before the first backward, and run the last backward of a step outside ddp.no_sync(); or use "
+    "reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself"
 )
 
 

@@ -22,7 +22,7 @@ from ...policies import Selective
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
-from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, say_without_masters
+from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, require_fitting, say_without_masters
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
@@ -201,6 +201,8 @@ class SelectivePlacement(Placement):
         column_slice = shard.slices[position]
         chosen, waiting, gathered = column_slice.chosen, column_slice.waiting, column_slice.gathered
         saved = {} if state is None else dict(state)
+        piece = shard.pieces[position]
+        require_fitting(shard.flats[position], piece.in_param.numel, saved, amsgrad=self._amsgrad[piece.group])
         self._load_slice(index, saved, chosen)
         if not is_trusted(saved):  # what is selected and what waits is not the user's
             column_slice.waiting, column_slice.gathered = waiting, gathered
