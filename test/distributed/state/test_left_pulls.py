@@ -47,7 +47,8 @@ def _goes_on(params: Any, optimizer: Any) -> list[float]:
 
 
 def _stop_here() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop the process before this thread goes on: of a signal to the process, another thread may take care later."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _one_is_stopped(rank: int, world_size: int, where: str, in_a_thread: bool) -> list[float]:
