@@ -108,8 +108,7 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
             )
         self._await_copies()
         saved = {} if state is None else dict(state)
-        numel = shard.pieces[position].in_param.numel
-        require_fitting(shard.flats[position], numel, saved, amsgrad=shard.has_maximum())
+        require_fitting(shard.flats[position], shard.part(position).shape, saved, amsgrad=shard.has_maximum())
         shard.forget_views(position)
         shard.load(position, saved)
         self._written()

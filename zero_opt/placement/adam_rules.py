@@ -87,25 +87,26 @@ def say_without_masters(count: int) -> None:
         log.warning("no master was saved for %d parameters: their own values are taken", count)
 
 
-def require_fitting(flat: FlatParam, numel: int, state: Mapping[str, Any], *, amsgrad: bool) -> None:
+def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any], *, amsgrad: bool) -> None:
     """Raise StateDictError unless a state that the user has put in the place of another can be stepped.
 
     Args:
-        numel: elements of the parameter's slice on this rank. state: of that slice, or in the parameter's shape; an
-            empty one is new.
+        shape: of this rank's slice of the parameter. state: of that slice, or in the parameter's shape; an empty one is
+            new.
     """
     _require_known(flat.label, state)
     require_complete(flat.label, state, amsgrad=amsgrad)
-    shape = flat.param.shape if numel == flat.param.numel() else torch.Size([numel])
     for key, value in state.items():
-        tensor = isinstance(value, Tensor) and (value.is_floating_point() or key == "step")
+        if key in COLUMN_KEYS:
+            continue
+        is_tensor = isinstance(value, Tensor)
         if key == "step":
-            fits = isinstance(value, (int, float)) or (tensor and value.numel() == 1)
+            wanted, fits = "a number", value.numel() == 1 if is_tensor else isinstance(value, (int, float))
         else:
-            fits = key in COLUMN_KEYS or (tensor and value.shape in (shape, flat.param.shape))
+            wanted = f"a floating-point tensor of shape {tuple(shape)}"
+            fits = is_tensor and value.is_floating_point() and value.shape in (shape, flat.param.shape)
         if not fits:
-            given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            wanted = "a number" if key == "step" else f"a floating-point tensor of shape {tuple(shape)}"
+            given = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else repr(value)
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
 
 

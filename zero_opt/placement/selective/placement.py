@@ -201,8 +201,8 @@ class SelectivePlacement(Placement):
         column_slice = shard.slices[position]
         chosen, waiting, gathered = column_slice.chosen, column_slice.waiting, column_slice.gathered
         saved = {} if state is None else dict(state)
-        piece = shard.pieces[position]
-        require_fitting(shard.flats[position], piece.in_param.numel, saved, amsgrad=self._amsgrad[piece.group])
+        amsgrad = self._amsgrad[shard.pieces[position].group]
+        require_fitting(shard.flats[position], shard.part(position).shape, saved, amsgrad=amsgrad)
         self._load_slice(index, saved, chosen)
         if not is_trusted(saved):  # what is selected and what waits is not the user's
             column_slice.waiting, column_slice.gathered = waiting, gathered
