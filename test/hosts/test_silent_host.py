@@ -168,6 +168,7 @@ def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], li
     sharded_optimizer.ShardedEngine = look_and_build
     _, optimizer = make_stepped(2)
     found.append(_limits())
+    dist.barrier()  # a connection ends on both hosts when one closes it
     optimizer.close()
     before, during, after = found
     return before, during, after
