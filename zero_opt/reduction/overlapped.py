@@ -73,6 +73,7 @@ class OverlappedReduction(GradReduction):
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
         self._rounds, self._next = 0, 0
+        self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
         self._restarted: set[int] = set()  # dropped or zeroed, though part of the sum
         self._restarted_late: set[int] = set()  # of these, after the first round
         self._futures: list[Future[bool]] = []
@@ -155,6 +156,7 @@ class OverlappedReduction(GradReduction):
         if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
+        self._withdrawn.discard(index)
         self._delivered.add(index)
         fill = self._fills[bucket]
         fill.put(position, value)
@@ -191,6 +193,7 @@ class OverlappedReduction(GradReduction):
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
         self._in_round.clear()
+        self._withdrawn.clear()
         self._rounds += 1
         self._next = 0
 
@@ -222,6 +225,8 @@ class OverlappedReduction(GradReduction):
             self._restarted_late |= summed
         self._held -= summed
         self._live.difference_update(indices)
+        places, fills = self._partition.places, self._fills
+        self._withdrawn.update(i for i in indices if places[i][0] in fills and not fills[places[i][0]].sealed)
         for index in indices:
             self._consumed[index].pending = None
 
@@ -243,6 +248,7 @@ class OverlappedReduction(GradReduction):
         owned = [piece.param for piece in bucket.slices]
         accumulate = [index in self._live for index in owned]
         self._live.update(owned)
+        self._live -= self._withdrawn  # other ranks may have sent theirs before they dropped it
         ident = Ident(self._parts.count.step, self._parts.count.epoch, self._sequence)
         self._sequence += 1
         self._futures += self._matching.launch(partial(self._parts.reduce, bucket, fill, ident, accumulate))

@@ -72,6 +72,52 @@ def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
     return said
 
 
+def _withdraw(rank: int, world_size: int, user: int, how: str, then: str, exchange: str) -> list[Any]:
+    """A bucket that one rank alone completes, gradients zeroed or dropped on all; the norm, and what the step does."""
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(300)) for name in "ae"})
+    reduction = zero_opt.Overlapped(exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, reduction=reduction)
+    (model["e"].sum() * 2 + (model["a"].sum() if rank == user else 0)).backward()
+    {
+        "tensor": lambda: model["e"].grad.zero_(),  # type: ignore[union-attr]
+        "foreach": lambda: torch._foreach_zero_([model["e"].grad]),
+        "model": lambda: model.zero_grad(set_to_none=False),
+        "optimizer": lambda: optimizer.zero_grad(set_to_none=False),
+        "drop": lambda: setattr(model["e"], "grad", None),
+    }[how]()
+    if then == "backward":
+        (model["e"].sum() * 4 + model["a"].sum()).backward()
+    try:
+        norm = float(optimizer.clip_grad_norm_(1e9))
+    except zero_opt.GradientConflict as error:
+        return [str(error)]
+    optimizer.step()
+    optimizer.close()
+    return [round(norm, 3), *(float(param.detach()[-1]) for param in (model["a"], model["e"]))]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("then", ["step", "backward"])
+@pytest.mark.parametrize("how", ["tensor", "foreach", "optimizer", "drop"])
+def test_what_is_zeroed_on_all_ranks_is_gone_though_one_has_sent_its_bucket_already(
+    how: str, then: str, exchange: str
+) -> None:
+    a = 0.5 * (how != "optimizer") + (then == "backward")
+    e = 4.0 * (then == "backward")
+    for user in (0, 1):
+        for found in run_processes(2, _withdraw, user, how, then, exchange):
+            assert found == [round((300 * (a * a + e * e)) ** 0.5, 3), -a, -e]
+
+
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_what_is_zeroed_where_it_has_been_used_is_refused_if_its_owner_has_not_used_it(then: str) -> None:
+    """Rank 1 owns what is zeroed."""
+    for found in run_processes(2, _withdraw, 0, "model", then, "auto"):
+        assert len(found) == 1 and "call opt.zero_grad() on every rank instead of model.zero_grad()" in found[0]
+    for _, *moved in run_processes(2, _withdraw, 1, "model", then, "auto"):
+        assert moved == ([0.0, 0.0] if then == "step" else [-1.0, -4.0])
+
+
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 @pytest.mark.parametrize("script", ["b0bs", "bs0bs", "bs0s", "bZbs", "bsZbs", "bs0bbs"])
 def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange: str) -> None:
