@@ -14,7 +14,7 @@ from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
 from ..sharding.buckets import GradBucket
-from ..sharding.wrapped_class import check_type, check_wrapped_class
+from ..sharding.wrapped_class import check_type, check_wrapped_class, is_elementwise
 from .arguments import checked_groups
 
 
@@ -84,4 +84,5 @@ class Config:
         names = () if model is None else (name for name, _ in model.named_parameters())
         named = [(f"parameter {number} of overlap_param_gather", name) for number, name in enumerate(names)]
         compared = [(key, repr(value)) for key, value in policies.items()]
-        return [("optimizer class", name), *compared, ("overlap_param_gather given", model is not None), *named]
+        known = ("register_elementwise() of that class", is_elementwise(self.optimizer_class))
+        return [("optimizer class", name), known, *compared, ("overlap_param_gather given", model is not None), *named]

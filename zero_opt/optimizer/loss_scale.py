@@ -7,11 +7,19 @@ unscale in its step, GradScaler only looks for non-finite values, sets ``grad_sc
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 
 def overflowed(optimizer: object) -> bool:
     """Return whether GradScaler has found a gradient that is not finite, so that the step is to be left out."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
+
+
+def scale_entry(inv_scale: float) -> tuple[str, Any]:
+    """Return the loss scale as ranks compare it, given one over it."""
+    return "loss scale of GradScaler", 1.0 / inv_scale if inv_scale else math.inf
 
 
 def unscaling(optimizer: object) -> float:

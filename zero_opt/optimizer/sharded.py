@@ -45,7 +45,7 @@ from ..system.log import log
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .join import follow_hypers
-from .loss_scale import overflowed, unscaling
+from .loss_scale import overflowed, scale_entry, unscaling
 from .one_call import one_call
 
 
@@ -95,7 +95,7 @@ class ShardedEngine(BetweenSteps):
         if not agreed.same_hypers:
             dropped = sorted(map(self._describe, self.parts.visible.dropped))
             contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
-            self.agreement.require_same_contents(contents)
+            self.agreement.require_same_contents([*contents, scale_entry(unscaling(self._user))])
         return agreed, shards
 
     def _take_over_edits(self) -> ZeroOptError | None:
@@ -148,7 +148,7 @@ class ShardedEngine(BetweenSteps):
             restarted=mask_of(own.restarted),
             absent=absent,
             clip_to=clip_to,
-            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
+            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped, unscaling(self._user)),
             abandoned=own.abandoned,
             edits=edits_digest(edits),
         )
@@ -273,6 +273,7 @@ class ShardedEngine(BetweenSteps):
                     "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
                 )
             finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
+            self.agreement.require_same_contents([scale_entry(float(inv_scale))])
             self.reduction.scale(inv_scale)
             return self.agreement.any(not finite)
 

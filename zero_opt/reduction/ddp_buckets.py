@@ -84,8 +84,10 @@ class DDPHookReduction(OverlappedReduction):
             )
         consumed, grad = self._consumed[index], param.grad
         value: Tensor | None = None
-        self._handed[index] = param
         self._examined.add(index)
+        if self._partition.places[index][0] not in self._fills:
+            return  # not trainable when the ranks last agreed: it stays in p.grad until step()
+        self._handed[index] = param
         if index in self._copied:
             value = consumed.take_pending()
         elif grad is not None and grad is not consumed:

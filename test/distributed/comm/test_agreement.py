@@ -285,6 +285,24 @@ def test_broadcast_params_is_the_way_out(src: int) -> None:
         assert_bitwise(tensors, [tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
 
 
+class _Custom(torch.optim.SGD):
+    """A class of the user's."""
+
+
+def _register_on_rank_0(rank: int, world_size: int) -> str:
+    if rank == 0:
+        zero_opt.register_elementwise(_Custom)
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(5))], _Custom, lr=0.1)
+    return str(caught.value)
+
+
+def test_a_class_that_one_rank_alone_has_registered_is_refused() -> None:
+    """Ranks would plan who owns what differently."""
+    for message in run_processes(2, _register_on_rank_0):
+        assert message.startswith("register_elementwise() of that class: True on rank 0, False on rank 1")
+
+
 def _lbfgs(rank: int, world_size: int) -> str:
     with pytest.raises(zero_opt.UnsupportedOptimizer) as caught:
         zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.LBFGS)

@@ -126,6 +126,33 @@ def test_three_ranks() -> None:
     assert_bitwise(run_processes(3, _train, HOOK, "twice", {}), without)
 
 
+def _train_frozen(rank: int, world_size: int, reduction: Any, ddp: dict[str, Any] | None, clips: bool) -> Any:
+    """One branch, buckets of its own, is frozen for a step, and thawed before the next backward."""
+    model = _model(unused=False)
+    optimizer = _optimizer(model, reduction)
+    wrapped: Any = model
+    if ddp is not None:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.004, **ddp)
+        wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        model.left.requires_grad_(step != 2)
+        wrapped(torch.randn(4, 30, generator=generator), 2).square().sum().backward()
+        if clips:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mode", ["find_unused", "find_unused, views"])
+def test_buckets_that_were_frozen_for_a_step_take_part_again(mode: str, clips: bool) -> None:
+    without = run_processes(2, _train_frozen, OVERLAPPED, None, clips)
+    assert_bitwise(run_processes(2, _train_frozen, HOOK, MODES[mode], clips), without)
+
+
 # -- what p.grad is ---------------------------------------------------------------------------------------------------
 
 
