@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -149,8 +150,12 @@ def test_state_leaves_on_one_rank_without_waiting_for_another(backend: str, skip
     assert run_processes(2, _leaves_alone, skips, backend=backend) == [expected] * 2
 
 
-def _edits(rank: int, world_size: int, closes: bool) -> list[Tensor]:
-    """Rank 1 reads the state that rank 0 has just edited, or edited and left by closing."""
+def _edits(rank: int, world_size: int, what: str, closes: bool, beside: bool) -> list[Tensor]:
+    """Rank 1 reads the state that rank 0 has just edited, or edited and left by closing.
+
+    Args:
+        beside: the step runs on a stream of its own, and what is edited is edited on the default one.
+    """
     enable()
     torch.accelerator.set_device_index(rank)
     param = torch.nn.Parameter(torch.ones(4096, device=torch.device(DEVICE, rank), dtype=torch.bfloat16))
@@ -162,20 +167,24 @@ def _edits(rank: int, world_size: int, closes: bool) -> list[Tensor]:
         foreach=False,
         precision=zero_opt.MixedPrecision(master_dtype=torch.float32),
     )
-    param.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stream, default = torch.Stream(param.device), torch.accelerator.current_stream()
+    stream.wait_stream(default)
+    with stream if beside else contextlib.nullcontext():
+        param.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    default.wait_stream(stream)
     C.synchronize()
     C.delays(20000, 0, 0, 1)
     for _ in range(30):
         torch.ones(8, device=param.device).mul_(1)
     with torch.no_grad():
-        param.mul_(0.25)
+        (param if what == "master" else optimizer.state[param][what]).mul_(0.25)
     host = _host_group()
     if closes and rank == 0:
         optimizer.close()
     dist.barrier(group=host)
-    found = [optimizer.state_dict()["state"][0]["master"]] if rank == 1 else []
+    found = [optimizer.state_dict()["state"][0][what]] if rank == 1 else []
     dist.barrier(group=host)
     optimizer.close()
     C.delays(0, 0, 0, 0)
@@ -183,10 +192,14 @@ def _edits(rank: int, world_size: int, closes: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("closes", [False, True])
-def test_state_that_another_rank_reads_has_an_edit_of_its_owner(closes: bool) -> None:
-    _, [master] = run_processes(2, _edits, closes, backend=BACKEND)
-    assert set(master.tolist()) == {0.125}
+@pytest.mark.parametrize(("what", "expected"), [("master", 0.125), ("momentum_buffer", 0.25)])
+def test_state_that_another_rank_reads_has_an_edit_of_its_owner(
+    what: str, expected: float, closes: bool, beside: bool
+) -> None:
+    _, [value] = run_processes(2, _edits, what, closes, beside, backend=BACKEND)
+    assert set(value.tolist()) == {expected}
 
 
 def _accumulates(rank: int, world_size: int, ways: int) -> set[float]:

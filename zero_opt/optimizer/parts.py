@@ -57,7 +57,7 @@ class EngineParts:
         self.agreement.require_same_contents(config.entries())  # what comes below is collective, and differs with it
         whole, bucket_mb = not is_elementwise(config.optimizer_class), config.reduction.bucket_mb
         self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision)
-        self.guard = StateGuard(partial(marks, self.partition.streams), self.partition.edits)
+        self.guard = StateGuard(partial(marks, self.partition.streams))
         self.exchanges: dict[str, Exchange] = {}
         self.thread = SerialThread("zero_opt exchange", partial(close_all, self.exchanges))
         groups.leave_with(self.exchanges, self.thread)
@@ -72,6 +72,7 @@ class EngineParts:
         self.gather = build_gather(self.partition, self.exchanges, self.thread, model, self.placement, lookout)
         stand_ins = StandIns(config.optimizer_class, config.defaults, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
+        self.guard.notice_edits(self.partition.edits, self.visible.written)
         self.full = FullState(self.agreement, self.partition, self.placement, self.guard)
 
     def _built_placement(self) -> Placement:

@@ -31,10 +31,6 @@ def marks(streams: Mapping[torch.device, Streams]) -> list[Mark]:
 CALL_LATER = "call it between steps; in a signal handler set a flag instead, and save once the step has returned"
 
 
-def _no_edits() -> None:
-    """Return no method: there are no edits."""
-
-
 def step_failed(where: str, failure: Exception) -> StepFailed:
     """Return the error for a rank that asks for state after a step has failed."""
     return StepFailed(
@@ -90,17 +86,15 @@ class StateGuard:
 
     Args:
         here: returns :func:`marks` of what the calling thread has enqueued so far; called where a change ends.
-        edits: a method that returns the parameters that the user has written to since the last change. Referenced
-            weakly, since threads that serve the state of a collected optimizer keep the guard.
 
     Attributes:
         changes: changes committed. step: optimizer steps among them.
         failure: why the last step failed on this rank, if it did; until another step is taken or a state is loaded.
     """
 
-    def __init__(self, here: Callable[[], Sequence[Mark]] = tuple, edits: Callable[[], Sized] | None = None) -> None:
+    def __init__(self, here: Callable[[], Sequence[Mark]] = tuple) -> None:
         self.here, self._marks = here, tuple[Mark, ...]()
-        self._edits: Callable[[], Callable[[], Sized] | None] = weakref.WeakMethod(edits) if edits else _no_edits
+        self._edits: list[weakref.WeakMethod[Callable[[], Sized]]] = []
         self._idle: dict[torch.device, list[Streams]] = {}
         self.changes = self.step = 0
         self.failure: Exception | None = None
@@ -109,6 +103,13 @@ class StateGuard:
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
         self._broken: tuple[type[BaseException], str] | None = None
+
+    def notice_edits(self, *edits: Callable[[], Sized]) -> None:
+        """Ask these methods what the user has written to since the last change.
+
+        They are referenced weakly, since threads that serve the state of a collected optimizer keep the guard.
+        """
+        self._edits += map(weakref.WeakMethod, edits)
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,8 @@ class StateGuard:
     def release(self) -> None:
         """Let readers have the copy that this thread has enqueued, and drop references to the original."""
         self._marks = tuple(self.here())
-        self.here, self._edits = tuple, _no_edits
+        self.here = tuple
+        self._edits.clear()
         self.failure = None  # its traceback leads to the model
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -248,15 +250,14 @@ class StateGuard:
             self._condition.notify_all()
 
     def edit_marks(self) -> Sequence[Mark]:
-        """Return marks after the user's writes since the last change, on the streams of that change.
+        """Return marks after the user's writes since the last change, on the streams of that change and default ones.
 
         The user's thread does not mark its writes. So these marks also come after all else that the thread has enqueued
         there. Without writes there are no marks.
         """
-        edits = self._edits()
-        if edits is None or not edits():
+        if not any(edits() for reference in list(self._edits) if (edits := reference()) is not None):
             return ()
-        return [(device, stream, stream.record_event()) for device, stream, _ in self._marks]
+        return [*((device, stream, stream.record_event()) for device, stream, _ in self._marks), *self.here()]
 
     @contextmanager
     def after_change(self, also: Sequence[Mark] = ()) -> Iterator[None]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..errors import StateDictError, ZeroOptError
 from ..layout import ParamSlice
-from ..placement import ParamState, Placement, ReadThrough
+from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
+from ..system.devices import is_host
 from ..system.interrupts import uninterrupted
 from .guard import NoReentry
 from .stand_ins import Kind, StandIns, StateOwner
@@ -45,6 +46,7 @@ class VisibleState:
         self._due: list[int] = []  # steps that the entries of stand-ins lack, each as a mask
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
         self._live: dict[int, ParamState] = {}  # as users see it, by global index
+        self._versions: dict[int, list[int]] = {}  # of what lies on accelerators, as of follow()
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
@@ -72,6 +74,23 @@ class VisibleState:
         while len(self._due) > self._placement.pending:
             self._stand_ins.step(self._due.pop(0))
         self._show_live()
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> dict[int, list[int]]:
+        """Return versions of the live state on accelerators. On the CPU a write is over when the call returns."""
+        if all(map(is_host, self._partition.streams)):
+            return {}
+        tensors = {index: live_tensors(live) for index, live in self._live.items()}
+        return {
+            index: [tensor._version for tensor in found if not (is_host(tensor.device) or tensor.is_inference())]
+            for index, found in tensors.items()
+        }
+
+    def written(self) -> list[int]:
+        """Return the parameters whose state on an accelerator the user has written to in place since :meth:`follow`."""
+        with self.lock:
+            now = self._versions_now()
+        return [index for index, versions in now.items() if versions != self._versions.get(index)]
 
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
         """Replace all state by loaded state, given by global index in full shape; :meth:`follow` comes next."""

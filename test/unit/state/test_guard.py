@@ -197,10 +197,13 @@ class _Edited:
 
 def test_readers_wait_for_the_users_stream_only_where_the_user_has_written_to_parameters() -> None:
     device, stream, edited = torch.device("cuda", 0), _Stream(), _Edited()
-    guard = StateGuard(lambda: [(device, stream, "the event of the last step")], edited.edits)
+    here = [(device, stream, "the event of the last step")]
+    guard = StateGuard(lambda: here)
+    guard.notice_edits(_Edited().edits, edited.edits)
     guard.commit(step=1)
     assert not guard.edit_marks()
     edited.count = {3: 1}
-    assert guard.edit_marks() == [(device, stream, stream.record_event())]
+    here = [(device, "the default stream", "an event of it")]
+    assert guard.edit_marks() == [(device, stream, stream.record_event()), *here]
     del edited  # which a guard that serves on does not keep
     assert not guard.edit_marks()
