@@ -257,3 +257,26 @@ def _moves(rank: int, world_size: int) -> None:
 def test_a_model_moves_to_where_it_is_while_its_gradients_are_in_buckets() -> None:
     """module.to() asks whether each gradient's data can be replaced."""
     run_processes(1, _moves, backend=None)
+
+
+def _rate_on_the_device(rank: int, world_size: int) -> None:
+    """Stand-ins of parameters that lie on the other rank are stepped in host memory, with the same learning rate."""
+    enable()
+    torch.accelerator.set_device_index(rank)
+    device = torch.device(DEVICE, rank)
+    params = [torch.nn.Parameter(torch.ones(64, device=device)) for _ in range(8)]
+    options: dict[str, Any] = {"lr": torch.tensor(0.5, device=device), "fused": True, "offload": zero_opt.CPUOffload()}
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
+    C.delays(300, 300, 300, 1)
+    for _ in range(3):
+        torch.stack([param.sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    C.synchronize()
+    C.delays(0, 0, 0, 0)
+    optimizer.close()
+    assert C.races() == []
+
+
+def test_a_learning_rate_may_lie_on_the_device() -> None:
+    run_processes(2, _rate_on_the_device, backend=BACKEND)

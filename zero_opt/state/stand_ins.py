@@ -95,7 +95,12 @@ class StandIns:
 
     def _new_trial(self, kind: Kind) -> Trial:
         like = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
-        return Trial(self._class, like, hypers_of(self._owner.param_groups[kind.group]), **self._defaults)
+        return Trial(self._class, like, self._hypers(kind), **self._defaults)
+
+    def _hypers(self, kind: Kind) -> dict[str, Any]:
+        """Return the group's hyperparameters, tensors on the device of the trial: a class may copy without waiting."""
+        hypers = hypers_of(self._owner.param_groups[kind.group])
+        return {key: value.to(kind.device) if isinstance(value, Tensor) else value for key, value in hypers.items()}
 
     def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> None:
         """Let the user see this state of ``members``."""
@@ -124,7 +129,7 @@ class StandIns:
         """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""
         trial, entry = self._trials[kind], self._owner.state.get(self._params[members[0]]) or _NOTHING
         state = _with_elements(entry, trial)
-        trial.optimizer.param_groups[0].update(hypers_of(self._owner.param_groups[kind.group]))
+        trial.optimizer.param_groups[0].update(self._hypers(kind))
         trial.optimizer.state[trial.param] = {k: apart(v) for k, v in state.items()} if copies else state
         with suppress(Exception):
             trial.step()
