@@ -28,55 +28,59 @@ def waited_for(seconds: float) -> float:
     return min(seconds, _LONGEST_WAIT_S)
 
 
-def _check_number(owner: str, field: str, value: object) -> None:
+def check_number(name: str, value: object) -> None:
+    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{owner}.{field} must be a number, got {quoted(value)}")
+        raise ConfigTypeError(f"{name} must be a number, got {quoted(value)}")
 
 
-def _check_positive(owner: str, field: str, value: Any) -> None:
-    _check_number(owner, field, value)
+def _check_positive(name: str, value: Any) -> None:
+    check_number(name, value)
     if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
-        raise ConfigError(f"{owner}.{field} must be positive and finite, got {quoted(value)}")
+        raise ConfigError(f"{name} must be positive and finite, got {quoted(value)}")
 
 
-def _check_seconds(owner: str, field: str, value: Any) -> None:
-    _check_positive(owner, field, value)
+def _check_seconds(name: str, value: Any) -> None:
+    _check_positive(name, value)
     if value < _LEAST_WAIT_S:
-        raise ConfigError(f"{owner}.{field} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
+        raise ConfigError(f"{name} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
 
 
-def _check_integer(owner: str, field: str, value: object, least: int = 1, most: float = inf) -> None:
+def check_integer(name: str, value: object, least: int = 1, most: float = inf) -> None:
+    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is an integer from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigTypeError(f"{owner}.{field} must be an integer, got {quoted(value)}")
+        raise ConfigTypeError(f"{name} must be an integer, got {quoted(value)}")
     if value < least:
-        raise ConfigError(f"{owner}.{field} must be at least {least}, got {quoted(value)}")
+        raise ConfigError(f"{name} must be at least {least}, got {quoted(value)}")
     if value > most:
-        raise ConfigError(f"{owner}.{field} must be at most {most}, got {quoted(value)}")
+        raise ConfigError(f"{name} must be at most {most}, got {quoted(value)}")
 
 
 def _check_threads(owner: str, value: object) -> None:
     if value is not None:
-        _check_integer(owner, "threads", value, most=_THREADS_LIMIT)
+        check_integer(f"{owner}.threads", value, most=_THREADS_LIMIT)
 
 
-def _check_flag(owner: str, field: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise ConfigTypeError(f"{owner}.{field} must be True or False, got {quoted(value)}")
+        raise ConfigTypeError(f"{name} must be True or False, got {quoted(value)}")
 
 
-def _check_choice(owner: str, field: str, value: object, choices: tuple[object, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{owner}.{field} must be one of {choices}, got {quoted(value)}")
+        raise ConfigError(f"{name} must be one of {choices}, got {quoted(value)}")
 
 
-def _check_dtype(owner: str, field: str, value: Any) -> None:
+def check_dtype(name: str, value: Any) -> None:
+    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is ``None`` or a dtype of 16 or more bits."""
     if value is None:
         return
     kind = type(value)
     if (kind.__module__, kind.__qualname__) != ("torch", "dtype"):  # this floor does not import torch
-        raise ConfigTypeError(f"{owner}.{field} must be a torch.dtype, got {quoted(value)}")
+        raise ConfigTypeError(f"{name} must be a torch.dtype, got {quoted(value)}")
     if not (value.is_floating_point and value.itemsize >= 2):
-        raise ConfigError(f"{owner}.{field} must be floating-point, of 16 bits or more, got {quoted(value)}")
+        raise ConfigError(f"{name} must be floating-point, of 16 bits or more, got {quoted(value)}")
 
 
 def _check_model(owner: str, value: object) -> None:
@@ -110,8 +114,8 @@ class Reduction:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _check_positive(owner, "bucket_mb", self.bucket_mb)
-        _check_choice(owner, "exchange", self.exchange, EXCHANGES)
+        _check_positive(f"{owner}.bucket_mb", self.bucket_mb)
+        _check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
         _check_model(owner, self.overlap_param_gather)
 
 
@@ -154,7 +158,7 @@ class AlreadyReduced:
     bucket_mb: ClassVar[float] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
-        _check_choice("AlreadyReduced", "exchange", self.exchange, EXCHANGES)
+        _check_choice("AlreadyReduced.exchange", self.exchange, EXCHANGES)
         _check_model("AlreadyReduced", self.overlap_param_gather)
 
 
@@ -184,17 +188,17 @@ class Selective:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("Selective", "topk_ratio", self.topk_ratio)
+        check_number("Selective.topk_ratio", self.topk_ratio)
         if not 0 <= self.topk_ratio <= 1:
             raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {quoted(self.topk_ratio)}")
-        _check_integer("Selective", "select_interval", self.select_interval)
+        check_integer("Selective.select_interval", self.select_interval)
         if not isinstance(self.update_interval, str):
-            _check_integer("Selective", "update_interval", self.update_interval)
+            check_integer("Selective.update_interval", self.update_interval)
         elif self.update_interval != "auto":
             raise ConfigError(
                 f"Selective.update_interval must be 'auto' or a number, got {quoted(self.update_interval)}"
             )
-        _check_integer("Selective", "warmup_steps", self.warmup_steps, 0)
+        check_integer("Selective.warmup_steps", self.warmup_steps, 0)
 
 
 def _check_selective_field(owner: str, value: object) -> None:
@@ -236,8 +240,8 @@ class WorkerOffload:
         _check_selective_field("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
-        _check_integer("WorkerOffload", "delay", self.delay, 0, most=1)
-        _check_flag("WorkerOffload", "speculate", self.speculate)
+        check_integer("WorkerOffload.delay", self.delay, 0, most=1)
+        check_flag("WorkerOffload.speculate", self.speculate)
         if self.speculate and self.delay:
             raise ConfigConflict(
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
@@ -246,14 +250,14 @@ class WorkerOffload:
         _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
-        _check_seconds("WorkerOffload", "hang_timeout", self.hang_timeout)
-        _check_integer("WorkerOffload", "max_deaths", self.max_deaths)
+        _check_seconds("WorkerOffload.hang_timeout", self.hang_timeout)
+        check_integer("WorkerOffload.max_deaths", self.max_deaths)
 
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):
             raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {quoted(cores)}")
         for core in cores:
-            _check_integer("WorkerOffload", "cores", core, 0)
+            check_integer("WorkerOffload.cores", core, 0)
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {quoted(cores)}")
         object.__setattr__(self, "cores", tuple(cores))
@@ -295,9 +299,9 @@ class NVMeOffload:
             raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
         if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
             raise ConfigError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
-        _check_positive("NVMeOffload", "window_mb", self.window_mb)
+        _check_positive("NVMeOffload.window_mb", self.window_mb)
         _check_threads("NVMeOffload", self.threads)
-        _check_seconds("NVMeOffload", "hang_timeout", self.hang_timeout)
+        _check_seconds("NVMeOffload.hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -328,11 +332,11 @@ class CPUOffload:
 
     def __post_init__(self) -> None:
         _check_selective_field("CPUOffload", self.selective)
-        _check_flag("CPUOffload", "pin_memory", self.pin_memory)
-        _check_positive("CPUOffload", "ratio", self.ratio)
+        check_flag("CPUOffload.pin_memory", self.pin_memory)
+        _check_positive("CPUOffload.ratio", self.ratio)
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
-        _check_positive("CPUOffload", "subgroup_mb", self.subgroup_mb)
+        _check_positive("CPUOffload.subgroup_mb", self.subgroup_mb)
         _check_threads("CPUOffload", self.threads)
 
 
@@ -357,13 +361,13 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         is_text = isinstance(self.master_dtype, str)
         if not is_text:
-            _check_dtype("MixedPrecision", "master_dtype", self.master_dtype)
+            check_dtype("MixedPrecision.master_dtype", self.master_dtype)
         if self.master_dtype not in (None, "split") and (is_text or str(self.master_dtype) != "torch.float32"):
             raise ConfigError(
                 f"MixedPrecision.master_dtype must be torch.float32 or 'split', got {quoted(self.master_dtype)}"
             )
-        _check_dtype("MixedPrecision", "reduce_dtype", self.reduce_dtype)
-        _check_dtype("MixedPrecision", "accumulate_dtype", self.accumulate_dtype)
+        check_dtype("MixedPrecision.reduce_dtype", self.reduce_dtype)
+        check_dtype("MixedPrecision.accumulate_dtype", self.accumulate_dtype)
 
 
 @dataclass(frozen=True)
@@ -385,10 +389,10 @@ class Checks:
     hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        _check_choice("Checks", "nonfinite", self.nonfinite, NONFINITE)
+        _check_choice("Checks.nonfinite", self.nonfinite, NONFINITE)
         if self.timeout is not None:
-            _check_seconds("Checks", "timeout", self.timeout)
-        _check_seconds("Checks", "hang_timeout", self.hang_timeout)
+            _check_seconds("Checks.timeout", self.timeout)
+        _check_seconds("Checks.hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -411,5 +415,5 @@ class AdamState:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("AdamState", "moments", self.moments, MOMENT_FORMS)
-        _check_choice("AdamState", "master", self.master, MASTERS)
+        _check_choice("AdamState.moments", self.moments, MOMENT_FORMS)
+        _check_choice("AdamState.master", self.master, MASTERS)

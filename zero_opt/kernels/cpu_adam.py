@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigTypeError
-from ..policies import AdamState
+from ..policies import AdamState, check_flag
 from ..system.extension import require_native
 from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
@@ -105,8 +105,7 @@ class _NativeStep(torch.optim.Adam):
         self._threads: int | None = rest.pop("threads", None)
         checked_threads(self._threads)
         self._flush = rest.pop("flush_denormals", False)
-        if not isinstance(self._flush, bool):
-            raise ConfigTypeError(f"flush_denormals must be True or False, got {self._flush!r}")
+        check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
         return _fused_options(type(self).__name__, rest)
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..comm.groups import AloneGroup, Group
-from ..errors import ConfigTypeError, StateDictError, UnsupportedOptimizer
+from ..errors import StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
+from ..policies import check_flag
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
@@ -133,8 +134,7 @@ def fitted_state(
     Raises:
         StateDictError: names what does not fit. ConfigTypeError: ``strict`` is no bool.
     """
-    if not isinstance(strict, bool):
-        raise ConfigTypeError(f"strict must be True or False, got {strict!r}")
+    check_flag("strict", strict)
     cls, refused = config.optimizer_class, Refused(strict=strict)
     try:
         states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole)

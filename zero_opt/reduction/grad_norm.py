@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..errors import ConfigError, ConfigTypeError
+from ..errors import ConfigError
 from ..kernels import grad_squares
 from ..kernels.strides import is_dense
+from ..policies import check_number
 from ..system.extension import native_available
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +21,7 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDENED_NUMEL = 1 << 15
 
 
-def check_max_norm(max_norm: object, name: str) -> float:
+def check_max_norm(max_norm: Any, name: str) -> float:
     """``max_norm`` as a float.
 
     Raises:
@@ -28,8 +29,7 @@ def check_max_norm(max_norm: object, name: str) -> float:
     """
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
         max_norm = max_norm.item()
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise ConfigTypeError(f"{name} must be a number, got {max_norm!r}")
+    check_number(name, max_norm)
     if not max_norm > 0:
         raise ConfigError(f"{name} must be positive, got {max_norm!r}")
     return float(max_norm)

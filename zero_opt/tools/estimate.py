@@ -17,7 +17,7 @@ from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
 from ..placement import Offload
-from ..policies import Checks, MixedPrecision, Overlapped
+from ..policies import Checks, MixedPrecision, Overlapped, check_dtype, check_integer
 from ..reduction import ReductionPolicy
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise
@@ -29,6 +29,7 @@ from .memory_rows import Row, Sizing, steps_alone
 _MOST_BUCKETS = 1 << 18
 # The default: as many as hosts of a cluster usually have accelerators.
 _RANKS_PER_HOST = 8
+_MOST_RANKS = 2**31 - 1
 
 PLACES = ("device", "host", "nvme")
 KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers", "communicator")
@@ -69,7 +70,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
-        _check_at_least_one("ranks_per_host", ranks)
+        check_integer("ranks_per_host", ranks, most=_MOST_RANKS)
         sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
         return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
@@ -146,8 +147,9 @@ def estimate(
             does, or because of the arguments that are only here.
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
-    _check_at_least_one("world_size", world_size)
-    target = _Target(_checked_dtype(param_dtype), _checked_device(device))
+    check_integer("world_size", world_size, most=_MOST_RANKS)
+    check_dtype("param_dtype", param_dtype)
+    target = _Target(param_dtype, _checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
             groups = target.of_number(model_or_numel, config)
@@ -191,23 +193,6 @@ def _title(sizing: Sizing) -> str:
         f"{config.optimizer_class.__name__}, {sum(p.numel() for p in params):,} elements of {', '.join(dtypes)} "
         f"on {', '.join(devices)}; {offload}; {config.reduction!r}; {config.precision!r}"
     )
-
-
-def _check_at_least_one(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigTypeError(f"{name} must be an integer, got {value!r}")
-    if not 1 <= value < 1 << 31:
-        raise ConfigError(f"{name} must be at least 1 and below 2^31, got {value!r}")
-
-
-def _checked_dtype(dtype: object) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigTypeError(f"param_dtype must be a torch.dtype, got {dtype!r}")
-    if not dtype.is_floating_point:
-        raise ConfigError(f"param_dtype must be floating-point, got {dtype!r}")
-    return dtype
 
 
 def _checked_device(device: object) -> torch.device | None:
