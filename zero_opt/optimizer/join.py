@@ -34,6 +34,11 @@ class ShadowSteps(JoinHook):
         self._end()
 
 
+def ends_join(error: RuntimeError) -> bool:
+    """Return whether ``Join(throw_on_early_termination=True)`` raises this on all ranks, as one has no inputs left."""
+    return "exhausted inputs" in str(error)
+
+
 def follow_hypers(group: Group, param_groups: Sequence[MutableMapping[str, Any]], absentees: Sequence[int]) -> None:
     """Give ranks that have run out of inputs, whose schedulers stand still, the others' hyperparameters. Collective.
 

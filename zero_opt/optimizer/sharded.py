@@ -44,7 +44,7 @@ from ..sharding.buckets import GradBucket
 from ..system.log import log
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
-from .join import follow_hypers
+from .join import ends_join, follow_hypers
 from .loss_scale import overflowed, scale_entry, unscaling
 from .one_call import one_call
 
@@ -86,6 +86,8 @@ class ShardedEngine(BetweenSteps):
         self.gather.flush()
         error = error or self._take_over_edits()
         self._sends = True
+        if not absent:
+            self._notify_join()
         own = self.reduction.send_rest(error, absent=absent)
         agreed = self.agree(own, clip_to, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
@@ -97,6 +99,17 @@ class ShardedEngine(BetweenSteps):
             contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
             self.agreement.require_same_contents([*contents, scale_entry(unscaling(self._user))])
         return agreed, shards
+
+    def _notify_join(self) -> None:
+        """Tell ``Join`` that this rank is about to take a step, once per step. Collective of ranks that have inputs."""
+        if not self.join_notified:
+            try:
+                Join.notify_join_context(self._user)
+            except RuntimeError as error:
+                if ends_join(error):
+                    self.agreement.told = id(error)
+                raise
+        self.join_notified = True
 
     def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
@@ -117,9 +130,6 @@ class ShardedEngine(BetweenSteps):
         """Compare this rank's report of the step with the other ranks'. Collective."""
         count, edits = self.count, self.partition.edits()
         mine = self.step_report(own, clip_to, edits, absent=absent)
-        if not self.join_notified and not absent:
-            Join.notify_join_context(self._user)
-        self.join_notified = True
         try:
             agreed = self.agreement.agree_on_step(mine, len(self.parts.params), own.error)
         except StepDesync as desync:

@@ -194,3 +194,48 @@ def test_ranks_that_ran_out_go_on_in_another_epoch(reduction: Any) -> None:
 def test_a_scheduler_that_stood_still_is_noticed() -> None:
     with pytest.raises(zero_opt.RankMismatch, match=r"hyperparameter lr of group 0: '0.\d+' on rank 0"):
         run_processes(2, _two_epochs, OVERLAPPED, True)
+
+
+def _ends_early(rank: int, world_size: int, reduction: Any, clips: bool) -> Any:
+    """Rank 1 has inputs for one step more, whose gradients are dropped when ``Join`` ends it on all ranks."""
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, reduction)
+
+    def train(step: int) -> None:
+        torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for first in (0, 2):
+        with pytest.raises(RuntimeError, match="exhausted"), Join([optimizer], throw_on_early_termination=True):
+            for step in range(2 + rank):
+                train(first + step)
+        optimizer.zero_grad()
+    with Join([optimizer], enable=False):
+        train(4)
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [param.detach().clone() for param in params], state
+
+
+def _ends_never(rank: int, world_size: int) -> Any:
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, OVERLAPPED)
+    for step in range(5):
+        torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [param.detach().clone() for param in params], state
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["steps", "clips"])
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
+def test_training_goes_on_after_join_has_ended_it_early_on_all_ranks(reduction: Any, clips: bool) -> None:
+    found, expected = run_processes(2, _ends_early, reduction, clips), run_processes(2, _ends_never)
+    assert_bitwise(found, expected)
