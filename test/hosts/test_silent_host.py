@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import ADDRESSES, drop_large, fall_silent, join_host, require_namespaces
+from test.hosts.namespaces import ADDRESSES, cut_off, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.comm import peer_watch, process_identity, short_lived
@@ -33,13 +33,13 @@ SILENT_S, PROBE_S = 3.0, 1.0
 AT_MOST_S = 120
 
 
-def _init(rank: int, world_size: int, folder: Path) -> int:
-    """Join a host; its number. Rank 1 has one for itself."""
-    host = int(rank == 1)
-    join_host(rank, host, folder)
+def _init(rank: int, world_size: int, folder: Path, hosts: int = 2, timeout_s: float = 2 * SECONDS) -> int:
+    """Join a host; its number. Of two, rank 1 has one for itself; of three, each rank has."""
+    host = rank if hosts == 3 else int(rank == 1)
+    join_host(rank, host, folder, hosts)
     process_identity.host_id = lambda: f"host {host}"
     store = dist.FileStore(str(folder / "store"), world_size)
-    timeout = timedelta(seconds=2 * SECONDS)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return host
 
@@ -218,6 +218,68 @@ def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tm
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
     assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S
+
+
+CALLS = {
+    "step": take_step,
+    "consolidate": lambda params, optimizer: optimizer.consolidate_state_dict(),
+    "rows": lambda params, optimizer: zero_opt.sharded_state_dict(optimizer),
+    "load": lambda params, optimizer: optimizer.load_state_dict(torch.optim.AdamW(params).state_dict()),
+    "add_param_group": lambda params, optimizer: optimizer.add_param_group({"params": [torch.zeros(3)]}),
+}
+
+
+def _two_cannot_reach_each_other(
+    rank: int, world_size: int, folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None
+) -> Any:
+    """What the call says on this rank, what ``state_dict()`` then says, and how long the call took."""
+    if timeout_s is None:
+        _shorten()
+    _init(rank, world_size, folder, hosts=3, timeout_s=timeout_s or 2 * SECONDS)
+    params, optimizer = make_stepped(2)
+    dist.barrier()
+    if rank == apart[0]:
+        cut_off(apart[1])
+    begun, said = time.monotonic(), []
+    for each in (lambda: CALLS[call](params, optimizer), optimizer.state_dict):
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            each()
+        said.append(str(caught.value))
+    optimizer.close()
+    return said, time.monotonic() - begun
+
+
+def _require_the_two_named(folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
+    """Fail unless all ranks, one of which reaches both, name the two; the longest that one took."""
+    require_namespaces()
+    ranks = 3, _two_cannot_reach_each_other, folder, call, apart, timeout_s
+    found = run_processes(*ranks, timeout=SECONDS, backend=None)
+    both = "rank {}, rank {}".format(*sorted(apart))
+    for said, _ in found:
+        for text in said:
+            assert text.startswith(f"{both} cannot reach each other any more"), said
+            assert "restart all ranks from the last checkpoint" in text and " does not answer" not in text, said
+    return max(waited for _, waited in found)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_two_hosts_that_cannot_reach_each_other_are_named_on_all(call: str, tmp_path: Path) -> None:
+    _require_the_two_named(tmp_path, call, (1, 2), None)
+
+
+@pytest.mark.parametrize("apart", [(2, 1), (0, 1), (0, 2)])
+def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], tmp_path: Path) -> None:
+    _require_the_two_named(tmp_path, "step", apart, None)
+
+
+def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(tmp_path: Path) -> None:
+    """The limits of connections follow the timeout: the real ones, of more than a minute, would name no rank."""
+    _require_the_two_named(tmp_path, "step", (1, 2), 30.0)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(tmp_path: Path) -> None:
+    assert _require_the_two_named(tmp_path, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
 
 
 def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:

@@ -201,20 +201,20 @@ def _ends_early(rank: int, world_size: int, reduction: Any, clips: bool) -> Any:
     params = ADAM.params()
     optimizer = ADAM.sharded(params, reduction)
 
-    def train(step: int) -> None:
-        torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
-        if clips:
-            optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(steps: range, **options: Any) -> None:
+        with Join([optimizer], **options):
+            for step in steps:
+                torch.autograd.backward(params, [torch.full_like(param, 1 + step - rank / 2) for param in params])
+                if clips:
+                    optimizer.clip_grad_norm_(1e9)
+                optimizer.step()
+                optimizer.zero_grad()
 
     for first in (0, 2):
-        with pytest.raises(RuntimeError, match="exhausted"), Join([optimizer], throw_on_early_termination=True):
-            for step in range(2 + rank):
-                train(first + step)
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(range(first, first + 2 + rank), throw_on_early_termination=True)
         optimizer.zero_grad()
-    with Join([optimizer], enable=False):
-        train(4)
+    train(range(4, 5), enable=False)
     optimizer.consolidate_state_dict(to=0)
     state = optimizer.state_dict()["state"] if rank == 0 else None
     optimizer.close()
