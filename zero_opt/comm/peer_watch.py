@@ -51,8 +51,9 @@ _NEWS_S = 20.0 + _ALIVE_S
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
-# What gloo says of a connection that the other host has ended, which is not silent then.
-_BY_PEER = "by peer"
+# What gloo says of a connection that its other process has ended. (The kernel of a host to which packets do not get
+# resets a connection once its own limit is over.)
+_CLOSED = "closed by peer"
 # In what backends say when a peer is gone or silent.
 _SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 # More calls than a rank will ever enter: one that every rank misses that has left.
@@ -322,7 +323,7 @@ class Watch:
         """
         if self.lives(rank):
             return
-        silent = rank not in self._near and _BY_PEER not in text
+        silent = rank not in self._near and _CLOSED not in text
         alive = silent and ask is not None and self._says_alive(rank, ask)
         self.departures.notice(Departure(rank, How.CUT_OFF if alive else How.LOST, from_rank=self._rank))
         self.departures.leave()
