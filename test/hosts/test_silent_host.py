@@ -21,8 +21,8 @@ import torch.distributed as dist
 import zero_opt
 from test.hosts.namespaces import ADDRESSES, cut_off, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
-from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import peer_watch, process_identity, short_lived
+from test.support.stepped import make_stepped, service_of, take_step
+from zero_opt.comm import keepalive, peer_watch, process_identity, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
@@ -275,6 +275,56 @@ def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], tmp_p
 def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(tmp_path: Path) -> None:
     """The limits of connections follow the timeout: the real ones, of more than a minute, would name no rank."""
     _require_the_two_named(tmp_path, "step", (1, 2), 30.0)
+
+
+def _asks_in_vain(rank: int, world_size: int, folder: Path) -> str:
+    """Rank 2 does not wait for rank 1 to answer that it lives."""
+    peer_watch._ALIVE_S = 0.0
+    said, _ = _two_cannot_reach_each_other(rank, world_size, folder, "step", (1, 2), None)
+    assert said[0].partition(" (")[0] == said[1].partition(" (")[0], said
+    return str(said[0])
+
+
+def test_a_rank_that_lives_hears_which_rank_has_given_it_up_as_lost(tmp_path: Path) -> None:
+    require_namespaces()
+    first, given_up, last = run_processes(3, _asks_in_vain, tmp_path, timeout=SECONDS, backend=None)
+    assert given_up.startswith("rank 1, rank 2 cannot reach each other any more"), given_up
+    for text in (first, last):
+        assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
+
+
+def _waits_time_out_first(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Ranks 1 and 2 cannot reach each other, which no connection finds out before their waits time out."""
+    keepalive._LEAST_S = 10.0 * SECONDS
+    process_groups.HostLimits = partial(HostLimits, 10.0 * SECONDS, SECONDS)  # type: ignore[attr-defined,misc]
+    _init(rank, world_size, folder, hosts=3, timeout_s=8.0)
+    params, optimizer = make_stepped(2)
+    dist.barrier()
+    if rank == 1:
+        cut_off(2)
+    said = []
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        CALLS["add_param_group"](params, optimizer)
+    said.append(str(caught.value))
+    service = service_of(optimizer)
+    service._side.interrupt()
+    service._thread.join(SECONDS)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    said.append(str(caught.value))
+    optimizer.close()
+    return said
+
+
+def test_ranks_that_may_be_meant_are_named_where_none_can_tell(tmp_path: Path) -> None:
+    require_namespaces()
+    found = run_processes(3, _waits_time_out_first, tmp_path, timeout=SECONDS, backend=None)
+    for rank, (step, state) in enumerate(found):
+        first, second = (other for other in range(3) if other != rank)
+        assert step.startswith(f"one of rank {first}, rank {second} has ended, or its host does not answer, or the"), (
+            step
+        )
+        assert state == step
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
