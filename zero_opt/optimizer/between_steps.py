@@ -15,9 +15,10 @@ from torch.distributed.algorithms.join import Joinable
 
 from ..comm.exchange import close_all
 from ..comm.groups import Group
-from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, ZeroOptError
+from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, UnsupportedParam, ZeroOptError
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
+from ..sharding.flat_param import is_dtensor
 from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
@@ -211,7 +212,11 @@ class BetweenSteps(Engine):
         begun = False
         try:
             with self.agreement.together("flush()"):
-                self._follow_moved()
+                try:
+                    self._follow_moved()
+                except UnsupportedParam:
+                    if self.placement.pending:
+                        raise  # else nothing is to be brought into the parameter, and the next step says it
                 conflict = self.placement.conflict()
                 begun = self.placement.pending
                 self._params_may_differ |= begun
@@ -254,6 +259,10 @@ class BetweenSteps(Engine):
             self._complete_state("sharded_state_dict()")
             return self.parts.full.rows()
 
+    def as_planned(self, index: int, param: Tensor) -> Tensor:
+        flat = None if is_dtensor(param) else self.partition.flats.get(index)
+        return param if flat is None else flat.shaped(flat.flat)
+
     def state_dict(self) -> StateDict:
         """Return the full state. The other ranks' edits of ``state`` are in it from their next step on."""
         return {"state": self._full_state(), "param_groups": pack_groups(self._user.param_groups)}
@@ -278,6 +287,8 @@ class BetweenSteps(Engine):
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()
+                for flat in self.partition.flats.values():
+                    flat.moved()  # what does not fit any more cannot be stepped, whatever is loaded
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()

@@ -47,8 +47,9 @@ def _state_by_rows(optimizer: ShardedOptimizer) -> StateDict:
     groups = pack_groups(optimizer.param_groups)
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
-            if param.requires_grad and (index not in state or optimizer._config.placement.steps_by_columns(param)):
-                state[index] = {**places(optimizer._config, optimizer._group, packed, param), **state.get(index, {})}
+            like = optimizer._engine.as_planned(index, param)
+            if param.requires_grad and (index not in state or optimizer._config.placement.steps_by_columns(like)):
+                state[index] = {**places(optimizer._config, optimizer._group, packed, like), **state.get(index, {})}
     return {"state": state, "param_groups": groups, _WITH_STATE: known}
 
 

@@ -102,6 +102,10 @@ class Engine(Protocol):
     def rows(self) -> StatesByIndex:
         """Return copies of all state by global parameter index, cut by rows over the ranks, in host memory."""
 
+    def as_planned(self, index: int, param: Tensor) -> Tensor:  # noqa: ARG002  (of the protocol)
+        """Return a tensor like that which a parameter was when it was planned, whatever it was re-pointed to."""
+        return param
+
     def state_dict(self) -> StateDict:
         """Return the full state, sharing memory with live state at most where the wrapped class's does."""
 

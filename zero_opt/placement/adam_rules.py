@@ -104,7 +104,7 @@ def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any]
             wanted, fits = "a number", value.numel() == 1 if is_tensor else isinstance(value, (int, float))
         else:
             wanted = f"a floating-point tensor of shape {tuple(shape)}"
-            fits = is_tensor and value.is_floating_point() and value.shape in (shape, flat.param.shape)
+            fits = is_tensor and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:
             given = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else repr(value)
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")

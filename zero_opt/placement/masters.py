@@ -73,7 +73,7 @@ class FollowedParams:
     def flat_grad(self, position: int, grad: Tensor) -> Tensor:
         """Return a gradient of a slice as 1-D in storage order; a view where possible."""
         flat = self.flats[position]
-        return flat.flatten(grad) if grad.numel() == flat.param.numel() else grad
+        return flat.flatten(grad) if grad.numel() == flat.numel else grad
 
     def repoint(self, position: int) -> None:
         """Follow a parameter whose data moved: what lies there is the user's."""

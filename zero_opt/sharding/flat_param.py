@@ -57,7 +57,8 @@ class FlatParam:
     mirror before it is read, :meth:`store` copies the mirror back after it is written.
 
     Attributes:
-        param: the user's parameter; never re-pointed, never replaced.
+        param: the user's parameter; never re-pointed, never replaced. The user may re-point it to data of any shape.
+        shape, numel: the parameter's when it was planned.
         flat: 1-D tensor, numel elements, storage order; shares the parameter's version counter when it aliases.
         strides: strides that turn a 1-D run in storage order back into the parameter's shape.
     """
@@ -65,6 +66,7 @@ class FlatParam:
     def __init__(self, param: Tensor, label: str) -> None:
         self.param, self.label = param, label
         check_memory(param, label)
+        self.shape, self.numel = param.shape, param.numel()
         self._planned = self._identity()
         self._counter = _VersionCounter()
         self.remake_views()
@@ -118,22 +120,22 @@ class FlatParam:
         return True
 
     def load(self) -> None:
-        """Bring a mirror up to date with the parameter."""
-        if self.mirrored:
+        """Bring a mirror up to date with the parameter, unless that does not fit any more."""
+        if self.mirrored and self._identity() == self._planned:
             self.shaped(self.flat).copy_(self.param.detach())
 
     def store(self) -> None:
-        """Bring the parameter up to date with its mirror."""
-        if self.mirrored:
+        """Bring the parameter up to date with its mirror, unless it does not fit any more."""
+        if self.mirrored and self._identity() == self._planned:
             self.param.detach().copy_(self.shaped(self.flat))
 
     def shaped(self, run: Tensor) -> Tensor:
         """View a 1-D run of numel elements, in storage order, in the parameter's shape."""
-        return run.as_strided(self.param.shape, self.strides, run.storage_offset())
+        return run.as_strided(self.shape, self.strides, run.storage_offset())
 
     def shaped_if_whole(self, run: Tensor) -> Tensor:
         """View a slice, 1-D in storage order, in the parameter's shape if it is the whole parameter; else return it."""
-        return self.shaped(run) if run.numel() == self.param.numel() else run
+        return self.shaped(run) if run.numel() == self.numel else run
 
     def part(self, span: Span) -> Tensor:
         """Return the tensor that an inner optimizer steps for a slice: in the parameter's shape if whole, else 1-D.

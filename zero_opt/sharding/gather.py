@@ -110,7 +110,7 @@ def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
     For when the ranks may not be at the same point of their exchanges.
     """
     for bucket in buckets if group.world_size > 1 else ():
-        dtype, numels = bucket.params[0].param.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
+        dtype, numels = bucket.params[0].flat.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
         for rank in range(group.world_size):
             shard = bucket.layout.shard(rank)

@@ -114,7 +114,7 @@ class LocalState:
     def run(self, entry: Entry) -> Tensor:
         """Return the elements of an entry that travels, as a contiguous run where they live."""
         value: Tensor = self._state[entry.param][entry.key].detach()
-        if entry.kind == "slice" and value.shape == self.flats[entry.param].param.shape:
+        if entry.kind == "slice" and value.shape == self.flats[entry.param].shape:
             value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
@@ -149,9 +149,9 @@ class IncomingState:
         else:
             flat = self._flats[entry.param]
             if entry.key not in state:
-                values = torch.empty(flat.param.numel(), dtype=torch_dtype(entry.dtype), device="cpu")
+                values = torch.empty(flat.numel, dtype=torch_dtype(entry.dtype), device="cpu")
                 state[entry.key] = flat.shaped(values)
-            run: Tensor = state[entry.key].as_strided((flat.param.numel(),), (1,))
+            run: Tensor = state[entry.key].as_strided((flat.numel,), (1,))
             return run[entry.start : entry.start + entry.numel]
         return None
 

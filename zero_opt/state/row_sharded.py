@@ -155,7 +155,7 @@ class ShardedState:
         if entry.kind == "tensor":
             return Form(tuple(entry.shape), contiguous_strides(torch.Size(entry.shape)), dtype)
         flat = self._partition.flats[entry.param]
-        return Form(tuple(flat.param.shape), flat.strides, dtype)
+        return Form(tuple(flat.shape), flat.strides, dtype)
 
     def _to_rows(self, owner: int, entry: Entry, form: Form, source: Tensor | None, rows: Tensor) -> None:
         """Move an owner's run of elements to the ranks in whose rows they are; ``rows`` are this rank's."""
@@ -202,7 +202,7 @@ class ShardedState:
         flat, form = self._partition.flats[index], _form_of(value)
         if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
             return False
-        in_order = self._partition.whole or form.shape != tuple(flat.param.shape) or form.strides == flat.strides
+        in_order = self._partition.whole or form.shape != tuple(flat.shape) or form.strides == flat.strides
         return in_order and value.device_mesh == self._group.mesh()
 
     def _from_rows(self, index: int, value: DTensor, owners: list[tuple[int, ParamSlice]]) -> Tensor | None:
@@ -211,7 +211,7 @@ class ShardedState:
         rows = form.run(group.rank, group.world_size)
         source = torch.empty(rows.numel, dtype=form.dtype, device="cpu")
         form.rows(source).copy_(value.to_local().detach())
-        is_cut = form.shape == tuple(flat.param.shape) and not self._partition.whole
+        is_cut = form.shape == tuple(flat.shape) and not self._partition.whole
         result: Tensor | None = None
         for owner, piece in owners:
             span = piece.in_param if is_cut else Span(0, form.numel)

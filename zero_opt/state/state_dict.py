@@ -356,12 +356,12 @@ def _grown(of_small: torch.Size, small: torch.Size, shape: torch.Size) -> torch.
 
 def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[str, Any]:
     """Return a copy of the part of one parameter's full-shape state that belongs to a slice."""
-    whole = piece.in_param.numel == flat.param.numel()
+    whole = piece.in_param.numel == flat.numel
     part: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             part[key] = value
-        elif whole or value.shape != flat.param.shape:
+        elif whole or value.shape != flat.shape:
             part[key] = value.detach().clone()
         else:
             run = flat.flatten(value.detach())

@@ -138,8 +138,8 @@ class VisibleState:
         if entry is None:
             self.dropped.add(piece.param)
         flat = self._partition.flats[piece.param]
-        if entry and not isinstance(entry, ReadThrough) and piece.in_param.numel != flat.param.numel():
-            shape = flat.param.shape
+        if entry and not isinstance(entry, ReadThrough) and piece.in_param.numel != flat.numel:
+            shape = flat.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
         replaced = self._placement.adopt_state(piece.param, entry)

@@ -140,6 +140,8 @@ class DTensorEngine(ShardedEngine):
 
     def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
         plain = self.parts.params
+        for index in states:
+            self.partition.flats[index].moved()  # state of a part that does not fit any more is no DTensor of the param
         return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:

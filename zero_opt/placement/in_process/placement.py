@@ -261,7 +261,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         elif saved:
             unit.complete(position, states[stepped])
         mastered = unit.form is SPLIT or unit.mastered
-        return bool(saved) and mastered and unit.flats[position].param.dtype in HALVES and "master" not in saved
+        return bool(saved) and mastered and unit.param_dtype in HALVES and "master" not in saved
 
     def resident(self) -> Iterator[Tensor]:
         for units in self._units.values():

@@ -74,7 +74,7 @@ class SavedColumns(Mapping[str, Any]):
         return len(list(iter(self)))
 
     def __getitem__(self, key: str) -> Any:
-        column_slice, shape = self._shard.slices[self._position], self._shard.flats[self._position].param.shape
+        column_slice, shape = self._shard.slices[self._position], self._shard.flats[self._position].shape
         if key == "step":
             return column_slice.counts.max()
         if key == COLUMN_STEPS:

@@ -286,7 +286,7 @@ class SelectivePlacement(Placement):
     def _run_of(self, shard: ColumnShard, position: int, value: Tensor) -> Tensor:
         """A saved tensor as 1-D: of the slice, or of the whole parameter, whose part is taken."""
         value, flat, span = value.detach().cpu(), shard.flats[position], shard.pieces[position].in_param
-        if value.shape != flat.param.shape:
+        if value.shape != flat.shape:
             return value.reshape(-1)
         return flat.flatten(value)[slice(*span)]
 
