@@ -21,7 +21,9 @@ ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
 MAXIMUM = "max_exp_avg_sq"
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
-_KNOWN_KEYS = ("step", *MOMENTS, MAXIMUM, "master", *COLUMN_KEYS)
+# What a step reads and writes of a state in plain form.
+STEPPED_KEYS = ("step", *MOMENTS, MAXIMUM, "master")
+_KNOWN_KEYS = (*STEPPED_KEYS, *COLUMN_KEYS)
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 
 
@@ -101,10 +103,12 @@ def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any]
             continue
         is_tensor = isinstance(value, Tensor)
         if key == "step":
-            wanted, fits = "a number", value.numel() == 1 if is_tensor else isinstance(value, (int, float))
+            wanted = "a number"
+            fits = value.numel() == 1 and not value.is_meta if is_tensor else isinstance(value, (int, float))
         else:
             wanted = f"a floating-point tensor of shape {tuple(shape)}"
-            fits = is_tensor and value.is_floating_point() and value.shape in (shape, flat.shape)
+            dense = is_tensor and value.layout is torch.strided and not value.is_meta
+            fits = dense and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:
             given = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else repr(value)
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")

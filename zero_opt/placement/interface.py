@@ -143,11 +143,14 @@ class Placement(ABC):
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """Follow what the user made of a parameter's live state: edited it, replaced it, or (``None``) dropped it.
 
+        Tensors may be on any device: the next step has them where this placement keeps state.
+
         Returns:
             Whether the live state is another object than ``state`` after that.
 
         Raises:
             StepPending: it was replaced or dropped while a step that changes it is pending.
+            StateDictError: it was replaced by what the native kernel cannot step.
         """
 
     @abstractmethod

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import new_state
+from ...errors import StateDictError
+from ...kernels.adam_state import ROLES, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
 from ...kernels.functions import adam_hypers
-from ...kernels.runs import step_runs
+from ...kernels.runs import check_arrays, step_runs
 from ...kernels.slots import Slot
 from ...kernels.threads import checked_threads
 from ...sharding.flat_param import own_writes
-from ..adam_rules import require_complete, say_fused
+from ...system.devices import HOST
+from ..adam_rules import STEPPED_KEYS, require_complete, require_fitting, say_fused
+from ..interface import ParamState
 from .units import PLAIN, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
@@ -48,12 +52,40 @@ class NativeSteps:
         self.rule, self._threads = rule, threads
         self._flush = bool(defaults.get("flush_denormals", False))
         self._slots: dict[int, Slot] = {}
+        self._adopted: dict[int, Sequence[Any]] = {}  # by parameter: the values of its state when that fitted
 
     def can_step(self, unit: Unit, group: Mapping[str, Any]) -> bool:
         """Whether it steps a unit of a group."""
         if not unit.stepped or not unit.stepped[0].is_cpu or not self.rule(group):
             return False
         return unit.form is not PLAIN or unit.stepped[0].dtype is torch.float32
+
+    def has_adopted(self, index: int, state: ParamState) -> bool:
+        """Whether a parameter's state has the values that it had when :meth:`adopt` was called last."""
+        values, adopted = state.values(), self._adopted.get(index, ())
+        return len(adopted) == len(values) and all(map(is_, values, adopted))
+
+    def adopt(self, unit: Unit, position: int, state: ParamState, *, amsgrad: bool) -> None:
+        """Bring values that the user has put into a state to host memory, as fp32 where the kernel wants that.
+
+        The master is left alone.
+
+        Raises:
+            StateDictError: the kernel cannot step the state.
+        """
+        if "remainder" not in state:
+            known = {key: state[key] for key in STEPPED_KEYS if key in state}
+            require_fitting(unit.flats[position], unit.stepped[position].shape, known, amsgrad=amsgrad)
+        for role in ROLES:
+            value = state.get(role)
+            if isinstance(value, Tensor):
+                state[role] = value.to(HOST, torch.float32 if value.is_floating_point() else value.dtype)
+        if unit.form is PLAIN or "remainder" in state:
+            _require_steppable(unit, position, state)
+
+    def note_adopted(self, index: int, state: ParamState) -> None:
+        """Let :meth:`has_adopted` be true of a state until the user puts other values into it."""
+        self._adopted[index] = [*state.values()]
 
     def step(self, unit: Unit, group: Mapping[str, Any], states: StatesByTensor, grad_scale: float) -> None:
         """One step of the slices of which there are gradients, in one native call."""
@@ -89,7 +121,11 @@ class NativeSteps:
                 unit.complete(position, made)
                 state.update(made)
             require_complete(label, state, amsgrad=amsgrad)
-            slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
+            try:
+                slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
+            except (TypeError, ValueError):
+                _require_steppable(unit, position, state)
+                raise
         slot.set_grad(grad)
         return slot
 
@@ -111,3 +147,12 @@ class NativeSteps:
         """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""
         if not any(piece.param in self._slots for piece in unit.pieces):
             check_apart([(flat.label, tensor) for flat, tensor in zip(unit.flats, unit.stepped, strict=True)])
+
+
+def _require_steppable(unit: Unit, position: int, state: ParamState) -> None:
+    """Raise StateDictError unless the kernel can step a slice with this state."""
+    arrays = {role: state[role] for role in ROLES if role in state}
+    try:
+        check_arrays(unit.flats[position].label, {"param": unit.stepped[position], **arrays})
+    except (TypeError, ValueError) as error:
+        raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error

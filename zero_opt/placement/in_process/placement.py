@@ -173,8 +173,10 @@ class DevicePlacement(StretchPlacement[Unit]):
         """Step units whose gradients are being fetched, by the wrapped class."""
         parts: list[tuple[Tensor, Tensor]] = []
         for work in works:
+            group = self._optimizer.param_groups[work.unit.pieces[0].group]
             for position, grad in work.unit.grads():
                 part = work.unit.stepped[position]
+                _bring_to(part, self._optimizer.state.get(part) or {}, group)
                 part.grad = _scaled(grad, part.dtype, grad_scale)
                 parts.append((part, part if self._apart else part.detach()))
         with self._make_units.class_threads():
@@ -217,15 +219,24 @@ class DevicePlacement(StretchPlacement[Unit]):
             if states.pop(stepped, None) is not None:
                 unit.take_master(position, None)
             return False
+        other = states.get(stepped) is not state
+        native = None if self._native is None or self._native.has_adopted(index, state) else self._native
+        if native is not None:
+            group = self._optimizer.param_groups[unit.pieces[position].group]
+            if native.can_step(unit, group):
+                native.adopt(unit, position, state, amsgrad=bool(group["amsgrad"]))
+            else:
+                native = None
         if unit.form is SPLIT and "remainder" not in state:
             unit.take_master(position, state)  # the parameter, of which the remainder is what it lacks of the master
             states[stepped] = load_split(state, stepped)
             return True
-        other = states.get(stepped) is not state
         if other or state.get("master", stepped) is not stepped:
             unit.take_master(position, state)
             unit.complete(position, state)
             states[stepped] = state
+        if native is not None:
+            native.note_adopted(index, state)
         return False
 
     def param_of(self, index: int) -> Tensor:
@@ -283,3 +294,18 @@ def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
         # not in place where it may be the user's own
         fitted = fitted * grad_scale if fitted is grad else fitted.mul_(grad_scale)
     return fitted if fitted.dtype is dtype else fitted.to(dtype)
+
+
+def _bring_to(stepped: Tensor, state: ParamState, group: Mapping[str, Any]) -> None:
+    """Bring values that the user has put into a state to the device that ``stepped`` is on.
+
+    Numbers, such as the count of steps, stay in host memory where the class has them there.
+    """
+    device = stepped.get_device()  # its number, sooner compared than a torch.device
+    for key, value in state.items():
+        if (
+            isinstance(value, Tensor)
+            and value.get_device() != device
+            and (value.dim() or stepped.is_cpu or group.get("capturable") or group.get("fused"))
+        ):
+            state[key] = value.to(stepped.device)
