@@ -6,7 +6,7 @@ import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -212,11 +212,8 @@ class BetweenSteps(Engine):
         begun = False
         try:
             with self.agreement.together("flush()"):
-                try:
+                with suppress(UnsupportedParam):  # its update goes to the data of the plan, and the next step raises it
                     self._follow_moved()
-                except UnsupportedParam:
-                    if self.placement.pending:
-                        raise  # else nothing is to be brought into the parameter, and the next step says it
                 conflict = self.placement.conflict()
                 begun = self.placement.pending
                 self._params_may_differ |= begun

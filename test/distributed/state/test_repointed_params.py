@@ -45,6 +45,7 @@ PLACES = {
     "worker": _maker(torch.bfloat16, offload=zero_opt.WorkerOffload(), fused=True),
     "worker, fp32": _maker(torch.float32, offload=zero_opt.WorkerOffload(), fused=True),
     "nvme": _maker(torch.bfloat16, offload=zero_opt.NVMeOffload, fused=True),
+    "worker, delayed": _maker(torch.bfloat16, offload=zero_opt.WorkerOffload(delay=1), fused=True),
     "selective": _maker(torch.bfloat16, offload=SELECTIVE, fused=True),
 }
 DATA: dict[str, Callable[[Tensor], Tensor]] = {
@@ -148,3 +149,34 @@ def _first_step(rank: int, world_size: int, folder: Path) -> None:
 
 def test_places_to_load_into_have_the_planned_shape(tmp_path: Path) -> None:
     run_processes(2, _first_step, tmp_path)
+
+
+def _pending(rank: int, world_size: int, folder: Path) -> None:
+    """A pending step is in the state that is saved, and in the data that the parameter had."""
+    found = []
+    for repointed in (False, True):
+        params, optimizer = PLACES["worker, delayed"](folder)
+        for number in range(2):
+            _step(params, optimizer, number)
+        if repointed:
+            old = [param.data for param in params]
+            params[ALIASED].data = params[ALIASED].data.new_ones(4, 9)
+            _refused(optimizer.step)
+        full = _consolidated(optimizer, world_size)
+        by_rows = _entries(zero_opt.sharded_state_dict(optimizer))
+        if repointed:
+            _refused(optimizer.step)
+            params[ALIASED].data = old[ALIASED]
+        _step(params, optimizer, 2)
+        optimizer.flush()
+        found.append((full, by_rows, [param.detach().clone() for param in params]))
+        optimizer.close()
+    (full, by_rows, values), (same_full, same_by_rows, same_values) = found
+    _equal(*same_full, *full, "consolidate_state_dict()")
+    _equal(same_by_rows, by_rows, "sharded_state_dict()")
+    assert_bitwise(same_values, values)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pending_step_is_in_the_state(world_size: int, tmp_path: Path) -> None:
+    run_processes(world_size, _pending, tmp_path)
