@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -245,6 +246,27 @@ def _without_fsdp(rank: int, world_size: int) -> None:
 def test_dtensors_without_fsdp() -> None:
     """Gradients that are cut otherwise than their parameter are brought to where they are stepped."""
     run_processes(2, _without_fsdp)
+
+
+def _repointed_part(rank: int, world_size: int) -> None:
+    """This rank's part of a DTensor, re-pointed to another shape: its state is no DTensor of the parameter any more."""
+    mesh = mesh_of((world_size,))
+    param = nn.Parameter(distribute_tensor(torch.arange(64.0).view(4, 16), mesh, [Shard(1)]))
+    optimizer = zero_opt.ShardedOptimizer([param], AdamW, lr=0.1, offload=WORKER, fused=True)
+    param.grad = distribute_tensor(torch.ones(4, 16), mesh, [Shard(1)])
+    optimizer.step()
+    optimizer.zero_grad()
+    part: Any = param
+    part._local_tensor.data = torch.ones(4, 5)
+    optimizer.flush()
+    for save in (partial(zero_opt.sharded_state_dict, optimizer), partial(optimizer.consolidate_state_dict, 0)):
+        with pytest.raises(zero_opt.UnsupportedParam, match="parameter 0"):
+            save()
+    optimizer.close()
+
+
+def test_state_of_a_part_of_another_shape_is_refused() -> None:
+    run_processes(2, _repointed_part)
 
 
 def _shared_cores(rank: int, world_size: int) -> Any:
