@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, overload
 
@@ -19,7 +20,17 @@ ALIGN = 64
 
 def mask_of(indices: Iterable[int]) -> int:
     """Return an integer with a bit set per index."""
-    return sum(1 << index for index in indices)
+    listed = list(indices)
+    digits = bytearray(b"0") * (max(listed, default=0) + 1)
+    for index in listed:
+        digits[-1 - index] = ord("1")
+    return int(digits, 2)
+
+
+@lru_cache(maxsize=16)
+def indices_of(mask: int) -> frozenset[int]:
+    """Return the indices of the bits that are set in ``mask``."""
+    return frozenset(index for index, digit in enumerate(reversed(bin(mask)[2:])) if digit == "1")
 
 
 class ParamSpec(NamedTuple):

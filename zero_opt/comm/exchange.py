@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,17 +118,26 @@ def chunks_of(bucket: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 class Run(NamedTuple):
-    """Elements of a bucket that lie together in memory, as a 1-D tensor; ``None`` where all are zero.
+    """Elements of a bucket that lie together in memory.
 
     Attributes:
         start: index in the bucket of the first one.
+        tensor: of any shape, has the elements in one stretch of memory; ``None`` where all are zero.
         add: whether their mean is added to what the shard holds, or overwrites it.
     """
 
     start: int
     numel: int
-    values: Tensor | None
+    tensor: Tensor | None
     add: bool = False
+
+    @property
+    def values(self) -> Tensor | None:
+        """The elements as a 1-D tensor, a view."""
+        tensor = self.tensor
+        if tensor is None or tensor.dim() == 1:
+            return tensor
+        return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
 
 
 # Views of runs, and of the same elements' places in a buffer.
@@ -139,12 +148,14 @@ class ParamRuns(list[Run]):
     """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
 
     Attributes:
+        native: what a native exchange has made of these runs.
         views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, what lies before
             it, and what lies after it.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         super().__init__(runs)
+        self.native: Any = None
         self.views: dict[int, Sequence[Views]] = {}
 
     @property

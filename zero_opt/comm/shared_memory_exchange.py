@@ -110,7 +110,9 @@ class HostExchange(Exchange):
         dtype = runs.first.dtype
         if dtype not in NATIVE_DTYPES:
             return self._fallback.gather_runs(ident, runs, bounds)
-        if not self._complete(ident, partial(self._ranks.gather, ident, _native_bucket(runs, bounds, dtype))):
+        if runs.native is None:
+            runs.native = _native_bucket(runs, bounds, dtype)
+        if not self._complete(ident, partial(self._ranks.gather, ident, runs.native)):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return nothing_left
 
@@ -181,7 +183,7 @@ def _native_bucket(
     runs: Sequence[Run], bounds: Sequence[int], dtype: torch.dtype, sums: Sequence[SliceSums] = ()
 ) -> Any:
     """Return what the native exchange takes; the caller keeps the tensors alive."""
-    listed = [(run.start, run.numel, 0 if run.values is None else run.values.data_ptr(), run.add) for run in runs]
+    listed = [(start, numel, 0 if tensor is None else tensor.data_ptr(), add) for start, numel, tensor, add in runs]
     places = [(part.start, part.numel, part.squares.data_ptr()) for part in sums]
     return native.HostBucket(listed, list(bounds), NATIVE_DTYPES[dtype], places)
 

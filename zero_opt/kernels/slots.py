@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ from .runs import BoundRun, check_arrays
 
 
 class Slot(BoundRun):
-    """The run of one param, and what it was made from: while that is the same, so are the addresses."""
+    """The run of one param, and what it was made from: while that is the same, so are the addresses.
+
+    Attributes:
+        held: the state, by key.
+    """
 
     __slots__ = ("amsgrad", "held", "layout", "pointer", "shape")
 
@@ -31,12 +37,15 @@ class Slot(BoundRun):
         kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
         self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
 
+    def takes(self, grad: Tensor) -> bool:
+        """Return whether a gradient is like that which the slot was made for."""
+        return grad.dtype is self.grad_dtype and grad.shape == self.shape
+
     def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
         """Return whether nothing has changed but values."""
         if not (
             self.direct
-            and grad.dtype is self.grad_dtype
-            and grad.shape == self.shape
+            and self.takes(grad)
             and param.shape == self.shape
             and param.data_ptr() == self.pointer
             and (param.dtype, param.stride()) == self.layout
@@ -52,6 +61,34 @@ class Slot(BoundRun):
             ):
                 return False
         return True
+
+
+class SlotBatch:
+    """Slots that are stepped together, and what they were made from but for gradients, to be looked at in one go.
+
+    Args:
+        params, states: of each slot.
+    """
+
+    def __init__(self, slots: list[Slot], params: list[Tensor], states: list[dict[str, Any]]) -> None:
+        self.slots, self._direct = slots, all(slot.direct for slot in slots)
+        self._keys = [[key for key, *_ in slot.held] for slot in slots]
+        self._tensors = self._now(params, states)
+        self._facts = self._look()
+
+    def _now(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Any]:
+        kept = (map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))
+        return [*params, *chain.from_iterable(kept)]
+
+    def _look(self) -> list[Any]:
+        return [(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in self._tensors]
+
+    def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, amsgrad: bool) -> bool:
+        """Return whether nothing has changed but values, and all slots can be used again."""
+        if not self._direct or len(states) != len(self.slots):
+            return False
+        same = all(map(is_, self._now(params, states), self._tensors))
+        return same and self._look() == self._facts and all(slot.amsgrad == amsgrad for slot in self.slots)
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..comm.backend_exchanges import build_exchange
-from ..layout import mask_of
+from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
 from ..state.stand_ins import kinds_of
@@ -74,8 +74,7 @@ class Planner:
 
     def _missing(self, mask: int) -> list[int]:
         """Return the masked parameters that are not planned yet."""
-        planned = self._parts.partition.flats
-        return [i for i in range(len(self._parts.params)) if mask >> i & 1 and i not in planned]
+        return sorted(indices_of(mask) - self._parts.partition.flats.keys())
 
     def _plan(self, missing: Sequence[int]) -> None:
         if missing:

@@ -12,7 +12,7 @@ from ..comm.agreement import StepAgreement
 from ..comm.groups import tensor_bytes
 from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
-from ..layout import ParamSlice
+from ..layout import ParamSlice, indices_of
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import sparse_refusal
@@ -40,10 +40,10 @@ class AlreadyReducedGrads(GradReduction):
         self._require_reduced(agreed)
         self._copies.clear()
         sent = self._to_absentees(agreed) if agreed.absent else {}
-        shards = []
+        shards, used = [], indices_of(agreed.used)
         for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
-            any_used = any(agreed.used >> index & 1 for index in bucket.layout.params)
+            any_used = not used.isdisjoint(bucket.layout.params)
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
         return shards
 
@@ -66,7 +66,7 @@ class AlreadyReducedGrads(GradReduction):
             GradientConflict: on every rank, if the elements differ.
         """
         group, partition = self._parts.agreement.group, self._partition
-        used = [flat for index, flat in partition.flats.items() if agreed.used >> index & 1]
+        used = [flat for index, flat in partition.flats.items() if index in indices_of(agreed.used)]
         if self._compared or not used or group.world_size == 1:
             return
         flat = max(used, key=lambda flat: flat.param.numel())
@@ -97,7 +97,7 @@ class AlreadyReducedGrads(GradReduction):
         received, window = dict[int, Tensor](), TransferQueue()
         for bucket, rank in product(partition.buckets, agreed.absent):
             for piece in bucket.layout.slices(rank):
-                if not agreed.used >> piece.param & 1:
+                if piece.param not in indices_of(agreed.used):
                     continue
                 flat, run = partition.flats[piece.param], None
                 if group.rank == present and flat.param.grad is not None:

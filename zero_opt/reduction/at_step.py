@@ -10,6 +10,7 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
+from ..layout import indices_of
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
@@ -95,15 +96,15 @@ class AtStepReduction(GradReduction):
 
     def _reduce(self, used: int, *, sparse: bool) -> None:
         parts = self._parts
-        dense = used & ~(self._sparse.reduce() if sparse else 0)
+        dense = indices_of(used).difference(self._sparse.reduce() if sparse else ())
         sequence, self._sequence = self._sequence, self._sequence + len(self._partition.buckets)
         for position, bucket in enumerate(self._partition.buckets):
             members = bucket.layout.params
-            if not any(dense >> index & 1 for index in members):
+            if dense.isdisjoint(members):
                 continue
             fill = bucket.fill()
             for at, flat in enumerate(bucket.params):
-                if flat.param.grad is not None and dense >> members[at] & 1:
+                if flat.param.grad is not None and members[at] in dense:
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.count.step, parts.count.epoch, sequence + position)
             bucket.seal(fill)

@@ -20,18 +20,19 @@ _FUNCTION_FILE = autograd_function.__file__
 class ArrivalHooks:
     """Hooks that call ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
 
-    The parameters hold the callback's object only weakly: the hooks of an optimizer that is gone do nothing.
+    The parameters hold the method's object only weakly: the hooks of an optimizer that is gone do nothing.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
-        self._arrived = weakref.WeakMethod(arrived)
+        method: Any = arrived
+        self._owner, self._arrived = weakref.ref(method.__self__), method.__func__
         self._handles: dict[int, Any] = {}
 
     def watch(self, index: int, param: Tensor) -> None:
         """Hook ``param``, unless it is hooked already."""
         if index in self._handles:
             return
-        hook, frozen = partial(_announce, self._arrived, index), not param.requires_grad
+        hook, frozen = partial(_announce, self._owner, self._arrived, index), not param.requires_grad
         # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
@@ -46,11 +47,23 @@ class ArrivalHooks:
         self._handles.clear()
 
 
-@_disable_dynamo  # a backward inside torch.compile would trace it
-def _announce(method: weakref.WeakMethod[Callable[[int], None]], index: int, _: Tensor) -> None:
-    arrived = method()
-    if arrived is not None:
-        arrived(index)
+def _untraced(function: Any) -> Any:
+    """Return ``function``, which torch.compile traces neither itself nor in what it calls, at no cost per call."""
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # another version of torch
+        return _disable_dynamo(function)
+    function._torchdynamo_disable = True  # where it would be inlined
+    return function
+
+
+@_untraced  # a backward inside torch.compile would trace it
+def _announce(owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, _: Tensor) -> None:
+    there = owner()
+    if there is not None:
+        arrived(there, index)
 
 
 class BackwardPasses:

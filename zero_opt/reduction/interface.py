@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement, StepAgreement
 from ..comm.exchange import Exchange, Ident, StagingPool
 from ..errors import ZeroOptError
-from ..layout import ParamSlice
+from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..sharding.partition import Partition
 from ..system.background_thread import SerialThread
@@ -113,13 +113,13 @@ class ReductionParts:
 
     def shards(self, used: int) -> list[GradShard]:
         """Return a GradShard per bucket, views of its shard; ``used`` has a bit per parameter with a gradient."""
-        shards = []
+        shards, indices = [], indices_of(used)
         for bucket in self.partition.buckets:
             grads: list[Tensor | None] = [None] * len(bucket.slices)
-            any_used = any(used >> index & 1 for index in bucket.layout.params)
+            any_used = not indices.isdisjoint(bucket.layout.params)
             if any_used:
                 views = zip(bucket.slice_grads(), bucket.slices, strict=True)
-                grads = [grad if used >> piece.param & 1 else None for grad, piece in views]
+                grads = [grad if piece.param in indices else None for grad, piece in views]
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
         return shards
 

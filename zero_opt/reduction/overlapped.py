@@ -26,7 +26,7 @@ from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
-from ..layout import mask_of
+from ..layout import indices_of, mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
@@ -80,8 +80,8 @@ class OverlappedReduction(GradReduction):
 
     def _forget_backwards(self) -> None:
         """Begin an epoch: no backward has delivered anything to it."""
-        self._delivered: set[int] = set()
-        self._in_round: set[int] = set()  # delivered in the last round
+        self._delivered: set[int] = set()  # but for those of the last round
+        self._in_round: set[int] = set()  # delivered in it
         self._synced: set[bool] = set()  # of the backwards in this epoch
         self._sequence = 0
         self._unscaled: bool | None = None  # what GradScaler has been told
@@ -157,7 +157,6 @@ class OverlappedReduction(GradReduction):
             self._open_round()
         self._in_round.add(index)
         self._withdrawn.discard(index)
-        self._delivered.add(index)
         fill = self._fills[bucket]
         fill.put(position, value)
         if fill.complete:
@@ -190,6 +189,7 @@ class OverlappedReduction(GradReduction):
         partition = self._partition
         self._forget_dropped(self._shown)
         self._held |= self._in_round
+        self._delivered |= self._in_round
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
         self._in_round.clear()
@@ -226,7 +226,8 @@ class OverlappedReduction(GradReduction):
         self._held -= summed
         self._live.difference_update(indices)
         places, fills = self._partition.places, self._fills
-        self._withdrawn.update(i for i in indices if places[i][0] in fills and not fills[places[i][0]].sealed)
+        if fills:
+            self._withdrawn.update(i for i in indices if places[i][0] in fills and not fills[places[i][0]].sealed)
         for index in indices:
             self._consumed[index].pending = None
 
@@ -317,7 +318,7 @@ class OverlappedReduction(GradReduction):
         """Exchange buckets that had nothing trainable when the ranks last agreed, but have a gradient now."""
         buckets = self._partition.buckets
         inactive = [index for index in self._launch_order if index not in self._active]
-        late = [index for index in inactive if any(used >> param & 1 for param in buckets[index].layout.params)]
+        late = [index for index in inactive if not indices_of(used).isdisjoint(buckets[index].layout.params)]
         if not late:
             return
         self._active, self._fills = late, {}  # the round before is on its way
@@ -345,15 +346,16 @@ class OverlappedReduction(GradReduction):
         """
         dropped = []
         for index, flat in self._partition.flats.items():
-            grad = flat.param.grad
+            grad, consumed = flat.param.grad, self._consumed[index]
+            if grad is consumed and consumed.pending is None:
+                continue
             if grad is None:
                 if index in self._shown:
                     dropped.append(index)
                 continue
-            bucket = self._partition.places[index][0]
-            if bucket not in self._active or (grad is self._consumed[index] and self._consumed[index].pending is None):
+            if self._partition.places[index][0] not in self._active:
                 continue
-            if grad is not self._consumed[index] and index in self._delivered:
+            if grad is not consumed and (index in self._delivered or index in self._in_round):
                 raise GradientConflict(
                     f"{flat.label}: p.grad was set again after it had been reduced. If DistributedDataParallel reduces "
                     "this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before step(), "
@@ -374,17 +376,16 @@ class OverlappedReduction(GradReduction):
 
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
-        for index, flat in self._partition.flats.items():
-            if used >> index & 1:
-                flat.param.grad = self._consumed[index]
-                self._shown.add(index)
-                self._held.add(index)
-            else:
-                self._live.discard(index)
-                self._held.discard(index)
+        flats, indices = self._partition.flats, indices_of(used)
+        for index in indices:
+            if flats[index].param.grad is not self._consumed[index]:
+                flats[index].param.grad = self._consumed[index]
+        self._shown |= indices
+        self._held = set(indices)
+        self._live &= indices
         for bucket in self._partition.buckets:
             for piece in bucket.slices:
-                if used >> piece.param & 1 and piece.param not in self._live:  # zeroed in place, nothing added since
+                if piece.param in indices and piece.param not in self._live:  # zeroed in place, nothing added since
                     bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
                     self._live.add(piece.param)
 

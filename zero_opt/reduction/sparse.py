@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedParam
-from ..layout import mask_of
 from ..sharding.partition import Partition
 from .interface import GradShard, ReductionParts
 
@@ -36,8 +36,8 @@ class SparseGrads:
         self._parts = parts
         self._reduced: dict[int, Tensor] = {}
 
-    def reduce(self) -> int:
-        """Reduce all sparse gradients; returns a bit per parameter that has one on any rank. Collective.
+    def reduce(self) -> Collection[int]:
+        """Reduce all sparse gradients; returns the indices of parameters that have one on any rank. Collective.
 
         Raises:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
@@ -55,7 +55,7 @@ class SparseGrads:
         self._parts.agreement.raise_first_error(error)
         for index in indices:
             self._reduce(index, mine.get(index), [d.get(str(index)) for d in described_by])
-        return mask_of(indices)
+        return indices
 
     def _reduce(self, index: int, mine: Tensor | None, shapes: list[list[int] | None]) -> None:
         partition = self._parts.partition

@@ -119,6 +119,10 @@ class GradBucket:
         self._shards: list[Tensor] = []
         self._at, self._lent, self._arena_count = 0, False, 0
         self._away: list[Tensor] = []
+        # What slice_grads() has returned: of which tensor, the views, and where they point.
+        self._viewed: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
         self.reader: ShardReader | None = None
 
     @property
@@ -216,10 +220,12 @@ class GradBucket:
 
     def slice_grads(self) -> list[Tensor]:
         """Return the shard as this rank's slices, to be read and written: see :meth:`FlatParam.shaped_if_whole`."""
-        views, shard = [], self._unlent(keep=True)
-        for position, piece in self._own:
-            views.append(self.params[position].shaped_if_whole(shard[slice(*piece.in_shard)]))
-        return views
+        shard = self._unlent(keep=True)
+        if self._viewed is not shard or [view.data_ptr() for view in self._views] != self._addresses:
+            runs = ((self.params[position], shard[slice(*piece.in_shard)]) for position, piece in self._own)
+            self._viewed, self._views = shard, [flat.shaped_if_whole(run) for flat, run in runs]
+            self._addresses = [view.data_ptr() for view in self._views]
+        return list(self._views)
 
     def reserve_staging(self, pool: StagingPool) -> None:
         """Reserve room in the buffers that gradients and parameters of this bucket will pass through."""
@@ -237,19 +243,13 @@ class GradBucket:
         for position, (grad, start, numel) in enumerate(
             zip(grads, self.layout.offsets, self.layout.numels, strict=True)
         ):
-            values = None if grad is None else self._run_of(grad, position)
-            if grad is not None and values is None:
+            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != self.params[position].strides):
                 staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
                 values = staging[start : start + numel]
                 self.params[position].shaped(values).copy_(grad)
-            runs.append(Run(start, numel, values, add.get(position, False)))
+                grad = values
+            runs.append(Run(start, numel, grad, add.get(position, False)))
         return runs
-
-    def _run_of(self, grad: Tensor, position: int) -> Tensor | None:
-        """A gradient as a 1-D run in storage order, if it lies in memory like that."""
-        if grad.dtype is not self.dtype or grad.stride() != self.params[position].strides:
-            return None
-        return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
 
     def fill(self) -> Fill:
         """An empty round of this bucket."""

@@ -7,7 +7,7 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,13 +161,20 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
         return [flat.edits for flat in flats]
 
 
+def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
+    """Return the keys of the parameters that have :meth:`FlatParam.moved`; raise what that raises."""
+    elsewhere = [key for key, flat in flats.items() if place_of(flat.param) != flat._where]
+    return [key for key in elsewhere if flats[key].moved()]
+
+
 @contextmanager
 def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
     """Within the context, writes to these parameters are ours, not edits of the user's."""
-    before = {id(flat._counter): (flat, flat.edits) for flat in flats}
+    alike = list({id(flat._counter): flat for flat in flats}.values())
+    before = edits_of(alike)
     yield
-    for flat, edits in before.values():
-        flat._counter.own_writes += flat.edits - edits
+    for flat, was, edits in zip(alike, before, edits_of(alike), strict=True):
+        flat._counter.own_writes += edits - was
 
 
 def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:

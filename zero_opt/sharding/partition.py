@@ -13,7 +13,7 @@ from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket
-from .flat_param import FlatParam, edits_of, share_counters
+from .flat_param import FlatParam, edits_of, moved_of, share_counters
 
 
 class Partition:
@@ -103,7 +103,7 @@ class Partition:
         Raises:
             UnsupportedParam: one does not fit any more; none was followed.
         """
-        moved = [index for index, flat in self.flats.items() if flat.moved()]
+        moved = moved_of(self.flats)
         for index in moved:
             self.flats[index].remake_views()
         self._moved.update(moved)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..layout import indices_of
 from ..placement import PlacementPolicy
 from ..sharding.param_groups import hypers_of
 from .state_dict import apart
@@ -114,14 +115,14 @@ class StandIns:
         Args:
             used: bit per global index, whether any rank had a gradient.
         """
-        state, params = self._owner.state, self._params
+        state, params, stepped_here = self._owner.state, self._params, indices_of(used)
         for kind, members in self._members.items():
             sharing: dict[tuple[Any, ...], list[int]] = {}
             for index in members:
                 entry = state.get(params[index]) or _NOTHING
                 sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
             for alike in sharing.values():
-                stepped = [index for index in alike if used >> index & 1]
+                stepped = [index for index in alike if index in stepped_here]
                 if stepped:
                     self._step(kind, stepped, copies=len(stepped) < len(alike))
 

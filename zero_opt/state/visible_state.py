@@ -45,6 +45,7 @@ class VisibleState:
         self._partition, self._placement = partition, placement
         self._due: list[int] = []  # steps that the entries of stand-ins lack, each as a mask
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
+        self._cut: set[int] = set()  # of these, the parameters of which other ranks have slices too
         self._live: dict[int, ParamState] = {}  # as users see it, by global index
         self._versions: dict[int, list[int]] = {}  # of what lies on accelerators, as of follow()
         self.dropped: set[int] = set()
@@ -54,7 +55,8 @@ class VisibleState:
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
         self._pieces = self._partition.owned()
-        mine = {piece.param for piece in self._pieces}
+        mine, flats = {piece.param for piece in self._pieces}, self._partition.flats
+        self._cut = {piece.param for piece in self._pieces if piece.in_param.numel != flats[piece.param].numel}
         self._stand_ins.add({index: kind for index, kind in added.items() if index not in mine})
         self._show_live()
 
@@ -137,8 +139,8 @@ class VisibleState:
             return False
         if entry is None:
             self.dropped.add(piece.param)
-        flat = self._partition.flats[piece.param]
-        if entry and not isinstance(entry, ReadThrough) and piece.in_param.numel != flat.numel:
+        if entry and piece.param in self._cut and not isinstance(entry, ReadThrough):
+            flat = self._partition.flats[piece.param]
             shape = flat.shape
             full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))

@@ -50,6 +50,6 @@ def test_a_long_run_is_a_message_by_itself(case: tuple[list[Run], int, int, int]
 def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
     numel = pairwise_exchange._LEAST_BYTES
     full = [Run(0, 10, torch.ones(10)), Run(64, numel, torch.ones(numel)), Run(64 + numel, 5, torch.ones(5))]
-    bare = [run._replace(values=None) for run in full]
+    bare = [run._replace(tensor=None) for run in full]
     assert plan_messages(full, 0, numel + 69, 4) == plan_messages(bare, 0, numel + 69, 4)
     assert plan_messages(full, 0, numel + 69, 4) == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]

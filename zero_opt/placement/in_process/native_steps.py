@@ -14,13 +14,13 @@ from ...kernels.adam_state import ROLES, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
 from ...kernels.functions import adam_hypers
 from ...kernels.runs import check_arrays, step_runs
-from ...kernels.slots import Slot
+from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ..adam_rules import STEPPED_KEYS, require_complete, require_fitting, say_fused
 from ..interface import ParamState
-from .units import PLAIN, Unit
+from .units import PLAIN, SliceGrads, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
 FusedRule = Callable[[Mapping[str, Any]], bool]
@@ -53,6 +53,7 @@ class NativeSteps:
         self._flush = bool(defaults.get("flush_denormals", False))
         self._slots: dict[int, Slot] = {}
         self._adopted: dict[int, Sequence[Any]] = {}  # by parameter: the values of its state when that fitted
+        self._batches: dict[Unit, SlotBatch] = {}
 
     def can_step(self, unit: Unit, group: Mapping[str, Any]) -> bool:
         """Whether it steps a unit of a group."""
@@ -91,19 +92,37 @@ class NativeSteps:
         """One step of the slices of which there are gradients, in one native call."""
         grads = unit.grads()
         hypers = adam_hypers(group)
-        batches: dict[int, list[Slot]] = {}
-        for position, grad in grads:
-            slots = batches.setdefault(unit.gradients[position], [])
-            if position in unit.stretches:
-                slots.extend(self._stretches(unit, position, grad, group, states))
-            else:
-                slots.append(self._slot(unit, position, grad, group, states))
+        if unit.stretches:
+            batches: dict[int, list[Slot]] = {}
+            for position, grad in grads:
+                slots = batches.setdefault(unit.gradients[position], [])
+                if position in unit.stretches:
+                    slots.extend(self._stretches(unit, position, grad, group, states))
+                else:
+                    slots.append(self._slot(unit, position, grad, group, states))
+        else:
+            batches = {1: self._slots_of(unit, grads, group, states)}
         with own_writes(unit.written):
             step_runs(
                 [(hypers.for_mean_of(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
                 threads=checked_threads(self._threads),
                 flush_denormals=self._flush,
             )
+
+    def _slots_of(self, unit: Unit, grads: SliceGrads, group: Mapping[str, Any], states: StatesByTensor) -> list[Slot]:
+        """The kept runs of slices, with gradients to be stepped by."""
+        params = [unit.target(position) for position, _ in grads]
+        states_now = [states[unit.stepped[position]] for position, _ in grads]
+        batch, alike = self._batches.get(unit), False
+        if batch is not None and batch.holds(params, states_now, amsgrad=group["amsgrad"]):
+            alike = all(grad.is_contiguous() and slot.takes(grad) for slot, (_, grad) in zip(batch.slots, grads))
+        if batch is not None and alike:
+            for slot, (_, grad) in zip(batch.slots, grads, strict=True):
+                slot.set_grad(grad)
+            return batch.slots
+        slots = [self._slot(unit, position, grad, group, states) for position, grad in grads]
+        self._batches[unit] = SlotBatch(slots, params, states_now)
+        return slots
 
     def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: StatesByTensor) -> Slot:
         """The kept run of a slice, with a gradient to be stepped by."""
