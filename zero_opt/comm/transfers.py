@@ -94,19 +94,33 @@ class TransferQueue:
     """Transfers under way, a few at a time, oldest first, and the tensors that they read or write."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Transfer, Tensor]] = deque()
+        self._under_way: deque[tuple[Transfer, Tensor, Callable[[], None]]] = deque()
 
-    def add(self, transfer: Transfer | None, tensor: Tensor | None) -> None:
-        """Add a transfer, and wait for the oldest if there are too many; ``None`` is one that is over."""
-        if transfer is not None and tensor is not None:
-            self._under_way.append((transfer, tensor))
-            if len(self._under_way) > _WINDOW:
-                self._under_way.popleft()[0].wait()
+    def add(self, transfer: Transfer | None, tensor: Tensor | None, arrived: Callable[[], None] = lambda: None) -> None:
+        """Add a transfer, and wait for the oldest if there are too many.
+
+        Args:
+            transfer: ``None`` is one that is over. tensor: ``None`` is that this rank takes no part in it.
+            arrived: called once the transfer is over.
+        """
+        if tensor is None:
+            return
+        if transfer is None:
+            arrived()
+            return
+        self._under_way.append((transfer, tensor, arrived))
+        if len(self._under_way) > _WINDOW:
+            self._end_oldest()
 
     def drain(self) -> None:
         """Wait for all of them."""
         while self._under_way:
-            self._under_way.popleft()[0].wait()
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        transfer, _, arrived = self._under_way.popleft()
+        transfer.wait()
+        arrived()
 
 
 @contextlib.contextmanager

@@ -7,70 +7,36 @@ lists. :func:`consolidated` is for all ranks together, :mod:`.service` for a ran
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.groups import check_rank, tensor_bytes
+from ..comm.groups import check_rank
 from ..comm.transfers import TransferQueue
-from ..errors import StateDictError, StepPending
+from ..errors import StepPending
 from ..placement import Placement
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
+from .entries import (
+    Entry,
+    Packet,
+    Places,
+    already_there,
+    dtype_of,
+    listed,
+    message_for,
+    message_to_send,
+    numel_of,
+    packets,
+    small_value,
+    state_entry,
+)
 from .state_dict import StatesByIndex, torch_dtype
-
-# Tensors up to this many elements (step counts) travel inside the listing.
-_INLINE_NUMEL = 16
-# The most bytes of a message. A sender that must copy its state to send it holds as many as a TransferQueue has.
-_CHUNK_BYTES = 4 * 2**20
-
-
-class Entry(NamedTuple):
-    """One state value of one rank's slice of a parameter.
-
-    Attributes:
-        kind: "slice" (elements start to start + numel of a tensor of the parameter's shape), "tensor" (a whole tensor
-            of its own shape), "inline" (a small one, its bytes in ``value`` as hex) or "value" (a Python number).
-    """
-
-    param: int
-    key: str
-    kind: str
-    dtype: str
-    shape: list[int]
-    start: int
-    value: Any
-
-    @property
-    def travels(self) -> bool:
-        """Whether elements travel besides the entry itself."""
-        return self.kind in ("slice", "tensor")
-
-    @property
-    def numel(self) -> int:
-        """Elements that travel."""
-        return torch.Size(self.shape).numel()
-
-
-def _entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_params: bool) -> Entry:
-    if not isinstance(value, Tensor):
-        if value is not None and not isinstance(value, (bool, int, float, str)):
-            raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
-        return Entry(index, key, "value", "", [], 0, value)
-    dtype, shape = str(value.dtype), list(value.shape)
-    if value.shape == part.shape and not whole_params and value.dim():
-        return Entry(index, key, "slice", dtype, [value.numel()], start, None)
-    if value.numel() <= _INLINE_NUMEL:
-        require_readable(value)
-        return Entry(index, key, "inline", dtype, shape, 0, tensor_bytes(value.detach().cpu().contiguous()).hex())
-    return Entry(index, key, "tensor", dtype, shape, 0, None)
 
 
 class LocalState:
@@ -106,7 +72,7 @@ class LocalState:
         for index, state in self._state.items():
             start = self._starts[index]
             for key, value in state.items():
-                entry = _entry(index, key, value, self._parts[index], start, self._whole)
+                entry = state_entry(index, key, value, self._parts[index], start, self._whole)
                 # State that is not cut is the same on every owner: the owner of the first element sends it.
                 if entry.kind == "slice" or start == 0:
                     yield entry
@@ -118,6 +84,14 @@ class LocalState:
             value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
+    def runs(self, packet: Packet) -> list[Tensor]:
+        """Return the elements of a message, where they live.
+
+        Raises:
+            StorageFailed: they are a file's, and cannot be read.
+        """
+        return _readable([self.run(entry)[span] for entry, span in packet])
+
 
 class FrozenState:
     """The elements that a :class:`LocalState` has to send, without references to parameters or the optimizer."""
@@ -125,8 +99,14 @@ class FrozenState:
     def __init__(self, state: LocalState) -> None:
         self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
 
-    def run(self, entry: Entry) -> Tensor:
-        return self._runs[entry.param, entry.key]
+    def runs(self, packet: Packet) -> list[Tensor]:
+        """Return what :meth:`LocalState.runs` does."""
+        return _readable([self._runs[entry.param, entry.key][span] for entry, span in packet])
+
+
+def _readable(runs: list[Tensor]) -> list[Tensor]:
+    require_readable(*runs)
+    return runs
 
 
 class IncomingState:
@@ -135,6 +115,7 @@ class IncomingState:
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
         self._flats = flats
         self._states: StatesByIndex = {}
+        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what comes in slices
 
     def _place(self, entry: Entry) -> Tensor | None:
         """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
@@ -147,31 +128,33 @@ class IncomingState:
             full: Tensor = state[entry.key]
             return full.view(-1)
         else:
-            flat = self._flats[entry.param]
+            flat, place = self._flats[entry.param], (entry.param, entry.key)
             if entry.key not in state:
                 values = torch.empty(flat.numel, dtype=torch_dtype(entry.dtype), device="cpu")
-                state[entry.key] = flat.shaped(values)
-            run: Tensor = state[entry.key].as_strided((flat.numel,), (1,))
-            return run[entry.start : entry.start + entry.numel]
+                self._values[place] = values
+                state[entry.key] = values if len(flat.shape) == 1 else flat.shaped(values)
+            values = self._values[place]
+            return values[entry.start : entry.start + entry.numel] if entry.numel < values.numel() else values
         return None
 
-    def runs_for(self, entries: Iterable[Entry]) -> list[Tensor]:
-        """Make room for a rank's entries; return the runs that its messages go to, in their order.
+    def places_for(self, entries: Iterable[Entry]) -> list[Places]:
+        """Make room for a rank's entries; return where the elements of each of its :func:`packets` go.
 
         Raises:
             OutOfMemory: there is no room.
         """
         with allocation_errors("the optimizer's full state"):
-            targets = [(entry, self._place(entry)) for entry in entries]
-        return [target[span] for entry, target in targets if target is not None for span in spans(entry)]
+            runs = [(entry, self._place(entry)) for entry in entries]
+        room = {(entry.param, entry.key): run for entry, run in runs if run is not None}
+        return [
+            (packet, [room[entry.param, entry.key][span] for entry, span in packet])
+            for packet in packets(entry for entry, _ in runs)
+        ]
 
     def add_own(self, state: LocalState) -> None:
         """Copy in this rank's own state."""
-        entries = list(state.entries())
-        runs = iter(self.runs_for(entries))
-        for entry in entries:
-            for chunk in chunks(state, entry):
-                next(runs).copy_(chunk)
+        for packet, places in self.places_for(list(state.entries())):
+            torch._foreach_copy_(places, state.runs(packet))
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
@@ -181,51 +164,6 @@ class IncomingState:
 def listing(state: LocalState) -> bytes:
     """Return the entries of a rank's state as JSON."""
     return json.dumps(list(state.entries())).encode()
-
-
-def listed(payload: bytes) -> list[Entry]:
-    """Return the entries in a :func:`listing`."""
-    return [Entry(*fields) for fields in json.loads(payload)]
-
-
-def spans(entry: Entry) -> Iterator[slice]:
-    """Return the runs of an entry's elements that travel in one message each."""
-    if entry.travels:
-        step = _CHUNK_BYTES // torch_dtype(entry.dtype).itemsize
-        for start in range(0, entry.numel, step):
-            yield slice(start, min(start + step, entry.numel))
-
-
-def chunks(state: LocalState | FrozenState, entry: Entry) -> Iterator[Tensor]:
-    """Return the elements of an entry in host memory, one tensor for each of :func:`spans`."""
-    if entry.travels:
-        run = state.run(entry)
-        for span in spans(entry):
-            require_readable(run[span])
-            yield run[span].cpu()
-
-
-def read_to_send(read: Callable[[], Tensor], numel: int, dtype: torch.dtype, failed: list[Exception]) -> Tensor:
-    """Return what ``read`` returns, to be sent to a rank that waits for it; once a read has failed, zeros.
-
-    The sender tells the receiver of the error afterwards. So nothing is read twice, and a disk may fail at any moment.
-
-    Args:
-        failed: the errors of earlier calls, to which an error of this call is added.
-    """
-    if not failed:
-        try:
-            return read()
-        except Exception as error:  # whatever it is, the other rank waits
-            failed.append(error)
-    return torch.zeros(numel, dtype=dtype, device="cpu")
-
-
-def chunks_to_send(state: LocalState | FrozenState, entry: Entry, failed: list[Exception]) -> Iterator[Tensor]:
-    """Return :func:`chunks`, each read by :func:`read_to_send`."""
-    parts = chunks(state, entry)
-    for span in spans(entry):
-        yield read_to_send(partial(next, parts), span.stop - span.start, torch_dtype(entry.dtype), failed)
 
 
 def consolidated(agreement: Agreement, partition: Partition, placement: Placement, to: int) -> StatesByIndex | None:
@@ -247,29 +185,21 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
     with agreement.together():
-        targets = [[] if result is None else result.runs_for(entries) for entries in listings]
+        targets = [[] if result is None else result.places_for(entries) for entries in listings]
     window, failed = TransferQueue(), list[Exception]()
     for src, entries in enumerate(listings):
         arriving = iter(targets[src])
-        for entry in entries:
-            sent = chunks_to_send(local, entry, failed) if group.rank == src else iter(())
-            for span in spans(entry):
-                chunk, place = next(sent, None), next(arriving, None)
-                if src != to:
-                    moved = place if chunk is None else chunk
-                    window.add(group.move(moved, src, to, span.stop - span.start, torch_dtype(entry.dtype)), moved)
-                elif chunk is not None and place is not None:
-                    place.copy_(chunk)
+        for packet in packets(entries):
+            message = message_to_send(local, packet, failed) if group.rank == src else None
+            _, places = next(arriving, ([], []))
+            if src == to:
+                if message is not None:
+                    torch._foreach_copy_(places, list(torch.split(message, [place.numel() for place in places])))
+                continue
+            arrived = already_there
+            if group.rank == to:
+                message, arrived = message_for(places)
+            window.add(group.move(message, src, to, numel_of(packet), dtype_of(packet)), message, arrived)
     window.drain()
     agreement.raise_first_error(next(iter(failed), None))
     return None if result is None else result.by_param()
-
-
-def small_value(entry: Entry) -> Any:
-    """Return the number, text or tensor that traveled inside the listing."""
-    if entry.kind == "value":
-        return entry.value
-    raw = bytearray.fromhex(entry.value)
-    if not raw:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-    return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).clone().view(entry.shape)

@@ -28,7 +28,8 @@ from ..placement import Placement
 from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
-from .consolidate import Entry, LocalState, listed, listing, read_to_send, small_value
+from .consolidate import LocalState, listing
+from .entries import Entry, listed, read_to_send, small_value
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 

@@ -53,7 +53,8 @@ from ..system.devices import thread_device
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
-from .consolidate import FrozenState, IncomingState, LocalState, chunks_to_send, listed, listing
+from .consolidate import FrozenState, IncomingState, LocalState, listing
+from .entries import Places, listed, message_for, message_to_send, packets
 from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -99,8 +100,7 @@ class StateService:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._left = (side.rank - 1) % side.world_size
-        self._right = (side.rank + 1) % side.world_size
+        self._left, self._right = ((side.rank + away) % side.world_size for away in (-1, 1))
         self._others = [rank for rank in range(side.world_size) if rank != side.rank]
         self._open = set(self._others)
         self._closed = self._in_order = self._told = False
@@ -327,12 +327,12 @@ class StateService:
     def _send_elements(self, offer: Offer, state: _State) -> None:
         """Send the elements, and then, as JSON, the error that was met in that, if any."""
         window, failed, tag = TransferQueue(), list[Exception](), answer_tag(offer.pull)
-        for entry in listed(tensor_bytes(offer.listing)):
-            for chunk in chunks_to_send(state, entry, failed):
-                window.add(self._side.send_to(chunk, offer.dst, tag), chunk)
-        text = bytes_tensor(json.dumps(name_and_text(failed[0]) if failed else None).encode())
-        for message in (words_of(text.numel()), text):
+        for packet in packets(listed(tensor_bytes(offer.listing))):
+            message = message_to_send(state, packet, failed)
             window.add(self._side.send_to(message, offer.dst, tag), message)
+        text = bytes_tensor(json.dumps(name_and_text(failed[0]) if failed else None).encode())
+        for words in (words_of(text.numel()), text):
+            window.add(self._side.send_to(words, offer.dst, tag), words)
         window.drain()
 
     # -- asking -------------------------------------------------------------------------------------------------------
@@ -426,25 +426,26 @@ class StateService:
         del pull.heard[rank]
         return payload
 
-    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Tensor]:
-        """Make room for a rank's entries; return the runs that its messages go to."""
+    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Places]:
+        """Make room for a rank's entries; return where its messages go."""
         if payload is not None:
-            return result.runs_for(listed(payload))
+            return result.places_for(listed(payload))
         result.add_own(own)
         return []
 
-    def _fetch_all(self, pull: Pull, targets: list[list[Tensor]]) -> None:
-        """Fill these runs with all ranks' elements, unless the caller has left."""
+    def _fetch_all(self, pull: Pull, targets: list[list[Places]]) -> None:
+        """Fill these places with all ranks' elements, unless the caller has left."""
         for rank in self._others:
             pull.waiting.remove(rank)  # KeyError: the caller has left, and does not see it
             self._fetch(rank, targets[rank], pull)
 
-    def _fetch(self, rank: int, runs: list[Tensor], pull: Pull) -> None:
+    def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
         tag, window, complete, size = pull.tag, TransferQueue(), False, words_of(0)
         try:
             self._send(rank, tag + 1, GO, pull.number)
-            for run in runs:
-                window.add(self._side.receive_from(run, rank, tag), run)
+            for _, places in targets:
+                message, arrived = message_for(places)
+                window.add(self._side.receive_from(message, rank, tag), message, arrived)
             window.drain()
             self._receive(size, rank, tag)
             error = json.loads(self._receive_bytes(int(size), rank, tag))

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import functools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -23,17 +23,33 @@ def _madvise() -> Callable[..., int]:
     return function
 
 
-def require_readable(run: Tensor) -> None:
+def require_readable(*runs: Tensor) -> None:
     """Raise StorageFailed if memory of a tensor cannot be read; a process that touched it would be killed (SIGBUS).
 
     The check reads the memory, so check a large tensor in parts. Kernels before 5.14 cannot tell.
 
     Args:
-        run: contiguous, on any device.
+        runs: contiguous, on any device.
     """
-    _populate(
-        run, _POPULATE_READ, "read from", "if the disk does not come back, load a checkpoint into a new optimizer"
-    )
+    remedy = "if the disk does not come back, load a checkpoint into a new optimizer"
+    for start, nbytes in _pages_of(runs):
+        _populate(start, nbytes, _POPULATE_READ, "read from", remedy)
+
+
+def _pages_of(runs: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of the pages that tensors in host memory lie on, those next to each other together."""
+    start = stop = 0
+    for first, last in sorted(
+        (run.data_ptr(), run.data_ptr() + run.nbytes) for run in runs if run.is_cpu and run.nbytes
+    ):
+        begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin > stop:
+            if start < stop:
+                yield start, stop - start
+            start = begin
+        stop = max(stop, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE)
+    if start < stop:
+        yield start, stop - start
 
 
 def require_writable(run: Tensor) -> bool:
@@ -48,14 +64,11 @@ def require_writable(run: Tensor) -> bool:
         Whether that is known: kernels before 5.14 cannot tell.
     """
     remedy = "make room if the disk is full; if it does not come back, load a checkpoint into a new optimizer"
-    return _populate(run, _POPULATE_WRITE, "written to", remedy)
+    pages = _pages_of([run])
+    return all(_populate(start, nbytes, _POPULATE_WRITE, "written to", remedy) for start, nbytes in pages)
 
 
-def _populate(run: Tensor, advice: int, what: str, remedy: str) -> bool:
-    if not run.is_cpu or not run.numel():
-        return True
-    start = run.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    nbytes = run.data_ptr() + run.numel() * run.element_size() - start
+def _populate(start: int, nbytes: int, advice: int, what: str, remedy: str) -> bool:
     if not _madvise()(start, nbytes, advice):
         return True
     if ctypes.get_errno() in _UNREADABLE:
