@@ -1,0 +1,212 @@
+"""What each parameter costs when a model has many small ones: a training step, and the optimizer's state dict.
+
+    python docs/benchmarks/many_params.py [--rounds 15] [--write docs/benchmarks/results/]
+
+Two forked gloo ranks, one thread each, train the same model in each system, in turn; a step is forward, backward,
+``step()`` and ``zero_grad()``, and starts on both ranks together. A time is that of the slower rank; medians count. The
+overhead is the step's time without that of the bare model, which each rank trains by itself, divided by the number of
+parameters. Every optimizer is AdamW with ``fused=True``; DDP has ``gradient_as_bucket_view=True``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.machine import command, load, machine, spread, today, write_result
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_opt
+
+WORLD_SIZE = 2
+CASES = ((1_000, 1_000), (4_000, 250), (10_000, 100))
+BARE = "the model alone"
+ADAMW = partial(torch.optim.AdamW, fused=True)
+
+
+class Product(nn.Module):
+    """The product of all parameters, element by element."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.factors = nn.ParameterList(
+            nn.Parameter(1 + 1e-3 * torch.randn(numel, generator=generator)) for _ in range(count)
+        )
+
+    def forward(self, product: Tensor) -> Tensor:
+        for factor in self.factors:
+            product = product * factor
+        return product.sum()
+
+
+def ours(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    """zero_opt, with a reduction."""
+    return model, zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **options)
+
+
+def bare(model: nn.Module) -> tuple[nn.Module, Any]:
+    """No other rank."""
+    return model, ADAMW(model.parameters())
+
+
+def ddp(model: nn.Module) -> tuple[nn.Module, Any]:
+    """DDP, with AdamW or ZeroRedundancyOptimizer around it."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, ADAMW(wrapped.parameters())
+
+
+def ddp_zero(model: nn.Module) -> tuple[nn.Module, Any]:
+    """DDP and ZeroRedundancyOptimizer."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, fused=True)
+
+
+SYSTEMS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
+    BARE: bare,
+    "zero_opt": ours,
+    "zero_opt, AtStep": partial(ours, reduction=zero_opt.AtStep()),
+    "DDP": ddp,
+    "DDP + ZeroRedundancyOptimizer": ddp_zero,
+}
+
+
+def slower(seconds: float) -> float:
+    """Seconds of the slower rank."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def step_seconds(model: nn.Module, optimizer: Any, data: Tensor) -> float:
+    """One training step."""
+    dist.barrier()
+    begin = time.perf_counter()
+    model(data).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return slower(time.perf_counter() - begin)
+
+
+def call_seconds(call: Callable[[], Any]) -> float:
+    """Whatever the ranks call."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    return slower(time.perf_counter() - begin)
+
+
+def state_times(made: dict[str, tuple[nn.Module, Any]], data: Tensor, rank: int, rounds: int) -> dict[str, list[float]]:
+    """The full state on rank 0, and back."""
+    (model, sharded), (wrapped, peer) = made["zero_opt"], made["DDP + ZeroRedundancyOptimizer"]
+    full: list[Any] = [None]
+
+    def alone() -> None:
+        full[0] = sharded.state_dict() if rank == 0 else None
+
+    def of_peer() -> None:
+        peer.consolidate_state_dict(to=0)
+        full[0] = peer.state_dict() if rank == 0 else None
+
+    calls: dict[str, Callable[[], Any]] = {
+        "state_dict() on rank 0 alone": alone,
+        "consolidate_state_dict()": sharded.consolidate_state_dict,
+        "state_dict() after it": alone,
+        "ZeroRedundancyOptimizer: consolidate, state_dict()": of_peer,
+    }
+    times: dict[str, list[float]] = {name: [] for name in [*calls, "load_state_dict()"]}
+    for _ in range(rounds):
+        step_seconds(model, sharded, data)
+        step_seconds(wrapped, peer, data)
+        for name, call in calls.items():
+            times[name].append(call_seconds(call))
+        alone()
+        dist.broadcast_object_list(full, src=0)
+        times["load_state_dict()"].append(call_seconds(lambda: sharded.load_state_dict(full[0])))
+    return times
+
+
+def measured(rank: int, store: str, case: tuple[int, int], rounds: int, answer: Any) -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")  # the peers' own deprecations
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    made, data = {name: build(Product(*case)) for name, build in SYSTEMS.items()}, torch.ones(case[1])
+    steps: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(rounds + 3):
+        for name, (model, optimizer) in made.items():
+            seconds = step_seconds(model, optimizer, data)
+            if turn >= 3:
+                steps[name].append(seconds)
+    states = state_times(made, data, rank, max(3, rounds // 5))
+    if rank == 0:
+        answer.put((steps, states))
+    for _, optimizer in made.values():
+        getattr(optimizer, "close", lambda: None)()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(case: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Fork fresh ranks; returns seconds of steps, and of calls about the state."""
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=measured, args=(rank, f"{folder}/store", case, rounds, answer))
+            for rank in range(WORLD_SIZE)
+        ]
+        for process in ranks:
+            process.start()
+        found: tuple[dict[str, list[float]], dict[str, list[float]]] = answer.get()
+        for process in ranks:
+            process.join()
+    return found
+
+
+def section(case: tuple[int, int], rounds: int) -> list[str]:
+    """The tables of one case."""
+    count, numel = case
+    steps, states = run(case, rounds)
+    lines = [f"**{count:,} parameters of {numel:,} elements**", ""]
+    lines += ["| system | step, ms | overhead per parameter, us |", "| --- | ---: | ---: |"]
+    for name, values in steps.items():
+        over = statistics.median(a - b for a, b in zip(values, steps[BARE], strict=True)) / count
+        lines.append(f"| {name} | {spread([1e3 * value for value in values], 1)} | {1e6 * over:.1f} |")
+    lines += ["", "| state | s |", "| --- | ---: |"]
+    lines += [f"| {name} | {spread(values)} |" for name, values in states.items()]
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    lines = [f"### Many parameters, {today()}", "", f"`{command('docs/benchmarks/many_params.py')}`", ""]
+    lines += [f"{machine()}; {load()}. {WORLD_SIZE} ranks, one thread each, {arguments.rounds} rounds.", ""]
+    for case in CASES:
+        lines += section(case, arguments.rounds)
+        print(f"{case} done", file=sys.stderr, flush=True)
+    text = "\n".join(lines)
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "many_params", text)
+
+
+if __name__ == "__main__":
+    main()
