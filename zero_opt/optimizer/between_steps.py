@@ -317,6 +317,9 @@ class BetweenSteps(Engine):
 
     # -- memory, and the end ------------------------------------------------------------------------------------------
 
+    def moving(self) -> AbstractContextManager[None]:
+        return self._guard.moving(self.parts.patience_s)
+
     def leave_device(self) -> None:
         """Bring state to host memory, and let go of staging."""
         self.gather.flush()

@@ -114,6 +114,10 @@ class Engine(Protocol):
 
     # -- memory, and the end ------------------------------------------------------------------------------------------
 
+    def moving(self) -> AbstractContextManager[None]:
+        """Return a context in which state moves to other memory: no other thread reads it meanwhile."""
+        return nullcontext()
+
     def leave_device(self) -> None:
         """Bring to host memory what is kept on the parameters' device beside the parameters and ``state``."""
         return

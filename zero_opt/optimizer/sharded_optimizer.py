@@ -277,14 +277,16 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
         The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device."""
         self._require_open()
-        self._engine.leave_device()
-        self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+        with self._engine.moving():
+            self._engine.leave_device()
+            self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
 
     @one_call("opt.reload_state()")
     def reload_state(self) -> None:
         """Undo :meth:`offload_state`."""
-        self._engine.come_back()
-        self._parked.come_back()
+        with self._engine.moving():
+            self._engine.come_back()
+            self._parked.come_back()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

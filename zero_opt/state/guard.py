@@ -119,13 +119,23 @@ class StateGuard:
         Raises:
             PeerLost: another rank, or a thread of this one, still reads after ``patience_s`` seconds.
         """
+        with self.moving(patience_s):
+            self._changing, self._broken = True, None
+
+    @contextmanager
+    def moving(self, patience_s: float) -> Iterator[None]:
+        """Move the state to other memory, as it is, once no thread reads it. Readers that come meanwhile wait.
+
+        Raises:
+            PeerLost: as :meth:`begin`.
+        """
         with self._condition:
             self._waiting = True
             try:
                 self._wait_for_readers(patience_s)
-                self._changing, self._broken = True, None
             finally:
                 self._waiting = False
+            yield
 
     def _wait_for_readers(self, patience_s: float) -> None:
         begun, warned = time.monotonic(), False

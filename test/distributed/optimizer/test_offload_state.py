@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -53,6 +55,21 @@ def test_training_goes_on_as_if_it_had_not_left(tier: str) -> None:
     for world_size in (1, 2):
         stayed, left = (run_processes(world_size, _away_and_back, TIERS[tier], away) for away in (False, True))
         assert_bitwise(left, stayed)
+
+
+@pytest.mark.parametrize("call", ["offload_state", "reload_state"])
+def test_state_stays_where_it_is_while_a_thread_reads_it(call: str) -> None:
+    _, optimizer = make_stepped(2, **TIERS["host"])
+    guard, moved = optimizer._engine._guard, threading.Event()
+    thread = threading.Thread(target=lambda: (getattr(optimizer, call)(), moved.set()))
+    with guard.reading():
+        thread.start()
+        while not guard._waiting and thread.is_alive():
+            time.sleep(0.001)
+        assert not moved.is_set()
+    thread.join()
+    assert moved.is_set()
+    optimizer.close()
 
 
 def test_gradients_that_are_reduced_already_survive() -> None:

@@ -50,6 +50,33 @@ def test_a_change_waits_for_readers() -> None:
     assert seen == ["read", "changed"]
 
 
+def test_state_moves_once_it_is_read_and_readers_that_come_meanwhile_get_it_then() -> None:
+    guard, seen = StateGuard(), list[str]()
+    assert guard.admit(0) is Verdict.READY
+
+    def read() -> None:
+        assert guard.admit(0) is Verdict.READY
+        seen.append("read again")
+
+    def move() -> None:
+        with guard.moving(600):
+            seen.append("moves")
+            reader.start()
+            reader.join(0.1)
+            seen.append("moved")
+
+    reader, mover = threading.Thread(target=read), threading.Thread(target=move)
+    mover.start()
+    while not guard._waiting:
+        time.sleep(0.001)
+    seen.append("read")
+    guard.leave()
+    mover.join()
+    reader.join()
+    assert seen == ["read", "moves", "moved", "read again"]
+    assert guard.changes == 0
+
+
 def test_a_reader_that_stays_is_not_waited_for_for_ever() -> None:
     guard = StateGuard()
     with guard.reading(), pytest.raises(PeerLost, match=r"step 0 .*give it longer with checks=Checks"):
