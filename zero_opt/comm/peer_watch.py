@@ -15,15 +15,12 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
@@ -44,18 +41,11 @@ _STORE_S = 2.0
 _CLOSING_S = 0.3
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
-# How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
-_ALIVE_S = 5.0
-# How long the news of why a connection broke may take: the connections of a lost host may break 20 s apart.
-_NEWS_S = 20.0 + _ALIVE_S
+# How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
+_NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
 # What a backend says of a wait that was too long.
 _TIMED_OUT = "Timed out"
-# What gloo says of a connection that its other process has ended. (The kernel of a host to which packets do not get
-# resets a connection once its own limit is over.)
-_CLOSED = "closed by peer"
-# In what backends say when a peer is gone or silent.
-_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 # More calls than a rank will ever enter: one that every rank misses that has left.
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
@@ -240,7 +230,7 @@ class Watch:
             return known
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
-            return self._lost_unknown(text) if is_loss(error) else None
+            return None
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
@@ -250,21 +240,6 @@ class Watch:
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
             f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout_option} ({text})",
         )
-
-    def _lost_unknown(self, text: str) -> PeerLost:
-        """Leave, and return the error where all ranks have come, as far as is known, and yet the call has broken."""
-        # If it has timed out, the connection that keeps it from ending may not have broken yet.
-        known = self.explain(text, self._entered, min(_NEWS_S, self._timeout_s)) if _TIMED_OUT in text else None
-        if known is not None:
-            return known
-        ranks = [rank for rank in self._others if rank not in self._near] or self._others
-        error = PeerLost(
-            f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
-            f"drops packets, while {self.where} waits for it; look at the ranks' logs, and restart all from the last "
-            f"checkpoint ({text})"
-        )
-        self._leave(str(error))
-        return error
 
     def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
         """Return what other ranks have told of the reason why a call has failed with this text; see :meth:`explain`."""
@@ -314,35 +289,6 @@ class Watch:
         self._given_up = PeerSilent(text)
         self.departures.leave()
         return self._given_up
-
-    def leave_broken(self, rank: int, text: str, ask: Callable[[], None] | None) -> None:
-        """Leave, and tell the others of a rank whose connection has broken without an announcement, unless it goes on.
-
-        Args:
-            text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
-        """
-        if self.lives(rank):
-            return
-        silent = rank not in self._near and _CLOSED not in text
-        alive = silent and ask is not None and self._says_alive(rank, ask)
-        self.departures.notice(Departure(rank, How.CUT_OFF if alive else How.LOST, from_rank=self._rank))
-        self.departures.leave()
-
-    def say_alive(self, rank: int) -> None:
-        """Say that this rank lives, if that is the one of which another wants to know."""
-        if rank == self._rank:
-            self._ask(lambda: self._store.set(f"lives/{rank}", ""))
-
-    def _says_alive(self, rank: int, ask: Callable[[], None]) -> bool:
-        """Return whether a rank says, within seconds of being asked, that it lives."""
-        key, end = f"lives/{rank}", time.monotonic() + _ALIVE_S
-        with contextlib.suppress(RuntimeError):  # the rank to ask by has ended too
-            ask()
-        while not self._ask(lambda: self._store.check([key])):
-            if time.monotonic() > end:
-                return False
-            time.sleep(SLICE_S)
-        return True
 
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
@@ -477,17 +423,6 @@ class _Wait(Stops):
             last += f": {watch.alone(missing)}" if missing else ""
             log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         super().look()
-
-
-def is_loss(error: RuntimeError) -> bool:
-    """Return whether a backend's error is about a rank that is gone or silent."""
-    return isinstance(error, dist.DistError) or any(sign in first_line(error) for sign in _SIGNS_OF_LOSS)
-
-
-def backend_words(error: Exception | None) -> str:
-    """Return the first line of the backend's error that an error stems from, or of itself."""
-    cause = error.__cause__ if error is not None and isinstance(error.__cause__, Exception) else error
-    return "" if cause is None else first_line(cause)
 
 
 def first_line(error: Exception) -> str:

@@ -106,8 +106,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         PeerLost, PeerSilent: a rank does not come, is lost, stopped or silent. OutOfResources, ProcessGroupError: no
             connections; all of them on every rank. The parent can be used as before.
     """
-    timeout_s = waited_for(group_timeout_s(parent))
-    limits = HostLimits(timeout_s=timeout_s)
+    limits, timeout_s = HostLimits(), waited_for(group_timeout_s(parent))
     patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=_CallWatch)
     try:
         connecting = Connecting(parent, 1, patience)
