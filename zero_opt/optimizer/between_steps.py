@@ -18,7 +18,7 @@ from ..comm.groups import Group
 from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, UnsupportedParam, ZeroOptError
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.flat_param import is_dtensor
+from ..sharding.flat_param import is_dtensor, moved_of
 from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
@@ -284,8 +284,7 @@ class BetweenSteps(Engine):
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()
-                for flat in self.partition.flats.values():
-                    flat.moved()  # what does not fit any more cannot be stepped, whatever is loaded
+                moved_of(self.partition.flats)  # what does not fit any more cannot be stepped, whatever is loaded
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()

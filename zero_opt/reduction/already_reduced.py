@@ -66,8 +66,11 @@ class AlreadyReducedGrads(GradReduction):
             GradientConflict: on every rank, if the elements differ.
         """
         group, partition = self._parts.agreement.group, self._partition
-        used = [flat for index, flat in partition.flats.items() if index in indices_of(agreed.used)]
-        if self._compared or not used or group.world_size == 1:
+        if self._compared or group.world_size == 1:
+            return
+        indices = indices_of(agreed.used)
+        used = [flat for index, flat in partition.flats.items() if index in indices]
+        if not used:
             return
         flat = max(used, key=lambda flat: flat.param.numel())
         sample = torch.zeros(1 + _SAMPLE_NUMEL, dtype=torch.float64, device="cpu")  # first: whether there is a gradient
@@ -94,10 +97,10 @@ class AlreadyReducedGrads(GradReduction):
         """Send ranks that have run out of inputs their slices of the mean; returns those this rank receives."""
         group, partition = self._parts.agreement.group, self._partition
         present = next(rank for rank in range(group.world_size) if rank not in agreed.absent)
-        received, window = dict[int, Tensor](), TransferQueue()
+        received, window, used = dict[int, Tensor](), TransferQueue(), indices_of(agreed.used)
         for bucket, rank in product(partition.buckets, agreed.absent):
             for piece in bucket.layout.slices(rank):
-                if piece.param not in indices_of(agreed.used):
+                if piece.param not in used:
                     continue
                 flat, run = partition.flats[piece.param], None
                 if group.rank == present and flat.param.grad is not None:

@@ -34,6 +34,7 @@ from .entries import (
     numel_of,
     packets,
     small_value,
+    spread,
     state_entry,
 )
 from .state_dict import StatesByIndex, torch_dtype
@@ -194,7 +195,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
             _, places = next(arriving, ([], []))
             if src == to:
                 if message is not None:
-                    torch._foreach_copy_(places, list(torch.split(message, [place.numel() for place in places])))
+                    spread(message, places)
                 continue
             arrived = already_there
             if group.rank == to:

@@ -139,9 +139,13 @@ def message_for(places: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
     """Return a tensor to receive a message in, and a function that brings its elements to ``places`` afterwards."""
     if len(places) == 1:
         return places[0], already_there
-    numels = [place.numel() for place in places]
-    message = torch.empty(sum(numels), dtype=places[0].dtype, device="cpu")
-    return message, lambda: torch._foreach_copy_(list(places), list(torch.split(message, numels)))
+    message = torch.empty(sum(place.numel() for place in places), dtype=places[0].dtype, device="cpu")
+    return message, partial(spread, message, places)
+
+
+def spread(message: Tensor, places: Sequence[Tensor]) -> None:
+    """Bring a message's elements to ``places``."""
+    torch._foreach_copy_(list(places), list(torch.split(message, [place.numel() for place in places])))
 
 
 def already_there() -> None:
