@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 _NEW_NETWORK = 0x40000000
 # Addresses that exist inside the namespaces only.
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 
 
 def _enter_new() -> None:
@@ -53,30 +54,50 @@ def require_namespaces() -> None:
         pytest.skip("network namespaces, or veth links between them, are not permitted here (they need root, and ip)")
 
 
-def join_host(rank: int, host: int, folder: Path) -> None:
-    """Be a rank of one of two hosts, whose first ranks are 0 and 1; all ranks call it, before they make connections."""
+def join_host(rank: int, host: int, folder: Path, hosts: int = 2) -> None:
+    """Be a rank of one of the hosts, whose first ranks are 0, 1, ...; all ranks call it, before they make connections.
+
+    Two hosts have a link between them. Of three, host 0 has a link to each other one, and a bridge between the links.
+    """
     if rank == host:
         _enter_new()
         _ip("link", "set", "lo", "up")
         _say(folder / f"entered_{host}", str(os.getpid()))
-        other = int(_heard(folder / f"entered_{1 - host}"))
         if host == 0:
-            _ip("link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", str(other))
+            others = [_heard(folder / f"entered_{other}") for other in range(1, hosts)]
+            _wire(others)
             _say(folder / "wired", "")
         _heard(folder / "wired")
         _ip("addr", "add", f"{ADDRESSES[host]}/24", "dev", "wire")
         _ip("link", "set", "wire", "gso_max_segs", "1")  # what crosses the link are packets of its MTU at the most
         _ip("link", "set", "wire", "up")
         _say(folder / f"up_{host}", str(os.getpid()))
-    pids = [int(_heard(folder / f"up_{each}")) for each in (0, 1)]
+    pids = [int(_heard(folder / f"up_{each}")) for each in range(hosts)]
     if rank != host:
         _enter(pids[host])
     os.environ["GLOO_SOCKET_IFNAME"] = "wire"
 
 
+def _wire(others: Sequence[str]) -> None:
+    """Link this host to others, given a process of each."""
+    if len(others) == 1:
+        _ip("link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", others[0])
+        return
+    _ip("link", "add", "wire", "type", "bridge")
+    for number, other in enumerate(others):
+        _ip("link", "add", f"wire{number}", "type", "veth", "peer", "name", "wire", "netns", other)
+        _ip("link", "set", f"wire{number}", "master", "wire")
+        _ip("link", "set", f"wire{number}", "up")
+
+
 def fall_silent(host: int) -> None:
     """Let nothing that this host sends reach the other one any more, as if it had lost power."""
-    _ip("route", "add", "blackhole", f"{ADDRESSES[1 - host]}/32")
+    cut_off(1 - host)
+
+
+def cut_off(other: int) -> None:
+    """Let nothing that this host sends reach one other host any more."""
+    _ip("route", "add", "blackhole", f"{ADDRESSES[other]}/32")
 
 
 def drop_large() -> None:

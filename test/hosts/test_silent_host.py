@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import ADDRESSES, drop_large, fall_silent, join_host, require_namespaces
+from test.hosts.namespaces import ADDRESSES, cut_off, drop_large, fall_silent, join_host, require_namespaces
 from test.support.harness import run_processes
-from test.support.stepped import make_stepped, take_step
-from zero_opt.comm import peer_watch, process_identity, short_lived
+from test.support.stepped import make_stepped, service_of, take_step
+from zero_opt.comm import keepalive, peer_watch, process_identity, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
@@ -33,13 +33,13 @@ SILENT_S, PROBE_S = 3.0, 1.0
 AT_MOST_S = 120
 
 
-def _init(rank: int, world_size: int, folder: Path) -> int:
-    """Join a host; its number. Rank 1 has one for itself."""
-    host = int(rank == 1)
-    join_host(rank, host, folder)
+def _init(rank: int, world_size: int, folder: Path, hosts: int = 2, timeout_s: float = 2 * SECONDS) -> int:
+    """Join a host; its number. Of two, rank 1 has one for itself; of three, each rank has."""
+    host = rank if hosts == 3 else int(rank == 1)
+    join_host(rank, host, folder, hosts)
     process_identity.host_id = lambda: f"host {host}"
     store = dist.FileStore(str(folder / "store"), world_size)
-    timeout = timedelta(seconds=2 * SECONDS)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return host
 
@@ -60,7 +60,7 @@ def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short
             time.sleep(1)
         fall_silent(host)
         (folder / "silent").touch()
-        time.sleep(SECONDS)
+        os.kill(os.getpid(), signal.SIGSTOP)  # what it hears nevertheless it does not answer
         return None
     while when == "before" and not (folder / "silent").exists():
         time.sleep(0.01)
@@ -218,6 +218,120 @@ def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tm
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
     assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S
+
+
+CALLS = {
+    "step": take_step,
+    "consolidate": lambda params, optimizer: optimizer.consolidate_state_dict(),
+    "rows": lambda params, optimizer: zero_opt.sharded_state_dict(optimizer),
+    "load": lambda params, optimizer: optimizer.load_state_dict(torch.optim.AdamW(params).state_dict()),
+    "add_param_group": lambda params, optimizer: optimizer.add_param_group({"params": [torch.zeros(3)]}),
+}
+
+
+def _two_cannot_reach_each_other(
+    rank: int, world_size: int, folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None
+) -> Any:
+    """What the call says on this rank, what ``state_dict()`` then says, and how long the call took."""
+    if timeout_s is None:
+        _shorten()
+    _init(rank, world_size, folder, hosts=3, timeout_s=timeout_s or 2 * SECONDS)
+    params, optimizer = make_stepped(2)
+    dist.barrier()
+    if rank == apart[0]:
+        cut_off(apart[1])
+    begun, said = time.monotonic(), []
+    for each in (lambda: CALLS[call](params, optimizer), optimizer.state_dict):
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            each()
+        said.append(str(caught.value))
+    optimizer.close()
+    return said, time.monotonic() - begun
+
+
+def _require_the_two_named(folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
+    """Fail unless all ranks, one of which reaches both, name the two; the longest that one took."""
+    require_namespaces()
+    ranks = 3, _two_cannot_reach_each_other, folder, call, apart, timeout_s
+    found = run_processes(*ranks, timeout=SECONDS, backend=None)
+    both = "rank {}, rank {}".format(*sorted(apart))
+    for said, _ in found:
+        for text in said:
+            assert text.startswith(f"{both} cannot reach each other any more"), said
+            assert "restart all ranks from the last checkpoint" in text and " does not answer" not in text, said
+    return max(waited for _, waited in found)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_two_hosts_that_cannot_reach_each_other_are_named_on_all(call: str, tmp_path: Path) -> None:
+    _require_the_two_named(tmp_path, call, (1, 2), None)
+
+
+@pytest.mark.parametrize("apart", [(2, 1), (0, 1), (0, 2)])
+def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], tmp_path: Path) -> None:
+    _require_the_two_named(tmp_path, "step", apart, None)
+
+
+def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(tmp_path: Path) -> None:
+    """The limits of connections follow the timeout: the real ones, of more than a minute, would name no rank."""
+    _require_the_two_named(tmp_path, "step", (1, 2), 30.0)
+
+
+def _asks_in_vain(rank: int, world_size: int, folder: Path) -> str:
+    """Rank 1 does not answer that it lives, as where the store is out of its reach."""
+    peer_watch._ALIVE_S = 1.0
+    if rank == 1:
+        peer_watch.Watch.doubt = lambda *_: None  # type: ignore[method-assign]
+    said, _ = _two_cannot_reach_each_other(rank, world_size, folder, "step", (1, 2), None)
+    assert said[0].partition(" (")[0] == said[1].partition(" (")[0], said
+    return str(said[0])
+
+
+def test_a_rank_that_lives_hears_which_rank_has_given_it_up_as_lost(tmp_path: Path) -> None:
+    require_namespaces()
+    first, given_up, last = run_processes(3, _asks_in_vain, tmp_path, timeout=SECONDS, backend=None)
+    assert given_up.startswith("rank 1, rank 2 cannot reach each other any more"), given_up
+    for text in (first, last):
+        assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
+
+
+def _waits_time_out_first(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Ranks 1 and 2 cannot reach each other, which no connection finds out before their waits time out."""
+    keepalive._LEAST_S = 10.0 * SECONDS
+    process_groups.HostLimits = partial(HostLimits, 10.0 * SECONDS, SECONDS)  # type: ignore[attr-defined,misc]
+    _init(rank, world_size, folder, hosts=3, timeout_s=8.0)
+    params, optimizer = make_stepped(2)
+    dist.barrier()
+    if rank == 1:
+        cut_off(2)
+    said = []
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        CALLS["add_param_group"](params, optimizer)
+    said.append(str(caught.value))
+    service = service_of(optimizer)
+    service._side.interrupt()
+    service._thread.join(SECONDS)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    said.append(str(caught.value))
+    optimizer.close()
+    return said
+
+
+def test_ranks_that_may_be_meant_are_named_where_none_can_tell(tmp_path: Path) -> None:
+    require_namespaces()
+    found = run_processes(3, _waits_time_out_first, tmp_path, timeout=SECONDS, backend=None)
+    for rank, (step, state) in enumerate(found):
+        first, second = (other for other in range(3) if other != rank)
+        assert step.startswith(f"one of rank {first}, rank {second} has ended, or its host does not answer, or the"), (
+            step
+        )
+        assert state == step
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(tmp_path: Path) -> None:
+    assert _require_the_two_named(tmp_path, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
 
 
 def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:

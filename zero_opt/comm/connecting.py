@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
-from .peer_watch import first_line
+from .backend_errors import first_line
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, until, values
 

@@ -62,8 +62,9 @@ class Departure(NamedTuple):
             How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a "
             "signal handler, has ended a call that all ranks make; look at its log, and restart all ranks from the "
             "last checkpoint",
-            How.CUT_OFF: f"{name} cannot reach each other any more: the network drops packets (only large ones, where "
-            "a link's MTU is too small), or one is stopped on its host; restart all ranks from the last checkpoint",
+            How.CUT_OFF: f"{name} cannot reach each other any more: the network drops packets (all, where a link is "
+            "down; only large ones, where its MTU is too small), or one is stopped on its host; restart all ranks from "
+            "the last checkpoint",
         }[self.how]
 
 

@@ -6,12 +6,15 @@ The kernel's own limits are two hours for an idle connection, and a quarter of a
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
 
 # Seconds that a host may be silent, and seconds between two probes of a silent host.
 _SILENT_S, _PROBE_S = 75.0, 10.0
+# A silent host is named before a wait times out, so limits are this part of a short timeout. Short outages are borne.
+_TIMEOUT_PART, _LEAST_S = 0.75, 15.0
 _OPEN_FILES = "/proc/self/fd"
 # What is set, in this order: probes at all, when idle for so long, so far apart, so many; unacknowledged for so long.
 _OPTIONS = [
@@ -32,9 +35,13 @@ class HostLimits:
     it.
     """
 
-    def __init__(self, silent_s: float = _SILENT_S, probe_s: float = _PROBE_S) -> None:
-        """``probe_s``: seconds between two probes of a silent host; an end is late by as much at the most."""
-        self._seconds = silent_s, probe_s
+    def __init__(self, silent_s: float = _SILENT_S, probe_s: float = _PROBE_S, *, timeout_s: float = math.inf) -> None:
+        """``probe_s``: seconds between two probes of a silent host; an end is late by as much at the most.
+
+        ``timeout_s``: that of waits over the connections. If it is short, so are the limits.
+        """
+        shorter = min(1.0, max(_LEAST_S, _TIMEOUT_PART * timeout_s) / silent_s)
+        self._seconds = silent_s * shorter, probe_s * shorter
         self._before: dict[str, list[int]] = {}
 
     def hold(self) -> None:
@@ -85,7 +92,7 @@ def _end_with_host(fd: int, silent_s: float, probe_s: float) -> list[int]:
         before = [connection.getsockopt(*option) for option in _OPTIONS]
         probe = max(1, round(probe_s))
         # The count ends idle connections, the time out those with unacknowledged data.
-        _set_options(connection, [1, probe, probe, max(1, round(silent_s / probe_s)), round(silent_s * 1000)])
+        _set_options(connection, [1, probe, probe, max(1, round(silent_s / probe)), round(silent_s * 1000)])
         return before
 
 

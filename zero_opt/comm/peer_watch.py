@@ -15,6 +15,8 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
+from .backend_errors import closed_by_peer, first_line, is_loss, timed_out
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
 
@@ -41,11 +44,12 @@ _STORE_S = 2.0
 _CLOSING_S = 0.3
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
-# How long the news of why a connection broke may take: the connections of a lost host may break this far apart.
+# How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
+_ALIVE_S = 5.0
+# How long the news of why a connection broke may take, or that a rank is doubted: see :meth:`Watch.doubt`. The
+# connections of a lost host may break this far apart.
 _NEWS_S = 20.0
 _STOPPED, _ENDED = "Tt", "ZXx"
-# What a backend says of a wait that was too long.
-_TIMED_OUT = "Timed out"
 # More calls than a rank will ever enter: one that every rank misses that has left.
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
@@ -102,6 +106,7 @@ class Watch:
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
         self._entered = 0
         self._given_up: PeerSilent | None = None
+        self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self._warned = -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
 
@@ -230,7 +235,7 @@ class Watch:
             return known
         missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
         if not missing:
-            return None
+            return self._lost_unknown(text) if is_loss(error) else None
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
@@ -241,9 +246,24 @@ class Watch:
             f"{self.alone(missing)}; look at what {does}, or wait longer with {self.timeout_option} ({text})",
         )
 
+    def _lost_unknown(self, text: str) -> PeerLost:
+        """Leave, and return the error where all ranks have come, as far as is known, and yet the call has broken."""
+        # If it has timed out, the connection that keeps it from ending may not have broken yet.
+        known = self.explain(text, self._entered, min(_NEWS_S, self._timeout_s)) if timed_out(text) else None
+        if known is not None:
+            return known
+        ranks = [rank for rank in self._others if rank not in self._near] or self._others
+        error = PeerLost(
+            f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
+            f"drops packets, while {self.where} waits for it; look at the ranks' logs, and restart all from the last "
+            f"checkpoint ({text})"
+        )
+        self._leave(str(error))
+        return error
+
     def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
         """Return what other ranks have told of the reason why a call has failed with this text; see :meth:`explain`."""
-        known = self.explain(text, call, 0.0 if _TIMED_OUT in text else patience_s)
+        known = self.explain(text, call, 0.0 if timed_out(text) else patience_s)
         if known is None and self._rank in self.departures.silent:
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         return known
@@ -263,7 +283,7 @@ class Watch:
         known = self._heard(text, _ANY_CALL)
         if known is not None:
             return known
-        silent = self.departures.silent or ([rank] if _TIMED_OUT in text else [])
+        silent = self.departures.silent or ([rank] if timed_out(text) else [])
         if silent:
             have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
             return self.leave_silent(
@@ -290,6 +310,37 @@ class Watch:
         self.departures.leave()
         return self._given_up
 
+    def leave_broken(self, rank: int, text: str, ask: Callable[[], None] | None) -> None:
+        """Leave, and tell the others of a rank whose connection has broken without an announcement, unless it goes on.
+
+        Args:
+            text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
+        """
+        if self.lives(rank):
+            return
+        silent = rank not in self._near and not closed_by_peer(text)
+        self.doubt(rank)
+        alive = silent and ask is not None and self._says_alive(rank, ask)
+        self.departures.notice(Departure(rank, How.CUT_OFF if alive else How.LOST, from_rank=self._rank))
+        self.departures.leave()
+
+    def doubt(self, rank: int) -> None:
+        """Wait longer for news, as one rank asks whether another lives; if it is this one, say so."""
+        self._doubted = time.monotonic()
+        if rank == self._rank:
+            self._ask(lambda: self._store.set(f"lives/{rank}", ""))
+
+    def _says_alive(self, rank: int, ask: Callable[[], None]) -> bool:
+        """Return whether a rank says, within seconds of being asked, that it lives."""
+        key, end = f"lives/{rank}", time.monotonic() + _ALIVE_S
+        with contextlib.suppress(RuntimeError):  # the rank to ask by has ended too
+            ask()
+        while not self._ask(lambda: self._store.check([key])):
+            if time.monotonic() > end:
+                return False
+            time.sleep(SLICE_S)
+        return True
+
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
         if self._given_up is not None:
@@ -315,8 +366,9 @@ class Watch:
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text)
             more = self.departures.news and not self.departures.unannounced
-            if waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
-                return self._stopped_error() if call is None and _TIMED_OUT in text else None
+            answered = not more or time.monotonic() - self._doubted >= _NEWS_S
+            if answered and waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
+                return self._stopped_error() if call is None and timed_out(text) else None
             time.sleep(0.01)
 
     def _stopped_error(self) -> PeerSilent | None:
@@ -423,11 +475,6 @@ class _Wait(Stops):
             last += f": {watch.alone(missing)}" if missing else ""
             log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         super().look()
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class."""
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 # Seconds after which a wait for another rank is mentioned in the log.

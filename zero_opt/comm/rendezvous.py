@@ -42,8 +42,9 @@ from ..errors import (
 from ..system.devices import HOST
 from ..system.interrupts import by_handler
 from ..system.log import log
+from .backend_errors import first_line
 from .keepalive import HostLimits
-from .peer_watch import WARN_AFTER_S, Stops, Watch, first_line
+from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
 from .store import StoreCalls, c10d, default_store, missing, until, values
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent, ZeroOptError
 from ..policies import Checks, waited_for
+from .backend_errors import first_line, timed_out
 from .connecting import Connecting, made_by_all
 from .departures import Departure, How
 from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
-from .peer_watch import WAIT, Watch, first_line
+from .peer_watch import WAIT, Watch
 from .rendezvous import Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
@@ -63,7 +64,7 @@ class _CallWatch(Watch):
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         text = first_line(error)
-        if "Timed out" in text:
+        if timed_out(text):
             return super()._explain_error(error, waited)
         known = self.explain(text, self._entered)
         if known is not None:
@@ -106,7 +107,8 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         PeerLost, PeerSilent: a rank does not come, is lost, stopped or silent. OutOfResources, ProcessGroupError: no
             connections; all of them on every rank. The parent can be used as before.
     """
-    limits, timeout_s = HostLimits(), waited_for(group_timeout_s(parent))
+    timeout_s = waited_for(group_timeout_s(parent))
+    limits = HostLimits(timeout_s=timeout_s)
     patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=_CallWatch)
     try:
         connecting = Connecting(parent, 1, patience)

@@ -1,4 +1,4 @@
-"""Messages under way between ranks, and what a backend's errors mean."""
+"""Messages under way between ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerLost
-from .peer_watch import SLICE_S, done_within, first_line
+from .backend_errors import backend_words, first_line, is_loss
+from .peer_watch import SLICE_S, done_within
 
 if TYPE_CHECKING:
     from .groups import Group
 
 # Messages under way at a time.
 _WINDOW = 8
-# In what backends say when a peer is gone or silent.
-_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
 
 
 class Transfer:
@@ -86,8 +85,10 @@ class Message(Transfer):
         try:
             yield
         except PeerLost as error:
-            words = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            raise self._group.message_failed(self._peer, first_line(words)) or error from error
+            known = self._group.message_failed(self._peer, backend_words(error))
+            if known is None:
+                raise
+            raise known from error
 
 
 class TransferQueue:
@@ -131,7 +132,7 @@ def peer_lost(who: str) -> Iterator[None]:
     except PeerLost:
         raise
     except RuntimeError as error:
-        text = first_line(error)
-        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
+        if not is_loss(error):
             raise
+        text = first_line(error)
         raise PeerLost(f"{who} has ended or does not answer; restart from the last checkpoint ({text})") from error

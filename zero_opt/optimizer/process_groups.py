@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..comm.connecting import made_by_all
 from ..comm.departures import How
+from ..comm.device_backends import group_timeout_s
 from ..comm.exchange import Exchange
 from ..comm.groups import AloneGroup, Group, SideGroup, connect
 from ..comm.keepalive import HostLimits
@@ -48,6 +49,8 @@ class OwnGroups:
         alone: Group = AloneGroup()
         self.control = self.reduce = self.gather = alone
         if several is not None:
+            timeout_s = group_timeout_s(several) if checks.timeout is None else checks.timeout
+            self._limits = HostLimits(timeout_s=timeout_s)
             try:
                 self._make(several, checks)
             except BaseException:

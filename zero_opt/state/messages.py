@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
 
 # Kinds of messages round the ring; BROKEN goes to the next rank alone.
-OPEN, DEPARTED, BROKEN = 0, 1, 2
+OPEN, DEPARTED, BROKEN, DOUBTED = 0, 1, 2, 3
 # What the asking rank sends once it has all answers, followed by the number of its pull.
 GO, STOP = 0, 1
 # Codes of answers besides those of Verdict: another answer follows; an error follows in place of the listing.
@@ -33,11 +33,11 @@ _PULL_TAGS = 1 << 20
 
 
 class RingMessage(NamedTuple):
-    """A message from rank ``origin``, which asks for state, or has heard that a rank has left.
+    """A message from rank ``origin``, which asks for state, has heard that a rank has left, or doubts that one lives.
 
     Attributes:
-        kind: OPEN, DEPARTED or BROKEN. pull: number of the request. changes: commits after which the state is wanted.
-        about, how, steps, calls, from_rank: the departure; see :class:`Departure`.
+        kind: OPEN, DEPARTED, BROKEN or DOUBTED. pull: number of the request. changes: commits after which the state is
+            wanted. about: the rank that has left, or that is doubted. how, steps, calls: see :class:`Departure`.
     """
 
     kind: int
@@ -48,7 +48,6 @@ class RingMessage(NamedTuple):
     how: int = 0
     steps: int = 0
     calls: int = 0
-    from_rank: int = 0
 
 
 class Answer(NamedTuple):

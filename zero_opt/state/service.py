@@ -5,8 +5,9 @@ A thread per rank waits for messages of the rank before it and passes each on to
 everywhere. So one blocked receive per rank suffices, and nothing polls. The rank after one that dies notices that at
 once, tells the others, and breaks its own connections in turn. A rank that leaves training announces that, and so does
 a rank that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is
-dead. (gloo's receive from any rank does not notice. A gloo wait that times out ends the group, so waits cannot be cut
-into short ones. A store is polled, or has one server on one rank.)
+dead, or its host is silent. In that case the rank after it asks round the ring whether it lives. One that lives says so
+in the store, since the two cannot reach each other. (gloo's receive from any rank does not notice. A gloo wait that
+times out ends the group, so waits cannot be cut into short ones. A store is polled, or has one server on one rank.)
 
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers directly, from a thread of its
@@ -41,9 +42,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
-from ..comm.peer_watch import WARN_AFTER_S, Watch, first_line
+from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
@@ -58,6 +60,7 @@ from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
     DEPARTED,
+    DOUBTED,
     ERROR,
     GO,
     LATER,
@@ -133,8 +136,7 @@ class StateService:
                 words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, RING_TAG).wait(_FOR_EVER_S)
                 message = RingMessage(*words.tolist())
-                dead = message.about if message.how == How.LOST else None
-                if message.kind != BROKEN and self._right not in (message.origin, dead):
+                if message.kind != BROKEN and self._right != message.origin:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
@@ -152,26 +154,27 @@ class StateService:
     def _take(self, message: RingMessage) -> None:
         if message.kind == BROKEN:
             self._told = True
-            return
-        if message.kind == DEPARTED:
-            departure = Departure(message.about, How(message.how), *message[-3:])
-            self._departures.hear(departure)
-            if departure.how in (How.LOST, How.CUT_OFF):
+        elif message.kind == DOUBTED:
+            self._watch.doubt(message.about)
+        elif message.kind == DEPARTED:
+            about_itself = (message.about, message.how) == (self._side.rank, How.LOST)
+            how = How.CUT_OFF if about_itself else How(message.how)
+            self._departures.hear(Departure(message.about, how, message.steps, message.calls, message.origin))
+            if how in (How.LOST, How.CUT_OFF):
                 self._departures.leave()
-            elif departure.how in (How.CLOSED, How.ENDED, How.FAILED):
+            elif how in (How.CLOSED, How.ENDED, How.FAILED):
                 self._open.discard(message.about)
-            return
-        if self._final is not None:
+        elif self._final is not None:
             with self._served(message.origin):
                 offer = self._offer(message)
                 if offer is not None:
                     self._jobs.put(partial(self._deliver_later, offer))
-            return
-        thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state")
-        self._answering.add(thread)
-        if not process_exit.started(thread):
-            self._answering.discard(thread)
-            self._jobs.put(partial(self._answer, message))
+        else:
+            thread = threading.Thread(target=self._answer, args=(message,), name="zero_opt state")
+            self._answering.add(thread)
+            if not process_exit.started(thread):
+                self._answering.discard(thread)
+                self._jobs.put(partial(self._answer, message))
 
     def _end(self) -> None:
         """End the threads, and drop state and connections: no rank can ask any more, and none can be asked."""
@@ -214,15 +217,16 @@ class StateService:
     def _tell(self, departure: Departure) -> None:
         """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
         with contextlib.suppress(RuntimeError):
-            self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure)))
+            self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure[:4])))
         if departure.how is How.LOST:
             self._side.interrupt()
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        if not (self._told or self._departures.knows(self._left) or self._watch.lives(self._left)):
-            self._departures.notice(Departure(self._left, How.LOST))
-            self._departures.leave()
+        if not (self._told or self._departures.knows(self._left)):
+            doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
+            ask = None if self._left == self._right else partial(self._pass_on, doubt)
+            self._watch.leave_broken(self._left, str(self._lost), ask)
 
     def _bid_farewell(self) -> None:
         """Tell the next rank that this one is about to break its connections, and is not dead."""
@@ -361,7 +365,10 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                raise self._watch.explain(first_line(error), patience_s=_FAREWELL_S) or error from error
+                known = self._watch.explain(backend_words(error), patience_s=_FAREWELL_S)
+                if known is None:
+                    raise
+                raise known from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -387,9 +394,10 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise self._watch.explain(str(self._lost), patience_s=0.0) or PeerLost(
-                f"the ranks' connections for state_dict() have broken ({self._lost}): call opt.consolidate_state_dict("
-                "to=rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
+            words = backend_words(self._lost)
+            raise self._watch.explain(words, patience_s=0.0) or PeerLost(
+                f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to="
+                "rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
         if failure is not None:
             raise step_failed(name, failure) from failure

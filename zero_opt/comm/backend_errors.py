@@ -1,0 +1,37 @@
+"""What a backend's errors mean, by their words: all are a plain RuntimeError."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+# In what backends say when a rank is gone or silent.
+_SIGNS_OF_LOSS = ("gloo", "onnection", "imed out", "imeout", "NCCL")
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Return whether a backend's error is about a rank that is gone or silent."""
+    return isinstance(error, dist.DistError) or any(sign in first_line(error) for sign in _SIGNS_OF_LOSS)
+
+
+def timed_out(text: str) -> bool:
+    """Return whether this is said of a wait that was too long."""
+    return "Timed out" in text
+
+
+def closed_by_peer(text: str) -> bool:
+    """Return whether gloo says this of a connection that its other process has ended.
+
+    The kernel of a host to which packets do not get resets a connection instead, once its own limit is over.
+    """
+    return "closed by peer" in text
+
+
+def backend_words(error: Exception | None) -> str:
+    """Return the first line of the backend's error that an error stems from, or of itself."""
+    cause = error.__cause__ if error is not None and isinstance(error.__cause__, Exception) else error
+    return "" if cause is None else first_line(cause)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return (str(error) or type(error).__name__).splitlines()[0]
