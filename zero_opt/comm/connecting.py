@@ -35,12 +35,16 @@ _OWN_DESCRIPTORS, _THREADS = 4, 3
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
 # Seconds that ranks have to connect, and seconds more for each of them, however long the group's timeout is.
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
+# Seconds within which a rank that has ended is found, or another one has said so.
+_FOUND_S = 3.0
 # Which limit a message of the operating system or of gloo is about.
 _LIMITS = {
     "Too many open files": DESCRIPTOR_LIMIT,
     "new thread": THREAD_LIMIT,
     "Resource temporarily unavailable": THREAD_LIMIT,
 }
+# What gloo says of a connection to a rank that has ended.
+_BROKEN = ("refused", "reset", "connectFullMesh")
 # Seconds within which threads end that have nothing to wait for.
 _PROBES_END_S = 5.0
 _numbers = itertools.count()
@@ -207,15 +211,16 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
     """Return what an error while groups are made means: another rank's error, if that came first, else this one's."""
     if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
         return error
+    text = first_line(error)
+    limit = next((limit for sign, limit in _LIMITS.items() if sign in text), None)
+    broken = limit is None and any(sign in text for sign in _BROKEN)
     with suppress(dist.DistError):  # the store is what fails
         try:
-            connecting.look()
+            until(lambda: False, lambda _: connecting.look(), _FOUND_S if broken else 0.0)
         except ZeroOptError as elsewhere:
             return elsewhere
-    text = first_line(error)
-    for sign, limit in _LIMITS.items():
-        if sign in text:
-            return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
-    if any(sign in text for sign in ("refused", "reset", "connectFullMesh")):
+    if limit is not None:
+        return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
+    if broken:
         text = f"one of them ended meanwhile, and its own output says why; torchrun restarts all ({text})"
     return ProcessGroupError(f"cannot connect to the other ranks: {text}")

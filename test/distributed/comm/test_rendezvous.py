@@ -24,7 +24,7 @@ import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import rendezvous, store
-from zero_opt.comm.connecting import Connecting
+from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
 
@@ -229,7 +229,7 @@ def test_ranks_in_different_calls_hear_which() -> None:
 
 
 def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
-    """Rank 1 does while it waits for rank 2, which comes then; or when it has made its groups."""
+    """Rank 1 does while it waits for rank 2, which comes then; or as the others connect to it; or when they have."""
     folder = dist.distributed_c10d._get_default_store()
     if rank == 1:
 
@@ -239,7 +239,7 @@ def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
 
         if place == "before it comes":
             strike()
-        setattr(rendezvous.Meeting if place == "_look_around" else Connecting, place, strike)
+        setattr({"_look_around": rendezvous.Meeting, "meet": Connecting, "wait": _Addresses}[place], place, strike)
     if rank == 2 and place == "_look_around":
         folder.wait(["struck"], timedelta(seconds=PATIENCE_S))
     with pytest.raises(zero_opt.PeerLost) as caught:
@@ -263,7 +263,7 @@ def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(plac
         assert ") has been stopped for " in text and "kill -CONT" in text
 
 
-@pytest.mark.parametrize("place", ["before it comes", "_look_around", "meet"])
+@pytest.mark.parametrize("place", ["before it comes", "_look_around", "wait", "meet"])
 def test_a_rank_that_is_killed_in_construction_is_named(place: str) -> None:
     ranks = 3, _strikes_itself, signal.SIGKILL, place
     first, _, last = run_processes(*ranks, expect_errors=True)
