@@ -54,6 +54,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not dist.is_initialized()
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection looks at it, or writes to memory that forked ranks share."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the whole run if it leaves anything behind."""
     gc.collect()

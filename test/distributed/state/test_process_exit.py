@@ -16,7 +16,7 @@ import torch
 # Forks the two ranks of all cases, with everything imported, and says how they ended: each one's exit code, what it
 # wrote to stderr, and the seconds until it ended. Ranks that outlast the others of all cases are killed.
 LAUNCHER = """
-import atexit, json, os, signal, sys, threading, time
+import atexit, gc, json, os, signal, sys, threading, time
 import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp, zero_opt
 from zero_opt.state import process_exit
 
@@ -44,6 +44,7 @@ torch.set_num_threads(1)
 warm = torch.nn.Parameter(torch.ones(1))
 warm.grad = torch.ones(1)
 torch.optim.AdamW([warm]).step()
+gc.freeze()  # what is imported stays: no rank copies it as it ends
 cases, pids = json.load(sys.stdin), {}
 for name, case in cases.items():
     folder = case["folder"]
