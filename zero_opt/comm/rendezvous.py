@@ -102,6 +102,15 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
     return None
 
 
+def require_still_alone() -> None:
+    """Raise ProcessGroupError if this process has other ranks now; it had no process group to begin with."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ProcessGroupError(
+            "this optimizer was constructed before torch.distributed.init_process_group(), so it neither reduces "
+            "gradients nor shards state; construct it afterwards"
+        )
+
+
 def ended_by(error: BaseException, name: str, call: str) -> str:
     """Return what other ranks are told once an exception has ended, on the rank of that name, a call outside of a step.
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
+from ..comm.rendezvous import require_still_alone
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
 from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
@@ -88,7 +89,9 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         self._process_group, self._parked, self._closed = process_group, Parked(), False
         self._one_call = OneCall()
         Joinable.__init__(self)
-        parent = None if any(map(is_dtensor, params_of(params))) else agreed_group(process_group)
+        over_mesh = any(map(is_dtensor, params_of(params)))
+        parent = None if over_mesh else agreed_group(process_group)
+        self._has_no_group = parent is None and not over_mesh
         alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
@@ -209,9 +212,12 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             ParamsReplaced: ``param_groups`` was edited after the first step, or holds other shapes; likewise.
             StepPending: a parameter was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
+            ProcessGroupError: this rank has others since; likewise.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
+        if self._has_no_group:
+            require_still_alone()
         losses: list[Any] = []
 
         def noted() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..errors import ConfigError
+from ..errors import ConfigError, quoted
 from ..kernels import grad_squares
 from ..kernels.strides import is_dense
 from ..policies import check_number
@@ -31,7 +32,9 @@ def check_max_norm(max_norm: Any, name: str) -> float:
         max_norm = max_norm.item()
     check_number(name, max_norm)
     if not max_norm > 0:
-        raise ConfigError(f"{name} must be positive, got {max_norm!r}")
+        raise ConfigError(f"{name} must be positive, got {quoted(max_norm)}")
+    if sys.float_info.max < max_norm < math.inf:
+        raise ConfigError(f"{name} is an integer that no float can hold, got {quoted(max_norm)}")
     return float(max_norm)
 
 

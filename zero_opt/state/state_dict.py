@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StateDictError
+from ..errors import StateDictError, quoted
 from ..layout import ParamSlice
 from ..placement.adam_rules import COLUMN_STEPS, WINDOW
 from ..placement.selective.column_state import PER_COLUMN_KEYS, check_window, column_shape
@@ -192,7 +192,7 @@ def _checked(index: int, state: Mapping[str, Any], param: Tensor, elementwise: b
         raise StateDictError(f"parameter {index}: {wrong}")
     for key, value in state.items():
         if key == "step" and not _is_count(value):
-            raise StateDictError(f"state 'step' of parameter {index} is {value!r}, not a number of steps")
+            raise StateDictError(f"state 'step' of parameter {index} is {quoted(value)}, not a number of steps")
         if not isinstance(value, Tensor):
             continue
         if value.layout is not torch.strided or value.is_meta:
@@ -211,7 +211,8 @@ def _is_count(step: Any) -> bool:
     """Return whether a value can be a step count. What is no single number is left to the class."""
     if isinstance(step, Tensor) and (step.is_meta or step.numel() != 1 or step.is_complex()):
         return True
-    return not isinstance(step, (Tensor, int, float)) or 0 <= float(step) < math.inf
+    number = float(step) if isinstance(step, Tensor) else step
+    return not isinstance(number, (int, float)) or 0 <= number <= sys.float_info.max
 
 
 def fitted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.groups import check_rank
-from ..errors import ConfigError, ConfigTypeError
+from ..errors import ConfigError, ConfigTypeError, quoted
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
@@ -235,8 +235,8 @@ class _Target(NamedTuple):
                 f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
                 "meta device if it is large, or register_elementwise() the class"
             )
-        if isinstance(numel, bool) or not math.isfinite(numel) or numel != int(numel) or numel < 1:
-            raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {numel!r}")
+        if isinstance(numel, bool) or not 1 <= numel <= sys.float_info.max or numel != int(numel):
+            raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {quoted(numel)}")
         dtype = self.dtype or torch.get_default_dtype()
         each = max(int(config.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
         if numel > each * _MOST_BUCKETS:

@@ -225,6 +225,28 @@ def test_ranks_in_different_calls_hear_which() -> None:
     assert all(said.startswith(both) for said in run_processes(2, _in_different_calls))
 
 
+def _constructed_before_the_group(rank: int, world_size: int, folder: Path, offload: zero_opt.Offload) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.Adam, offload=offload)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    param.sum().backward()
+    if world_size == 1:
+        opt.step()
+        return
+    with pytest.raises(zero_opt.ProcessGroupError, match=r"constructed before .*init_process_group"):
+        opt.step()
+    assert torch.equal(param, torch.ones(3))
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_that_was_constructed_before_the_process_group_takes_no_step(
+    world_size: int, offload: zero_opt.Offload, tmp_path: Path
+) -> None:
+    run_processes(world_size, _constructed_before_the_group, tmp_path, offload, backend=None)
+
+
 # -- ranks that are stopped, or end -----------------------------------------------------------------------------------
 
 

@@ -127,6 +127,12 @@ def test_max_norms_that_are_not_positive_are_quoted(value: float) -> None:
         check_max_norm(value, "max_grad_norm")
 
 
+@pytest.mark.parametrize("exponent", [400, 5000])
+def test_max_norms_that_no_float_holds_are_refused(exponent: int) -> None:
+    with pytest.raises(ConfigError, match="max_norm is an integer that no float can hold"):
+        check_max_norm(10**exponent, "max_norm")
+
+
 @pytest.mark.parametrize("value", ["1", None, True, torch.ones(2)])
 def test_max_norms_of_a_wrong_type_are_quoted(value: object) -> None:
     with pytest.raises(ConfigTypeError, match="max_norm must be a number, got"):

@@ -162,6 +162,7 @@ def test_classes_of_others() -> None:
         ((-1, 2), {}, ConfigError, "whole number"),
         ((2.5, 2), {}, ConfigError, "whole number"),
         ((float("inf"), 2), {}, ConfigError, "whole number"),
+        ((10**400, 2), {}, ConfigError, "whole number"),
         ((True, 2), {}, ConfigError, "whole number"),
         ((100, 0), {}, ConfigError, "world_size"),
         ((100, 2.0), {}, ConfigTypeError, "world_size"),
