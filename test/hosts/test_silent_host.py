@@ -334,6 +334,31 @@ def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(tmp
     assert _require_the_two_named(tmp_path, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
 
 
+def _containers_of_one_host(rank: int, world_size: int, folder: Path) -> str:
+    """Of two that see each other's processes, one loses its network."""
+    _shorten()
+    join_host(rank, rank, folder)
+    store = dist.TCPStore(ADDRESSES[0], 29500, world_size, is_master=rank == 0)  # a port of this network's own
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    params, optimizer = make_stepped(2)
+    dist.barrier()
+    if rank == 1:
+        fall_silent(rank)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        take_step(params, optimizer)
+    (folder / f"told {rank}").touch()
+    while not (folder / f"told {1 - rank}").exists():
+        time.sleep(0.01)
+    return str(caught.value)
+
+
+def test_a_network_that_fails_between_containers_of_one_host_is_named(tmp_path: Path) -> None:
+    """A process that lives has not ended, and has come, as far as anybody can tell."""
+    require_namespaces()
+    for said in run_processes(2, _containers_of_one_host, tmp_path, timeout=SECONDS, backend=None):
+        assert "the network drops packets" in said and "has not come" not in said, said
+
+
 def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
     """Rank 1 is stopped for longer than a host may be silent, while more is sent to it than its kernel accepts."""
     _shorten()

@@ -26,6 +26,11 @@ def closed_by_peer(text: str) -> bool:
     return "closed by peer" in text
 
 
+def network_failed(text: str) -> bool:
+    """Return whether gloo says this of a connection that the network has ended, not one of its processes."""
+    return any(sign in text for sign in ("Connection timed out", "No route to host", "unreachable"))
+
+
 def backend_words(error: Exception | None) -> str:
     """Return the first line of the backend's error that an error stems from, or of itself."""
     cause = error.__cause__ if error is not None and isinstance(error.__cause__, Exception) else error

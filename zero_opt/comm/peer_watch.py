@@ -28,7 +28,7 @@ from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
-from .backend_errors import closed_by_peer, first_line, is_loss, timed_out
+from .backend_errors import closed_by_peer, first_line, is_loss, network_failed, timed_out
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
 
@@ -316,11 +316,12 @@ class Watch:
         Args:
             text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
         """
-        if self.lives(rank):
+        alive = self.lives(rank)
+        if alive and not network_failed(text):
             return
         silent = rank not in self._near and not closed_by_peer(text)
         self.doubt(rank)
-        alive = silent and ask is not None and self._says_alive(rank, ask)
+        alive |= silent and ask is not None and self._says_alive(rank, ask)
         self.departures.notice(Departure(rank, How.CUT_OFF if alive else How.LOST, from_rank=self._rank))
         self.departures.leave()
 

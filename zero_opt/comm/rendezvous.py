@@ -54,7 +54,7 @@ _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
 # not fit its receiver.
 NEVER_SENT = (1 << 31) - 1
 # Where ranks leave errors; and the absence of one: rank, class, text, and the meetings that are over with it.
-_FAILED, _NO_ERROR = "failed", (None, "", "", ())
+_FAILED, _NO_ERROR = "failed", (None, "", "", (), ())
 Key = tuple[str, tuple[int, ...]]
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
@@ -215,7 +215,8 @@ class Meeting:
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
         told = error if isinstance(error, ZeroOptError) else PeerLost(ended_by(error, f"rank {self.rank}", self._call))
-        said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]]])
+        absent = self._absent if isinstance(error, PeerSilent) and not self.name else []
+        said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]], absent])
 
         def put() -> None:
             self._place.compare_set(_FAILED, "", said)
@@ -281,12 +282,15 @@ class Meeting:
 
     def _heard(self) -> ZeroOptError | None:
         """Return the error with which another rank has left this meeting, and maybe another one."""
-        rank, name, text, meetings = json.loads(self._place.get(_FAILED)) if self._place.check([_FAILED]) else _NO_ERROR
+        said = json.loads(self._place.get(_FAILED)) if self._place.check([_FAILED]) else _NO_ERROR
+        rank, name, text, meetings, absent = said
         for (group, ranks), number in meetings:
             key = group, tuple(ranks)
             self._met[key] = max(self._met[key], number + 1)
         if rank in (None, self.rank):
             return None
+        if self.rank in absent:
+            return PeerSilent(f"rank {rank} has given up waiting for this one in {self._call}; {self._come}")
         error = error_of_rank(rank, name, text)
         return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
 
@@ -306,7 +310,7 @@ class Meeting:
                 error = RankMismatch(f"process_group is {' and '.join(words)}; pass the same one on every rank")
                 both = [(self._key, self._number), (there, number)]
                 for key, count in both:
-                    said = json.dumps([key[1].index(here), *name_and_text(error), both])
+                    said = json.dumps([key[1].index(here), *name_and_text(error), both, []])
                     _meeting_place(key, count).compare_set(_FAILED, "", said)
                 self._met[there] += 1
                 return error

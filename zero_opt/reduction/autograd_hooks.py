@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import function as autograd_function
 
+from ..errors import ConfigConflict
+
 _FUNCTION_FILE = autograd_function.__file__
 
 
@@ -80,10 +82,19 @@ class BackwardPasses:
         self._unfinished: set[int] = set()
 
     def note_arrival(self) -> bool:
-        """Return whether this arrival is in a backward that started after the last arrival."""
+        """Return whether this arrival is in a backward that started after the last arrival.
+
+        Raises:
+            ConfigConflict: compiled autograd runs it.
+        """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
+        if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+            raise ConfigConflict(
+                "compiled autograd (torch._dynamo.config.compiled_autograd) reads gradients that this reduction has "
+                "moved; use reduction=zero_opt.AtStep()"
+            )
         self._task = task
         self._unfinished.add(task)
         # Autograd calls back at the end of the pass, unless an exception ends the pass.

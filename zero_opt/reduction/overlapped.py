@@ -331,12 +331,12 @@ class OverlappedReduction(GradReduction):
         self._launch_all()
 
     def _require_synced(self) -> None:
-        """Raise GradientsLocal if no backward was meant to reduce its gradients; they stay in ``p.grad``."""
-        if self._synced == {False}:
+        """Raise GradientsLocal if no backward was meant to reduce its gradients, and they are in ``p.grad`` still."""
+        if self._synced == {False} and any(flat.param.grad is not None for flat in self._partition.flats.values()):
             raise GradientsLocal(
                 "every backward since the last step was inside no_sync(), so each rank has its own gradients alone; "
-                "run the last backward of a step outside no_sync(), or drop them with zero_grad() on every rank; with "
-                "reduction=zero_opt.AtStep() every step reduces what there is"
+                "run the last backward of a step outside no_sync(), or drop them with opt.zero_grad() on every rank; "
+                "with reduction=zero_opt.AtStep() every step reduces what there is"
             )
 
     def _take_plain(self) -> None:

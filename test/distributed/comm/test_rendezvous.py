@@ -136,6 +136,8 @@ def _one_does_not_come(rank: int, world_size: int) -> Any:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["told 0", "told 2"], timedelta(seconds=300))
+        with pytest.raises(zero_opt.PeerSilent, match=r"rank [02] has given up waiting for this one in Sharded"):
+            _train(None, rank)
         return None
     rendezvous.WARN_AFTER_S = 1.5  # type: ignore[attr-defined]
     logged: list[str] = []

@@ -206,10 +206,11 @@ def _step_without_sync(rank: int, world_size: int) -> list[Tensor]:
         actor.backward(number + 1, everyone=True)
         optimizer.step()
         optimizer.zero_grad()
-    with optimizer.no_sync():
-        actor.backward(4, everyone=True)
-    optimizer.zero_grad()
-    optimizer.step()  # of nothing, which no_sync has no part in any more
+    for drop in (lambda: [setattr(param, "grad", None) for param in actor.params], optimizer.zero_grad):
+        with optimizer.no_sync():
+            actor.backward(4, everyone=True)
+        drop()
+        optimizer.step()  # of nothing, which no_sync has no part in any more
     optimizer.close()
     return [param.detach() for param in actor.params]
 
@@ -454,3 +455,23 @@ def _after_ddp(rank: int, world_size: int) -> None:
 
 def test_a_ddp_that_is_gone_does_not_matter() -> None:
     run_processes(2, _after_ddp)
+
+
+def _compiled_autograd(rank: int, world_size: int, reduction: zero_opt.ReductionPolicy) -> Tensor:
+    param = torch.nn.Parameter(torch.ones(9))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.Adam, reduction=reduction)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        (param * param).sum().backward()
+    optimizer.step()
+    return param.detach()
+
+
+def test_compiled_autograd_is_refused_where_gradients_move() -> None:
+    param = torch.nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.Adam([param])
+    (param * param).sum().backward()
+    optimizer.step()
+    for found in run_processes(2, _compiled_autograd, zero_opt.AtStep()):
+        assert_bitwise(found, param.detach())
+    with pytest.raises(zero_opt.ConfigConflict, match=r"compiled autograd .* use reduction=zero_opt.AtStep"):
+        run_processes(2, _compiled_autograd, zero_opt.Overlapped())
