@@ -14,7 +14,8 @@ import itertools
 import os
 import resource
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -23,11 +24,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
+from ..system.background_thread import SerialThread
 from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from .backend_errors import first_line
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, until, values
+from .waits_beside import outcome, submitted
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
 _OWN_DESCRIPTORS, _THREADS = 4, 3
@@ -127,15 +130,41 @@ class Connecting(Meeting):
         """Return the store in which the ranks find each other for one of the groups."""
         return _Addresses(default_store(f"{self.name}/{purpose}/addresses"), self)
 
-    def wait_for(self, store: Any, keys: Sequence[str]) -> list[bytes]:
+    def connected(self, make: Callable[[], Any]) -> Any:
+        """Return the group that ``make`` returns once it is connected; calls it on a thread beside this one.
+
+        gloo tries for minutes to connect to a rank that has ended, and cannot be interrupted.
+
+        Raises:
+            ProcessGroupError: it takes too long. ZeroOptError: a rank cannot connect, is stopped, or has ended.
+        """
+        thread, begun = SerialThread("zero_opt connect"), time.monotonic()
+
+        def look() -> None:
+            self.look()
+            if time.monotonic() - begun > 2 * self.patience_s:  # for the addresses, and for the connections
+                raise ProcessGroupError(
+                    f"not all ranks have connected within {2 * self.patience_s:.0f} s: one has ended, is stopped, or "
+                    "its host does not answer; look at the ranks' logs, and restart all"
+                )
+
+        try:
+            return outcome(submitted(thread, make), lambda: look)
+        finally:
+            thread.close()
+
+    def wait_for(self, store: Any, keys: Sequence[str], look: Callable[[], None]) -> list[bytes]:
         """Return the values of keys, of which each ends with the number of the rank that writes it, once all are there.
 
         torch's own wait logs a warning each time that it ends without them.
 
+        Args:
+            look: called now and then; raises why this rank waits in vain.
+
         Raises:
-            ProcessGroupError: they are not there in time. ZeroOptError: a rank cannot connect.
+            ProcessGroupError: they are not there in time.
         """
-        if not until(lambda: self.ask(store.check, list(keys)), lambda _: self.look(), self.patience_s):
+        if not until(lambda: self.ask(store.check, list(keys)), lambda _: look(), self.patience_s):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
@@ -151,11 +180,15 @@ class Connecting(Meeting):
         """
         made = default_store(f"{self.name}/made")
         self.ask(made.set, f"{self.rank}", "")
-        self.wait_for(made, [f"{rank}" for rank in range(self._world_size)])
+        self.wait_for(made, [f"{rank}" for rank in range(self._world_size)], self.look)
+
+
+def _no_look() -> None:
+    """Do nothing: the thread that waits for the connections looks."""
 
 
 class _Addresses(c10d.Store):  # type: ignore[misc]
-    """A store of addresses that ends the wait for a rank that cannot connect, and for the store."""
+    """A store of addresses that ends the wait for a rank that does not connect, and for the store."""
 
     def __init__(self, store: Any, connecting: Connecting) -> None:
         super().__init__()
@@ -179,7 +212,7 @@ class _Addresses(c10d.Store):  # type: ignore[misc]
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
         unknown = [key for key in keys if key not in self._known]
         if unknown:
-            self._known.update(zip(unknown, self._connecting.wait_for(self._store, unknown), strict=True))
+            self._known.update(zip(unknown, self._connecting.wait_for(self._store, unknown, _no_look), strict=True))
 
 
 @contextmanager

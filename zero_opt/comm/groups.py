@@ -160,7 +160,8 @@ class Group:
         pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
         kinds = c10d.ProcessGroup.BackendType
         to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
-        gloo = c10d.ProcessGroupGloo(connecting.addresses(purpose), rank, size, timeout=to_connect)
+        addresses = connecting.addresses(purpose)
+        gloo = connecting.connected(lambda: c10d.ProcessGroupGloo(addresses, rank, size, timeout=to_connect))
         gloo._set_default_timeout(timeout)
         gloo._set_sequence_number_for_group()
         pg._set_default_backend(kinds.GLOO)

@@ -277,7 +277,7 @@ def _train_with(checks: zero_opt.Checks) -> None:
     zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.Adam, checks=checks)
 
 
-@pytest.mark.parametrize("place", ["_look_around", "meet"])
+@pytest.mark.parametrize("place", ["_look_around", "wait", "meet"])
 def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(place: str) -> None:
     ranks = 3, _strikes_itself, signal.SIGSTOP, place
     first, _, last = run_processes(*ranks, timeout=PATIENCE_S, may_hang={1})
