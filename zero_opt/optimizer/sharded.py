@@ -27,6 +27,8 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
+from ..comm.backend_errors import first_line, is_loss
+from ..comm.transfers import peer_lost
 from ..errors import (
     ConfigConflict,
     ConfigTypeError,
@@ -108,7 +110,11 @@ class ShardedEngine(BetweenSteps):
             except RuntimeError as error:
                 if ends_join(error):
                     self.agreement.told = id(error)
-                raise
+                if not is_loss(error):
+                    raise
+                lost = self.group.explain(first_line(error))
+                with peer_lost("another rank, which Join waits for,"):
+                    raise lost or error from error
         self.join_notified = True
 
     def _take_over_edits(self) -> ZeroOptError | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -219,6 +221,29 @@ def _ends_early(rank: int, world_size: int, reduction: Any, clips: bool) -> Any:
     state = optimizer.state_dict()["state"] if rank == 0 else None
     optimizer.close()
     return [param.detach().clone() for param in params], state
+
+
+def _one_is_killed(rank: int, world_size: int) -> str:
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, OVERLAPPED)
+
+    def train() -> None:
+        with Join([optimizer], throw_on_early_termination=True):
+            for step in range(3):
+                torch.autograd.backward(params, [torch.full_like(param, 1.0) for param in params])
+                if (rank, step) == (1, 2):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.step()
+
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_is_named_where_join_waits_for_it() -> None:
+    first, _, last = run_processes(3, _one_is_killed, expect_errors=True)
+    for text in (first, last):
+        assert text.startswith("rank 1 (pid "), text
 
 
 def _ends_never(rank: int, world_size: int) -> Any:
