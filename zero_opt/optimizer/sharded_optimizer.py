@@ -18,10 +18,9 @@ from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import hypers_of, normalized, param_name, params_of, run_once
+from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
 from .arguments import adopt_errors, template_of
-from .between_steps import JoinableOptimizer
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import local_of
@@ -37,7 +36,7 @@ from .sharded import ShardedEngine
 from .single_rank import SingleRank
 
 
-class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
+class ShardedOptimizer(UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -135,7 +134,7 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
         with ExitStack() as undo:
             undo.callback(groups.close)
-            given = (self._config, groups, self._describe, self, self._parked)
+            given = (self._config, groups, self)
             engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
             undo.pop_all()
             undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
@@ -176,10 +175,6 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
                 "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
             )
         return mesh
-
-    def _describe(self, index: int) -> str:
-        """Return the name that messages give the parameter with a global index."""
-        return param_name(self.param_groups, index)
 
     @one_call("opt.add_param_group()", replans=True)
     @torch.inference_mode(False)
