@@ -411,7 +411,7 @@ class ShardedOptimizer(UnevenInputs):
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
         self._engine.require_copyable()
-        kept = ("defaults", "_config", "_engine", "_parked", "_closed", "_process_group")
+        kept = ("defaults", "_config", "_engine", "_parked", "_closed", "_process_group", "_has_no_group")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
