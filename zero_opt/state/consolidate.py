@@ -20,11 +20,9 @@ from ..placement import Placement
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
-from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
     Entry,
-    Packet,
     Places,
     already_there,
     dtype_of,
@@ -33,6 +31,7 @@ from .entries import (
     message_to_send,
     numel_of,
     packets,
+    runs_of,
     small_value,
     spread,
     state_entry,
@@ -85,13 +84,10 @@ class LocalState:
             value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
-    def runs(self, packet: Packet) -> list[Tensor]:
-        """Return the elements of a message, where they live.
-
-        Raises:
-            StorageFailed: they are a file's, and cannot be read.
-        """
-        return _readable([self.run(entry)[span] for entry, span in packet])
+    def copy_to(self, places: Iterable[Places]) -> None:
+        """Copy elements to where they go in this rank's result."""
+        for packet, targets in places:
+            torch._foreach_copy_(targets, runs_of(self, packet))
 
 
 class FrozenState:
@@ -100,14 +96,9 @@ class FrozenState:
     def __init__(self, state: LocalState) -> None:
         self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
 
-    def runs(self, packet: Packet) -> list[Tensor]:
-        """Return what :meth:`LocalState.runs` does."""
-        return _readable([self._runs[entry.param, entry.key][span] for entry, span in packet])
-
-
-def _readable(runs: list[Tensor]) -> list[Tensor]:
-    require_readable(*runs)
-    return runs
+    def run(self, entry: Entry) -> Tensor:
+        """Return what :meth:`LocalState.run` does."""
+        return self._runs[entry.param, entry.key]
 
 
 class IncomingState:
@@ -152,11 +143,6 @@ class IncomingState:
             for packet in packets(entry for entry, _ in runs)
         ]
 
-    def add_own(self, state: LocalState) -> None:
-        """Copy in this rank's own state."""
-        for packet, places in self.places_for(list(state.entries())):
-            torch._foreach_copy_(places, state.runs(packet))
-
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
         return {index: self._states[index] for index in sorted(self._states)}
@@ -186,13 +172,14 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
     with agreement.together():
-        targets = [[] if result is None else result.places_for(entries) for entries in listings]
+        if result is None:
+            messages = [[(packet, list[Tensor]()) for packet in packets(entries)] for entries in listings]
+        else:
+            messages = [result.places_for(entries) for entries in listings]
     window, failed = TransferQueue(), list[Exception]()
-    for src, entries in enumerate(listings):
-        arriving = iter(targets[src])
-        for packet in packets(entries):
+    for src, from_src in enumerate(messages):
+        for packet, places in from_src:
             message = message_to_send(local, packet, failed) if group.rank == src else None
-            _, places = next(arriving, ([], []))
             if src == to:
                 if message is not None:
                     spread(message, places)

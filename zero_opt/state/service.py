@@ -360,7 +360,9 @@ class StateService:
                 with self._new_pull() as pull:
                     payloads = self._wait_beside(self._ask, pull, changes)
                     result = IncomingState(own.flats)
-                    targets = [self._place(result, own, payload) for payload in payloads]
+                    listings = [list(own.entries()) if text is None else listed(text) for text in payloads]
+                    targets = [result.places_for(entries) for entries in listings]
+                    own.copy_to(targets[self._side.rank])
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
@@ -426,13 +428,6 @@ class StateService:
             raise error_of_rank(rank, *json.loads(payload))
         del pull.heard[rank]
         return payload
-
-    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Places]:
-        """Make room for a rank's entries; return where its messages go."""
-        if payload is not None:
-            return result.places_for(listed(payload))
-        result.add_own(own)
-        return []
 
     def _fetch_all(self, pull: Pull, targets: list[list[Places]]) -> None:
         """Fill these places with all ranks' elements, unless the caller has left."""
