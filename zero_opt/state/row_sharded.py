@@ -213,7 +213,9 @@ class ShardedState:
     # -- on the way ---------------------------------------------------------------------------------------------------
 
     def _between(self, owner: int, span: Span, run: Tensor | None, form: Form, rows: Tensor, *, to_rows: bool) -> None:
-        """Move elements from their owner to the ranks in whose rows they are, or from these ranks to the owner.
+        """Start to move elements from their owner to the ranks in whose rows they are, or from these to the owner.
+
+        Every rank calls, in one order.
 
         Args:
             run: the elements ``span``, on the owner. rows: this rank's.
@@ -222,22 +224,13 @@ class ShardedState:
             theirs = form.run(rank, self._group.world_size)
             part = overlap(span, theirs)
             owned, cut = _elements(run, span, part), _elements(rows, theirs, part) if rank == self._group.rank else None
-            source, target, ends = (owned, cut, (owner, rank)) if to_rows else (cut, owned, (rank, owner))
-            self._move(source, target, ends, part.numel, form.dtype)
-
-    def _move(
-        self, source: Tensor | None, target: Tensor | None, ends: tuple[int, int], numel: int, dtype: torch.dtype
-    ) -> None:
-        """Start to move ``numel`` elements between the ranks ``ends``, from and to. Every rank calls, in one order."""
-        rank, (src, dst) = self._group.rank, ends
-        if not numel:
-            return
-        if src == dst:
-            if source is not None and target is not None:
+            source, target = (owned, cut) if to_rows else (cut, owned)
+            if rank != owner:
+                src, dst = (owner, rank) if to_rows else (rank, owner)
+                tensor = source if self._group.rank == src else target
+                self._window.add(self._group.move(tensor, src, dst, part.numel, form.dtype), tensor)
+            elif source is not None and target is not None:
                 target.copy_(source)
-            return
-        tensor = source if rank == src else target
-        self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
 def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
