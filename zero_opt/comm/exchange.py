@@ -168,17 +168,13 @@ class ParamRuns(list[Run]):
 
 def parts_within(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, Span]]:
     """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
-    for run in runs[first_at(runs, span.start) :]:
+    first = max(bisect_right(runs, span.start, key=lambda run: run.start) - 1, 0)  # that starts there, or before
+    for run in runs[first:]:
         if run.start >= span.stop:
             return
         part = Span(max(run.start, span.start), min(run.start + run.numel, span.stop))
         if part.start < part.stop:
             yield run, part
-
-
-def first_at(runs: Sequence[Run], element: int) -> int:
-    """Return the index of the last run that starts at or before an element; 0 if none does."""
-    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
 
 
 def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:

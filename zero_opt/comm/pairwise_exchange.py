@@ -23,7 +23,6 @@ from .exchange import (
     StagingPool,
     add_mean,
     copy_all,
-    first_at,
     paired,
     parts_within,
     put_together,
@@ -61,10 +60,7 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
     messages, begin = [], low
-    for run in runs[first_at(runs, low) :]:
-        start, stop = max(run.start, low), min(run.start + run.numel, high)
-        if run.start >= high:
-            break
+    for _, (start, stop) in parts_within(runs, Span(low, high)):
         if stop - start >= least:
             if begin < start:
                 messages.append(Span(begin, start))
