@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
+from ..system.failures import on_failure
 from .arguments import adopt_errors, template_of
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
@@ -108,13 +109,11 @@ class ShardedOptimizer(UnevenInputs):
             engine.attach(self)
             return
         groups = OwnGroups(parent, checks, None if mesh is None else mesh.largest)
-        with ExitStack() as undo:
-            undo.callback(groups.close)
-            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
-                if error is not None:
-                    raise error
-                self._validate(params)
-            undo.pop_all()
+        agreement = Agreement(groups.control, self._describe)
+        with on_failure(groups.close), agreement.together("ShardedOptimizer()"):
+            if error is not None:
+                raise error
+            self._validate(params)
         self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -132,14 +131,11 @@ class ShardedOptimizer(UnevenInputs):
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
-        with ExitStack() as undo:
-            undo.callback(groups.close)
+        with on_failure(groups.close):
             given = (self._config, groups, self)
             engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
-            undo.pop_all()
-            undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
+        with on_failure(engine.close):  # a traceback may keep it, and with it the worker and the trainer's cores
             engine.add_groups()
-            undo.pop_all()
         return engine
 
     @torch.inference_mode(False)

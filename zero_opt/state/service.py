@@ -51,6 +51,7 @@ from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
 from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
+from ..system.failures import on_failure
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
@@ -286,7 +287,7 @@ class StateService:
         if verdict is not Verdict.READY:
             self._send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
             return None
-        try:
+        with on_failure(guard.leave):
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
             with self._guard.after_change(self._guard.edit_marks()):
                 state, payload = self._final or self._listed(*now)
@@ -294,9 +295,6 @@ class StateService:
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
             return Offer(dst, pull, state, text, self._side.send_to(text, dst, tag))
-        except BaseException:
-            guard.leave()
-            raise
 
     def _deliver(self, offer: Offer) -> None:
         """Send the elements once the asking rank says "go"."""
