@@ -107,10 +107,6 @@ class BetweenSteps(Engine):
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
 
-    def attribute(self, name: str) -> Any:
-        kind = type(self._user).__name__
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self._user)
-
     def require_copyable(self) -> None:
         raise ConfigTypeError(
             "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its state "

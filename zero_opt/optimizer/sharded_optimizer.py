@@ -400,9 +400,9 @@ class ShardedOptimizer(UnevenInputs):
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this one lacks."""
         engine = self.__dict__.get("_engine")
-        if engine is None or name.startswith("_"):
+        if engine is None or engine.wrapped is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return engine.attribute(name)
+        return getattr(engine.wrapped, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
