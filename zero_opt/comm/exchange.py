@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.adam_state import HALVES
+from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
 
 # The dtypes of which native kernels compute means, and the kernels' names of them.
-NATIVE_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtype in GRAD_DTYPES}}
 
 
 # The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
@@ -359,6 +355,12 @@ class StagedExchange(Exchange):
                 copy_all(values, places)
 
         return finish
+
+
+def wait_all(transfers: Iterable[Any]) -> None:
+    """Wait for transfers, each of which has a ``wait()``."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 def nothing_left() -> None:

@@ -26,6 +26,7 @@ from .exchange import (
     paired,
     parts_within,
     put_together,
+    wait_all,
 )
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
@@ -125,8 +126,7 @@ class _Inbox:
     def drop(self) -> None:
         """Receive the next exchange's messages, and drop them."""
         _, sizes = self._peek()
-        for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
-            work.wait()
+        wait_all(self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]))
 
     def skip_before(self, ident: Ident) -> bool:
         """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
@@ -167,8 +167,7 @@ class PairwiseExchange(Exchange):
             self._unread += sends
             return False
         self._reduce_received(runs, Span(bounds[self._rank], bounds[self._rank + 1]), out)
-        for work in [*self._unread, *sends]:
-            work.wait()
+        wait_all([*self._unread, *sends])
         self._unread.clear()
         return True
 
@@ -181,8 +180,7 @@ class PairwiseExchange(Exchange):
         for turn, peer in enumerate(self._peers):
             shard = shards[peer] = received[turn * own.numel : (turn + 1) * own.numel]
             works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
-        for work in works:
-            work.wait()
+        wait_all(works)
         for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
@@ -225,8 +223,7 @@ class PairwiseExchange(Exchange):
             works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
 
         def finish() -> None:
-            for work in works:
-                work.wait()
+            wait_all(works)
             for span, into in later:
                 values, arrived = paired(runs, span, into)
                 copy_all(values, arrived)
@@ -241,8 +238,7 @@ class PairwiseExchange(Exchange):
         works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
 
         def finish() -> list[int]:
-            for work in works:
-                work.wait()
+            wait_all(works)
             return [rank for rank, word in words.items() if word.item() == step]
 
         return finish
