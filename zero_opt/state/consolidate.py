@@ -7,6 +7,7 @@ lists. :func:`consolidated` is for all ranks together, :mod:`.service` for a ran
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -107,41 +108,34 @@ class IncomingState:
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
         self._flats = flats
         self._states: StatesByIndex = {}
-        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what comes in slices
+        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what travels
 
-    def _place(self, entry: Entry) -> Tensor | None:
-        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
+    def _place(self, entry: Entry) -> None:
+        """Make room for an entry, unless another rank's entry has; what came inline is there at once."""
         state = self._states.setdefault(entry.param, {})
         if not entry.travels:
             state[entry.key] = small_value(entry)
-        elif entry.kind == "tensor":
-            if entry.key not in state:
-                state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-            full: Tensor = state[entry.key]
-            return full.view(-1)
-        else:
-            flat, place = self._flats[entry.param], (entry.param, entry.key)
-            if entry.key not in state:
-                values = torch.empty(flat.numel, dtype=torch_dtype(entry.dtype), device="cpu")
-                self._values[place] = values
-                state[entry.key] = values if len(flat.shape) == 1 else flat.shaped(values)
-            values = self._values[place]
-            return values[entry.start : entry.start + entry.numel] if entry.numel < values.numel() else values
-        return None
+        elif entry.key not in state:
+            flat = self._flats[entry.param] if entry.kind == "slice" else None
+            shape = entry.shape if flat is None else flat.shape
+            values = torch.empty(math.prod(shape), dtype=torch_dtype(entry.dtype), device="cpu")
+            self._values[entry.param, entry.key] = values
+            state[entry.key] = values.view(shape) if flat is None or len(shape) == 1 else flat.shaped(values)
 
-    def places_for(self, entries: Iterable[Entry]) -> list[Places]:
+    def places_for(self, entries: Sequence[Entry]) -> list[Places]:
         """Make room for a rank's entries; return where the elements of each of its :func:`packets` go.
 
         Raises:
             OutOfMemory: there is no room.
         """
         with allocation_errors("the optimizer's full state"):
-            runs = [(entry, self._place(entry)) for entry in entries]
-        room = {(entry.param, entry.key): run for entry, run in runs if run is not None}
-        return [
-            (packet, [room[entry.param, entry.key][span] for entry, span in packet])
-            for packet in packets(entry for entry, _ in runs)
-        ]
+            for entry in entries:
+                self._place(entry)
+        return [(packet, [self._run(entry)[span] for entry, span in packet]) for packet in packets(entries)]
+
+    def _run(self, entry: Entry) -> Tensor:
+        """Return where the elements of an entry go."""
+        return self._values[entry.param, entry.key][entry.start : entry.start + entry.numel]
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""

@@ -434,8 +434,8 @@ class StateService:
             self._fetch(rank, targets[rank], pull)
 
     def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
-        tag, window, complete, size = pull.tag, TransferQueue(), False, words_of(0)
-        try:
+        tag, window, size = pull.tag, TransferQueue(), words_of(0)
+        with on_failure(self._side.interrupt):  # the other rank waits for this one to take the rest
             self._send(rank, tag + 1, GO, pull.number)
             for _, places in targets:
                 message, arrived = message_for(places)
@@ -443,10 +443,6 @@ class StateService:
             window.drain()
             self._receive(size, rank, tag)
             error = json.loads(self._receive_bytes(int(size), rank, tag))
-            complete = True
-        finally:
-            if not complete:  # the other rank waits for this one to take the rest
-                self._side.interrupt()
         if error is not None:
             raise error_of_rank(rank, *error)
 
