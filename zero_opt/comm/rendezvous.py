@@ -259,7 +259,7 @@ class Meeting:
             default_store(name).set(f"seen/{self.rank}", "")
         complete = bool(default_store(name).check(self._keys("seen")))
         if complete:
-            _require_same(self._calls)
+            require_same(self._calls)
         return complete
 
     def _look_around(self, waited: float) -> None:
@@ -355,7 +355,7 @@ class Meeting:
         return ", ".join(f"rank {rank}" for rank in self._absent) or others
 
 
-def _require_same(calls: Sequence[str]) -> None:
+def require_same(calls: Sequence[str]) -> None:
     """Raise RankMismatch unless all ranks are in the same call."""
     for rank, call in enumerate(calls):
         if call != calls[0]:
