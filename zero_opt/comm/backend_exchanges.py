@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ..errors import StepDesync
 from ..system.devices import HOST, is_host
-from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_rank_order
+from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_rank_order, wait_all
 from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
@@ -96,13 +97,7 @@ class BackendExchange(StagedExchange):
         if isinstance(bounds, range):
             gather = _method(pg, "all_gather_single", "_allgather_base")
             return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait
-        broadcasts = [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)]
-
-        def finish() -> None:
-            for transfer in broadcasts:
-                transfer.wait()
-
-        return finish
+        return partial(wait_all, [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)])
 
 
 def _as_real(tensor: Tensor) -> Tensor:

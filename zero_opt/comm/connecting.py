@@ -27,9 +27,10 @@ from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.background_thread import SerialThread
 from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
+from ..system.waiting import until
 from .backend_errors import first_line
 from .rendezvous import Meeting, Patience
-from .store import c10d, default_store, missing, until, values
+from .store import c10d, default_store, missing, values
 from .waits_beside import outcome, submitted
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
@@ -164,7 +165,7 @@ class Connecting(Meeting):
         Raises:
             ProcessGroupError: they are not there in time.
         """
-        if not until(lambda: self.ask(store.check, list(keys)), lambda _: look(), self.patience_s):
+        if not until(lambda: self.ask(store.check, list(keys)), self.patience_s, lambda _: look()):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
@@ -249,7 +250,7 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
     broken = limit is None and any(sign in text for sign in _BROKEN)
     with suppress(dist.DistError):  # the store is what fails
         try:
-            until(lambda: False, lambda _: connecting.look(), _FOUND_S if broken else 0.0)
+            until(lambda: False, _FOUND_S if broken else 0.0, lambda _: connecting.look())
         except ZeroOptError as elsewhere:
             return elsewhere
     if limit is not None:

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.adam_state import HALVES
+from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
 
 # The dtypes of which native kernels compute means, and the kernels' names of them.
-NATIVE_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtype in GRAD_DTYPES}}
 
 
 # The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
@@ -168,17 +164,13 @@ class ParamRuns(list[Run]):
 
 def parts_within(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, Span]]:
     """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
-    for run in runs[first_at(runs, span.start) :]:
+    first = max(bisect_right(runs, span.start, key=lambda run: run.start) - 1, 0)  # that starts there, or before
+    for run in runs[first:]:
         if run.start >= span.stop:
             return
         part = Span(max(run.start, span.start), min(run.start + run.numel, span.stop))
         if part.start < part.stop:
             yield run, part
-
-
-def first_at(runs: Sequence[Run], element: int) -> int:
-    """Return the index of the last run that starts at or before an element; 0 if none does."""
-    return max(bisect_right(runs, element, key=lambda run: run.start) - 1, 0)
 
 
 def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:
@@ -363,6 +355,12 @@ class StagedExchange(Exchange):
                 copy_all(values, places)
 
         return finish
+
+
+def wait_all(transfers: Iterable[Any]) -> None:
+    """Wait for transfers, each of which has a ``wait()``."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 def nothing_left() -> None:

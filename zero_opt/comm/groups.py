@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, RankMismatch, quoted
+from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, quoted
 from ..policies import Checks, waited_for
 from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
@@ -29,7 +29,7 @@ from .connecting import Connecting
 from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
 from .keepalive import HostLimits
 from .peer_watch import WAIT, Stops, Watch
-from .rendezvous import NEVER_SENT, Patience, refuse, resolve_group
+from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
 from .waits_beside import looked_beside, outcome, submitted
@@ -295,10 +295,9 @@ class Group:
         envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
         first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
         envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]
-        for rank, (other, *_) in enumerate(envelopes):
-            if other != envelopes[0][0]:
-                here, there = (name.rstrip(b"\0").decode(errors="replace") for name in (envelopes[0][0], other))
-                raise RankMismatch(f"rank 0 called {here} where rank {rank} called {there}; every rank must call both")
+        calls = [name for name, *_ in envelopes]
+        if calls.count(calls[0]) < len(calls):
+            require_same([name.rstrip(b"\0").decode(errors="replace") for name in calls])
         longest = max(length for _, length, _ in envelopes)
         if longest <= self.inline_bytes:
             return [inline[:length] for _, length, inline in envelopes]

@@ -10,6 +10,9 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
+
+from ..system.failures import on_failure
 
 # Seconds that a host may be silent, and seconds between two probes of a silent host.
 _SILENT_S, _PROBE_S = 75.0, 10.0
@@ -105,10 +108,7 @@ def _set_options(connection: socket.socket, options: Sequence[int]) -> None:
 def _connection(fd: int) -> Iterator[socket.socket]:
     """A context that has the socket of a descriptor, which it leaves open."""
     copy = os.dup(fd)
-    try:
+    with on_failure(partial(os.close, copy)):  # another thread may have closed it, and opened something else
         connection = socket.socket(fileno=copy)
-    except OSError:  # another thread has closed it, and opened something else
-        os.close(copy)
-        raise
     with connection:
         yield connection

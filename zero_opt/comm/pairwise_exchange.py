@@ -23,10 +23,10 @@ from .exchange import (
     StagingPool,
     add_mean,
     copy_all,
-    first_at,
     paired,
     parts_within,
     put_together,
+    wait_all,
 )
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
@@ -61,10 +61,7 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
     messages, begin = [], low
-    for run in runs[first_at(runs, low) :]:
-        start, stop = max(run.start, low), min(run.start + run.numel, high)
-        if run.start >= high:
-            break
+    for _, (start, stop) in parts_within(runs, Span(low, high)):
         if stop - start >= least:
             if begin < start:
                 messages.append(Span(begin, start))
@@ -129,8 +126,7 @@ class _Inbox:
     def drop(self) -> None:
         """Receive the next exchange's messages, and drop them."""
         _, sizes = self._peek()
-        for work in self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]):
-            work.wait()
+        wait_all(self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]))
 
     def skip_before(self, ident: Ident) -> bool:
         """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
@@ -171,8 +167,7 @@ class PairwiseExchange(Exchange):
             self._unread += sends
             return False
         self._reduce_received(runs, Span(bounds[self._rank], bounds[self._rank + 1]), out)
-        for work in [*self._unread, *sends]:
-            work.wait()
+        wait_all([*self._unread, *sends])
         self._unread.clear()
         return True
 
@@ -185,8 +180,7 @@ class PairwiseExchange(Exchange):
         for turn, peer in enumerate(self._peers):
             shard = shards[peer] = received[turn * own.numel : (turn + 1) * own.numel]
             works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
-        for work in works:
-            work.wait()
+        wait_all(works)
         for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
@@ -229,8 +223,7 @@ class PairwiseExchange(Exchange):
             works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
 
         def finish() -> None:
-            for work in works:
-                work.wait()
+            wait_all(works)
             for span, into in later:
                 values, arrived = paired(runs, span, into)
                 copy_all(values, arrived)
@@ -245,8 +238,7 @@ class PairwiseExchange(Exchange):
         works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
 
         def finish() -> list[int]:
-            for work in works:
-                work.wait()
+            wait_all(works)
             return [rank for rank, word in words.items() if word.item() == step]
 
         return finish

@@ -28,6 +28,7 @@ from ..errors import PeerLost, PeerSilent
 from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
+from ..system.waiting import until
 from .backend_errors import closed_by_peer, first_line, is_loss, network_failed, timed_out
 from .departures import Departure, Departures, How
 from .process_identity import ProcessIdentity
@@ -333,14 +334,10 @@ class Watch:
 
     def _says_alive(self, rank: int, ask: Callable[[], None]) -> bool:
         """Return whether a rank says, within seconds of being asked, that it lives."""
-        key, end = f"lives/{rank}", time.monotonic() + _ALIVE_S
+        key = f"lives/{rank}"
         with contextlib.suppress(RuntimeError):  # the rank to ask by has ended too
             ask()
-        while not self._ask(lambda: self._store.check([key])):
-            if time.monotonic() > end:
-                return False
-            time.sleep(SLICE_S)
-        return True
+        return until(lambda: bool(self._ask(lambda: self._store.check([key]))), _ALIVE_S)
 
     def require_going_on(self) -> None:
         """Raise PeerSilent once this rank has given up waiting for another."""
@@ -381,12 +378,8 @@ class Watch:
 
     def lives(self, rank: int) -> bool:
         """Return whether a rank of this host still runs a little after its connection has broken."""
-        process, end = self._near.get(rank), time.monotonic() + _CLOSING_S
-        while process is not None and process.state() not in _ENDED:
-            if time.monotonic() > end:
-                return True
-            time.sleep(0.01)
-        return False
+        process = self._near.get(rank)
+        return process is not None and not until(lambda: process.state() in _ENDED, _CLOSING_S)
 
     def _leave_departed(self, departure: Departure, text: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""

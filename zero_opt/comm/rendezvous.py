@@ -42,11 +42,12 @@ from ..errors import (
 from ..system.devices import HOST
 from ..system.interrupts import by_handler
 from ..system.log import log
+from ..system.waiting import until
 from .backend_errors import first_line
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
-from .store import StoreCalls, c10d, default_store, missing, until, values
+from .store import StoreCalls, c10d, default_store, missing, values
 
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
@@ -192,7 +193,7 @@ class Meeting:
         met, come_s = False, self._patience.come_s
         try:
             require()
-            met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), self._look_around, come_s)
+            met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), come_s, self._look_around)
             if not met:
                 raise PeerSilent(
                     f"{self._named()} did not come to {self._call} in {come_s:.1f} s; {self._come}, or give them "
@@ -258,7 +259,7 @@ class Meeting:
             default_store(name).set(f"seen/{self.rank}", "")
         complete = bool(default_store(name).check(self._keys("seen")))
         if complete:
-            _require_same(self._calls)
+            require_same(self._calls)
         return complete
 
     def _look_around(self, waited: float) -> None:
@@ -354,7 +355,7 @@ class Meeting:
         return ", ".join(f"rank {rank}" for rank in self._absent) or others
 
 
-def _require_same(calls: Sequence[str]) -> None:
+def require_same(calls: Sequence[str]) -> None:
     """Raise RankMismatch unless all ranks are in the same call."""
     for rank, call in enumerate(calls):
         if call != calls[0]:

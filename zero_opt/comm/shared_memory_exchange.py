@@ -23,6 +23,7 @@ import torch
 from ..errors import OptimizerClosed, PeerLost, StepDesync
 from ..kernels.checks import GRAD_DTYPES
 from ..system.extension import native, native_available
+from ..system.failures import on_failure
 from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, above_stdio, page_aligned
 from . import process_identity
@@ -62,11 +63,8 @@ class _Peer:
 
     def __init__(self, rank: int, pid: int, arena: Arena) -> None:
         self.rank, self.pid, self.arena = rank, pid, arena
-        try:
+        with on_failure(arena.close):
             pidfd = above_stdio(os.pidfd_open(pid))
-        except OSError:
-            arena.close()
-            raise
         self._close = weakref.finalize(self, os.close, pidfd)
         self._poll = select.poll()
         self._poll.register(pidfd, select.POLLIN)

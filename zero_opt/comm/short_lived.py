@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
@@ -110,24 +110,21 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
     timeout_s = waited_for(group_timeout_s(parent))
     limits = HostLimits(timeout_s=timeout_s)
     patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=_CallWatch)
-    try:
+    with ExitStack() as last_first:
+        last_first.callback(limits.lift)
         connecting = Connecting(parent, 1, patience)
         with made_by_all(connecting) as made:
             group = Group(parent, None, "call", connecting)
             made.append(group)
+        last_first.callback(group.close)
+        last_first.callback(connecting.watch.departures.forget)
+        limits.hold()
+        group.watch, connecting.watch.call = connecting.watch, call
+        connecting.watch.departures.leave = group.disconnect
         try:
-            limits.hold()
-            group.watch, connecting.watch.call = connecting.watch, call
-            connecting.watch.departures.leave = group.disconnect
-            try:
-                yield group
-                group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
-            except BaseException as error:
-                if not isinstance(error, ZeroOptError):  # between two waits
-                    connecting.watch.interrupted(error)
-                raise
-        finally:
-            connecting.watch.departures.forget()
-            group.close()
-    finally:
-        limits.lift()
+            yield group
+            group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
+        except BaseException as error:
+            if not isinstance(error, ZeroOptError):  # between two waits
+                connecting.watch.interrupted(error)
+            raise

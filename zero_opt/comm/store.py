@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -19,8 +18,6 @@ c10d: Any = dist.distributed_c10d
 
 # Seconds that the store may take to answer.
 _ANSWER_S = 60.0
-# A rank that waits asks the store at intervals that grow from the first to the second of these, in seconds.
-_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
 _ADVICE = "rank 0, or the launcher, serves it: look at whether that runs and its host is up, and restart all ranks"
 _Answer = TypeVar("_Answer")
 
@@ -68,20 +65,3 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
 def values(store: Any, keys: Sequence[str]) -> list[bytes]:
     """Return the values of keys that a store has."""
     return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
-
-
-def until(done: Callable[[], bool], look: Callable[[float], None], patience_s: float) -> bool:
-    """Call ``done`` until it returns True, at growing intervals; returns False after ``patience_s`` seconds.
-
-    Args:
-        look: called before each interval, with the seconds since the beginning; may raise.
-    """
-    begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
-    while not done():
-        waited = time.monotonic() - begun
-        look(waited)
-        if waited > patience_s:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _PAUSE_S)
-    return True

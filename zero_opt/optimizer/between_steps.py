@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
 
 from ..comm.exchange import close_all
 from ..comm.groups import Group
@@ -31,21 +30,14 @@ from .config import Config
 from .contents import HyperDigest, loaded_contents
 from .dtensors.mesh_params import MeshParams, admit
 from .interface import Engine
+from .join import UnevenInputs
 from .loading import Loaded, fitted_state
-from .offload_state import Parked
-from .one_call import OneCall
 from .parts import EngineParts
 from .planning import Planner
 from .process_groups import OwnGroups
 
 # Seconds that the background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
-
-
-class JoinableOptimizer(torch.optim.Optimizer, Joinable):
-    """The type of the optimizer that users see."""
-
-    _one_call: OneCall
 
 
 class BetweenSteps(Engine):
@@ -62,26 +54,24 @@ class BetweenSteps(Engine):
         self,
         config: Config,
         groups: OwnGroups,
-        describe: Callable[[int], str],
-        user: JoinableOptimizer,
-        parked: Parked,
+        user: UnevenInputs,
         mesh: MeshParams | None = None,
         owner: StateOwner | None = None,
     ) -> None:
         """Connect everything, without any parameters yet. Collective.
 
         Args:
-            describe: names a parameter, given its global index.
-            user: the optimizer that users see. owner: a view of its param groups and state, if they are not its own.
-            parked: the state that is away from its device. mesh: what is known of parameters that are DTensors.
+            user: the optimizer that users see. mesh: what is known of its parameters if they are DTensors.
+            owner: a view of its param groups and state, if they are not its own.
         """
-        self._config, self._groups, self._describe, self._user, self._parked = config, groups, describe, user, parked
-        self._mesh, self._one_call, self.skips, self.join_notified = mesh, user._one_call, 0, False
+        self._config, self._groups, self._user, self._mesh = config, groups, user, mesh
+        self._describe, self._parked, self._one_call = user._describe, user._parked, user._one_call
+        self.skips, self.join_notified = 0, False
         self._loaded = self._half_loaded = self._closed = False
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
         self._digest = HyperDigest()
-        parts = EngineParts(config, groups, owner or user, describe, self.unscale)
+        parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
@@ -116,10 +106,6 @@ class BetweenSteps(Engine):
             raise
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------
-
-    def attribute(self, name: str) -> Any:
-        kind = type(self._user).__name__
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self._user)
 
     def require_copyable(self) -> None:
         raise ConfigTypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,20 +69,15 @@ class Config:
         if model is not None:
             check_held(model, (param for group in param_groups for param in group["params"]), describe)
 
-    def entries(self) -> list[tuple[str, Any]]:
+    def entries(self) -> Iterator[tuple[str, Any]]:
         """Return what ranks compare of the configuration, as (name, JSON value)."""
-        name = f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
-        policies = {
-            "reduction": self.reduction,
-            "offload": self.offload,
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-            "checks.nonfinite": self.checks.nonfinite,
-        }
-        model = self.reduction.overlap_param_gather
+        cls, model = self.optimizer_class, self.reduction.overlap_param_gather
+        yield "optimizer class", f"{cls.__module__}.{cls.__qualname__}"
+        yield "register_elementwise() of that class", is_elementwise(cls)
+        for name in ("reduction", "offload", "precision", "max_grad_norm"):
+            yield name, repr(getattr(self, name))
+        yield "checks.nonfinite", repr(self.checks.nonfinite)
+        yield "overlap_param_gather given", model is not None
         # Parameters arrive in the order of these names.
-        names = () if model is None else (name for name, _ in model.named_parameters())
-        named = [(f"parameter {number} of overlap_param_gather", name) for number, name in enumerate(names)]
-        compared = [(key, repr(value)) for key, value in policies.items()]
-        known = ("register_elementwise() of that class", is_elementwise(self.optimizer_class))
-        return [("optimizer class", name), known, *compared, ("overlap_param_gather given", model is not None), *named]
+        for number, (name, _) in enumerate(() if model is None else model.named_parameters()):
+            yield f"parameter {number} of overlap_param_gather", name

@@ -28,9 +28,11 @@ class Engine(Protocol):
 
     Attributes:
         skips: steps that were not taken because of non-finite gradients.
+        wrapped: the wrapped optimizer, if there is one.
     """
 
     skips: int
+    wrapped: torch.optim.Optimizer | None = None
 
     @property
     def group(self) -> Group:
@@ -45,9 +47,6 @@ class Engine(Protocol):
     def attach(self, user: torch.optim.Optimizer) -> None:  # noqa: ARG002  (of the protocol)
         """Serve this optimizer; called once it is constructed, copied or unpickled."""
         return
-
-    def attribute(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer, or raise AttributeError."""
 
     def require_copyable(self) -> None:
         """Raise ConfigTypeError unless this process has all state."""

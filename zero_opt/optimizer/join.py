@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,26 +12,26 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
-from ..sharding.param_groups import hypers_of
+from ..sharding.param_groups import hypers_of, param_name
 from ..system.devices import HOST, carries
 from .interface import Engine
+from .offload_state import Parked
 from .one_call import OneCall, one_call
 
 
 class ShadowSteps(JoinHook):
     """The hook of a rank without inputs: it takes part in every step of the ranks that still have some."""
 
-    def __init__(self, shadow_step: Callable[[], None], end: Callable[[], None]) -> None:
-        """Take ``shadow_step``, called per step of the others, and ``end``, called when all have run out of inputs."""
-        self._shadow_step, self._end = shadow_step, end
+    def __init__(self, optimizer: UnevenInputs) -> None:
+        self._optimizer = optimizer
 
     def main_hook(self) -> None:
         """Take part in a step of the others."""
-        self._shadow_step()
+        self._optimizer._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002  (torch's)
         """End: all ranks have run out of inputs."""
-        self._end()
+        self._optimizer._engine.forget_epoch()
 
 
 def ends_join(error: RuntimeError) -> bool:
@@ -80,12 +80,16 @@ def _set(entry: MutableMapping[str, Any], key: str, value: Any) -> None:
         entry[key] = value
 
 
-class UnevenInputs(Joinable):
-    """The part of an optimizer that ``torch.distributed.algorithms.Join`` uses."""
+class UnevenInputs(torch.optim.Optimizer, Joinable):
+    """The optimizer that users see, as engines know it, with what ``torch.distributed.algorithms.Join`` uses of it."""
 
     _engine: Engine
     _one_call: OneCall
-    param_groups: list[dict[str, Any]]
+    _parked: Parked
+
+    def _describe(self, index: int) -> str:
+        """Return the name that messages give the parameter with a global index."""
+        return param_name(self.param_groups, index)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  (for other joinables)
         """Return what ``torch.distributed.algorithms.Join`` has a rank do that has run out of inputs.
@@ -93,7 +97,7 @@ class UnevenInputs(Joinable):
         That rank takes part in the others' steps with gradients of zero, so the mean is still over all ranks, and with
         the others' hyperparameters. DDP, if used, comes before the optimizer: ``Join([ddp, opt])``.
         """
-        return ShadowSteps(self._shadow_step, lambda: self._engine.forget_epoch())
+        return ShadowSteps(self)
 
     @one_call("a step under Join", replans=True)
     def _shadow_step(self) -> None:

@@ -35,11 +35,6 @@ class OneCall:
             f"there, and call it once {under_way} has returned"
         )
 
-    def require_not_reading(self, call: str) -> None:
-        """Raise StepDesync if this thread is inside ``state_dict()``, which a signal handler has interrupted."""
-        if get_ident() in self.reading:
-            raise self.refusal(call, "opt.state_dict()")
-
     def read(self, state_dict: Callable[[], _Read]) -> _Read:
         """Return the state dict that ``state_dict`` returns."""
         thread = get_ident()
@@ -83,8 +78,8 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
         @wraps(method)
         def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             one: OneCall = self._one_call
-            if one.reading:
-                one.require_not_reading(call)
+            if one.reading and get_ident() in one.reading:  # a signal handler has interrupted state_dict()
+                raise one.refusal(call, "opt.state_dict()")
             # From here to "try" nothing is called, so the interpreter runs no signal handler and no other thread: two
             # calls cannot both begin, and an exception of a handler cannot leave a call that has ended under way.
             if one.under_way is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..comm.backend_exchanges import build_exchange
 from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
 from ..state.stand_ins import kinds_of
+from ..system.failures import on_failure
 from .contents import contents, value_contents
 from .parts import EngineParts
 
@@ -90,14 +92,10 @@ class Planner:
         parts, config = self._parts, self._parts.config
         of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
         added = parts.partition.add(of_group)
-        try:
+        with on_failure(partial(parts.partition.drop, added)), on_failure(partial(parts.placement.drop, added)):
             self._connect()
             with parts.agreement.together():
                 parts.placement.add(added)
-        except BaseException:
-            parts.placement.drop(added)
-            parts.partition.drop(added)
-            raise
         for bucket in added:
             bucket.reserve_staging(parts.pool)
         parts.gather.forget()  # the views of staging buffers that are replaced

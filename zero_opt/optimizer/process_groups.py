@@ -21,6 +21,7 @@ from ..state.consolidate import LocalState
 from ..state.guard import StateGuard
 from ..state.service import StateService
 from ..system.background_thread import SerialThread
+from ..system.failures import on_failure
 
 
 class OwnGroups:
@@ -51,11 +52,8 @@ class OwnGroups:
         if several is not None:
             timeout_s = group_timeout_s(several) if checks.timeout is None else checks.timeout
             self._limits = HostLimits(timeout_s=timeout_s)
-            try:
+            with on_failure(self._limits.lift):
                 self._make(several, checks)
-            except BaseException:
-                self._limits.lift()
-                raise
         self.neighbors = neighbors or self.control
 
     def _make(self, parent: dist.ProcessGroup, checks: Checks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
-from ..sharding.param_groups import hypers_of, normalized, param_name, params_of, run_once
+from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
+from ..system.failures import on_failure
 from .arguments import adopt_errors, template_of
-from .between_steps import JoinableOptimizer
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import local_of
@@ -37,7 +37,7 @@ from .sharded import ShardedEngine
 from .single_rank import SingleRank
 
 
-class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
+class ShardedOptimizer(UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -109,13 +109,11 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
             engine.attach(self)
             return
         groups = OwnGroups(parent, checks, None if mesh is None else mesh.largest)
-        with ExitStack() as undo:
-            undo.callback(groups.close)
-            with Agreement(groups.control, self._describe).together("ShardedOptimizer()"):
-                if error is not None:
-                    raise error
-                self._validate(params)
-            undo.pop_all()
+        agreement = Agreement(groups.control, self._describe)
+        with on_failure(groups.close), agreement.together("ShardedOptimizer()"):
+            if error is not None:
+                raise error
+            self._validate(params)
         self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -133,14 +131,11 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
-        with ExitStack() as undo:
-            undo.callback(groups.close)
-            given = (self._config, groups, self._describe, self, self._parked)
+        with on_failure(groups.close):
+            given = (self._config, groups, self)
             engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
-            undo.pop_all()
-            undo.callback(engine.close)  # a traceback may keep it, and with it the worker and the trainer's cores
+        with on_failure(engine.close):  # a traceback may keep it, and with it the worker and the trainer's cores
             engine.add_groups()
-            undo.pop_all()
         return engine
 
     @torch.inference_mode(False)
@@ -176,10 +171,6 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
                 "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
             )
         return mesh
-
-    def _describe(self, index: int) -> str:
-        """Return the name that messages give the parameter with a global index."""
-        return param_name(self.param_groups, index)
 
     @one_call("opt.add_param_group()", replans=True)
     @torch.inference_mode(False)
@@ -409,9 +400,9 @@ class ShardedOptimizer(UnevenInputs, JoinableOptimizer):
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this one lacks."""
         engine = self.__dict__.get("_engine")
-        if engine is None or name.startswith("_"):
+        if engine is None or engine.wrapped is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return engine.attribute(name)
+        return getattr(engine.wrapped, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""

@@ -42,6 +42,7 @@ class SingleRank(Engine):
     optimizer's, the wrapped one takes those over with the next call.
     """
 
+    wrapped: torch.optim.Optimizer
     skips = 0
     unscales = False
 
@@ -53,7 +54,7 @@ class SingleRank(Engine):
             )
         self._config, self._parked, self._mesh = config, parked, mesh
         with adopt_errors():
-            self._wrapped = config.optimizer_class(normalized(params), **config.defaults)
+            self.wrapped = config.optimizer_class(normalized(params), **config.defaults)
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
         self._user: Callable[[], Any] = _no_user
 
@@ -65,22 +66,19 @@ class SingleRank(Engine):
 
     def attach(self, user: torch.optim.Optimizer) -> None:
         self._user = weakref.ref(user)  # so that both are collected as soon as they are dropped
-        user.param_groups, user.state = self._wrapped.param_groups, self._wrapped.state
-        user.defaults = self._wrapped.defaults
+        user.param_groups, user.state = self.wrapped.param_groups, self.wrapped.state
+        user.defaults = self.wrapped.defaults
 
     def __getstate__(self) -> dict[str, Any]:
         self._current()
         return {**vars(self), "_user": _no_user}
 
-    def attribute(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
     def _current(self) -> torch.optim.Optimizer:
         """Return the wrapped optimizer, with the user's groups and state even if those have been replaced."""
         user = self._user()
         if user is not None:
-            self._wrapped.param_groups, self._wrapped.state = user.param_groups, user.state
-        return self._wrapped
+            self.wrapped.param_groups, self.wrapped.state = user.param_groups, user.state
+        return self.wrapped
 
     @property
     def _params(self) -> list[Tensor]:
@@ -134,7 +132,7 @@ class SingleRank(Engine):
         return skips_step(self._config.checks, partial(self._measured, params), self._describe)
 
     def _describe(self, index: int) -> str:
-        return param_name(self._wrapped.param_groups, index)
+        return param_name(self.wrapped.param_groups, index)
 
     def _measured(self, params: Sequence[Tensor]) -> Measured:
         return measure([param.grad for param in params], range(len(params)), None)

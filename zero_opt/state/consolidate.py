@@ -7,6 +7,7 @@ lists. :func:`consolidated` is for all ranks together, :mod:`.service` for a ran
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -20,11 +21,9 @@ from ..placement import Placement
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
-from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
     Entry,
-    Packet,
     Places,
     already_there,
     dtype_of,
@@ -33,6 +32,7 @@ from .entries import (
     message_to_send,
     numel_of,
     packets,
+    runs_of,
     small_value,
     spread,
     state_entry,
@@ -85,13 +85,10 @@ class LocalState:
             value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
 
-    def runs(self, packet: Packet) -> list[Tensor]:
-        """Return the elements of a message, where they live.
-
-        Raises:
-            StorageFailed: they are a file's, and cannot be read.
-        """
-        return _readable([self.run(entry)[span] for entry, span in packet])
+    def copy_to(self, places: Iterable[Places]) -> None:
+        """Copy elements to where they go in this rank's result."""
+        for packet, targets in places:
+            torch._foreach_copy_(targets, runs_of(self, packet))
 
 
 class FrozenState:
@@ -100,14 +97,9 @@ class FrozenState:
     def __init__(self, state: LocalState) -> None:
         self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
 
-    def runs(self, packet: Packet) -> list[Tensor]:
-        """Return what :meth:`LocalState.runs` does."""
-        return _readable([self._runs[entry.param, entry.key][span] for entry, span in packet])
-
-
-def _readable(runs: list[Tensor]) -> list[Tensor]:
-    require_readable(*runs)
-    return runs
+    def run(self, entry: Entry) -> Tensor:
+        """Return what :meth:`LocalState.run` does."""
+        return self._runs[entry.param, entry.key]
 
 
 class IncomingState:
@@ -116,46 +108,34 @@ class IncomingState:
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
         self._flats = flats
         self._states: StatesByIndex = {}
-        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what comes in slices
+        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what travels
 
-    def _place(self, entry: Entry) -> Tensor | None:
-        """Make room for an entry. Return where its elements go, a contiguous run; ``None`` if it came inline."""
+    def _place(self, entry: Entry) -> None:
+        """Make room for an entry, unless another rank's entry has; what came inline is there at once."""
         state = self._states.setdefault(entry.param, {})
         if not entry.travels:
             state[entry.key] = small_value(entry)
-        elif entry.kind == "tensor":
-            if entry.key not in state:
-                state[entry.key] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-            full: Tensor = state[entry.key]
-            return full.view(-1)
-        else:
-            flat, place = self._flats[entry.param], (entry.param, entry.key)
-            if entry.key not in state:
-                values = torch.empty(flat.numel, dtype=torch_dtype(entry.dtype), device="cpu")
-                self._values[place] = values
-                state[entry.key] = values if len(flat.shape) == 1 else flat.shaped(values)
-            values = self._values[place]
-            return values[entry.start : entry.start + entry.numel] if entry.numel < values.numel() else values
-        return None
+        elif entry.key not in state:
+            flat = self._flats[entry.param] if entry.kind == "slice" else None
+            shape = entry.shape if flat is None else flat.shape
+            values = torch.empty(math.prod(shape), dtype=torch_dtype(entry.dtype), device="cpu")
+            self._values[entry.param, entry.key] = values
+            state[entry.key] = values.view(shape) if flat is None or len(shape) == 1 else flat.shaped(values)
 
-    def places_for(self, entries: Iterable[Entry]) -> list[Places]:
+    def places_for(self, entries: Sequence[Entry]) -> list[Places]:
         """Make room for a rank's entries; return where the elements of each of its :func:`packets` go.
 
         Raises:
             OutOfMemory: there is no room.
         """
         with allocation_errors("the optimizer's full state"):
-            runs = [(entry, self._place(entry)) for entry in entries]
-        room = {(entry.param, entry.key): run for entry, run in runs if run is not None}
-        return [
-            (packet, [room[entry.param, entry.key][span] for entry, span in packet])
-            for packet in packets(entry for entry, _ in runs)
-        ]
+            for entry in entries:
+                self._place(entry)
+        return [(packet, [self._run(entry)[span] for entry, span in packet]) for packet in packets(entries)]
 
-    def add_own(self, state: LocalState) -> None:
-        """Copy in this rank's own state."""
-        for packet, places in self.places_for(list(state.entries())):
-            torch._foreach_copy_(places, state.runs(packet))
+    def _run(self, entry: Entry) -> Tensor:
+        """Return where the elements of an entry go."""
+        return self._values[entry.param, entry.key][entry.start : entry.start + entry.numel]
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
@@ -186,13 +166,14 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
     with agreement.together():
-        targets = [[] if result is None else result.places_for(entries) for entries in listings]
+        if result is None:
+            messages = [[(packet, list[Tensor]()) for packet in packets(entries)] for entries in listings]
+        else:
+            messages = [result.places_for(entries) for entries in listings]
     window, failed = TransferQueue(), list[Exception]()
-    for src, entries in enumerate(listings):
-        arriving = iter(targets[src])
-        for packet in packets(entries):
+    for src, from_src in enumerate(messages):
+        for packet, places in from_src:
             message = message_to_send(local, packet, failed) if group.rank == src else None
-            _, places = next(arriving, ([], []))
             if src == to:
                 if message is not None:
                     spread(message, places)

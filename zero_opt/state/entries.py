@@ -127,9 +127,20 @@ def dtype_of(packet: Packet) -> torch.dtype:
     return torch_dtype(packet[0][0].dtype)
 
 
+def runs_of(state: LocalState | FrozenState, packet: Packet) -> list[Tensor]:
+    """Return the elements of a message, where they live.
+
+    Raises:
+        StorageFailed: they are a file's, and cannot be read.
+    """
+    runs = [state.run(entry)[span] for entry, span in packet]
+    require_readable(*runs)
+    return runs
+
+
 def message_of(state: LocalState | FrozenState, packet: Packet) -> Tensor:
     """Return a message's elements in host memory, 1-D; where they live, if they lie together there."""
-    runs = state.runs(packet)
+    runs = runs_of(state, packet)
     if len({run.device for run in runs}) > 1:
         runs = [run.cpu() for run in runs]
     return (runs[0] if len(runs) == 1 else torch.cat(runs)).cpu()
@@ -152,8 +163,8 @@ def already_there() -> None:
     """End a message that has been received where its elements belong."""
 
 
-def read_to_send(read: Callable[[], Tensor], numel: int, dtype: torch.dtype, failed: list[Exception]) -> Tensor:
-    """Return what ``read`` returns, to be sent to a rank that waits for it; once a read has failed, zeros.
+def message_to_send(state: LocalState | FrozenState, packet: Packet, failed: list[Exception]) -> Tensor:
+    """Return :func:`message_of` a packet, to be sent to a rank that waits for it; once a read has failed, zeros.
 
     The sender tells the receiver of the error afterwards. So nothing is read twice, and a disk may fail at any moment.
 
@@ -162,12 +173,7 @@ def read_to_send(read: Callable[[], Tensor], numel: int, dtype: torch.dtype, fai
     """
     if not failed:
         try:
-            return read()
+            return message_of(state, packet)
         except Exception as error:  # whatever it is, the other rank waits
             failed.append(error)
-    return torch.zeros(numel, dtype=dtype, device="cpu")
-
-
-def message_to_send(state: LocalState | FrozenState, packet: Packet, failed: list[Exception]) -> Tensor:
-    """Return :func:`message_of` a packet, read by :func:`read_to_send`."""
-    return read_to_send(partial(message_of, state, packet), numel_of(packet), dtype_of(packet), failed)
+    return torch.zeros(numel_of(packet), dtype=dtype_of(packet), device="cpu")

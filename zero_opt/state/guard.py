@@ -15,6 +15,7 @@ import torch
 from ..comm.peer_watch import WARN_AFTER_S
 from ..errors import PeerLost, StepDesync, StepFailed
 from ..system.devices import build_streams, is_host
+from ..system.failures import on_failure
 from ..system.log import log
 from ..system.streams import Streams
 
@@ -156,11 +157,8 @@ class StateGuard:
     def changing(self, patience_s: float, step: int) -> Iterator[None]:
         """Make a change from :meth:`begin` to :meth:`commit`; take it back if it fails."""
         self.begin(patience_s)
-        try:
+        with on_failure(self.take_back):
             yield
-        except BaseException:
-            self.take_back()
-            raise
         self.commit(step)
 
     @contextmanager

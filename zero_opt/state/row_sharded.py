@@ -11,7 +11,6 @@ import than all else here together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,10 +25,9 @@ from ..kernels.strides import contiguous_strides, is_dense
 from ..layout import ParamSlice, Span
 from ..placement import Placement
 from ..sharding.partition import Partition
-from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .consolidate import LocalState, listing
-from .entries import Entry, listed, read_to_send, small_value
+from .entries import Entry, listed, message_to_send, small_value
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 
@@ -133,8 +131,8 @@ class ShardedState:
                     continue
                 source, form = None, self._form(entry)
                 if owner == self._group.rank:
-                    source = read_to_send(partial(_on_host, local, entry), entry.numel, form.dtype, failed)
-                self._to_rows(owner, entry, form, source, rows)
+                    source = message_to_send(local, [(entry, slice(0, entry.numel))], failed)
+                self._between(owner, Span(entry.start, entry.start + entry.numel), source, form, rows, to_rows=True)
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
         return {index: result[index] for index in sorted(result)}
@@ -157,15 +155,6 @@ class ShardedState:
             return Form(tuple(entry.shape), contiguous_strides(torch.Size(entry.shape)), dtype)
         flat = self._partition.flats[entry.param]
         return Form(tuple(flat.shape), flat.strides, dtype)
-
-    def _to_rows(self, owner: int, entry: Entry, form: Form, source: Tensor | None, rows: Tensor) -> None:
-        """Move an owner's run of elements to the ranks in whose rows they are; ``rows`` are this rank's."""
-        span = Span(entry.start, entry.start + entry.numel)
-        for target in form.ranks_of(span, self._group.world_size):
-            run = form.run(target, self._group.world_size)
-            part, mine = overlap(span, run), rows if target == self._group.rank else None
-            ends = (owner, target)
-            self._move(_elements(source, span, part), _elements(mine, run, part), ends, part.numel, form.dtype)
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -209,9 +198,8 @@ class ShardedState:
     def _from_rows(self, index: int, value: DTensor, owners: list[tuple[int, ParamSlice]]) -> Tensor | None:
         """Move all ranks' rows to the owners; return what this rank owns, filled once everything has arrived."""
         group, flat, form = self._group, self._partition.flats[index], _form_of(value)
-        rows = form.run(group.rank, group.world_size)
-        source = torch.empty(rows.numel, dtype=form.dtype, device="cpu")
-        form.rows(source).copy_(value.to_local().detach())
+        rows = torch.empty(form.run(group.rank, group.world_size).numel, dtype=form.dtype, device="cpu")
+        form.rows(rows).copy_(value.to_local().detach())
         is_cut = form.shape == tuple(flat.shape) and not self._partition.whole
         result: Tensor | None = None
         for owner, piece in owners:
@@ -219,39 +207,35 @@ class ShardedState:
             run = torch.empty(span.numel, dtype=form.dtype, device="cpu") if owner == group.rank else None
             if run is not None:
                 result = form.rows(run) if span.numel == form.numel else run
-            for rank in form.ranks_of(span, group.world_size):
-                part, mine = overlap(span, form.run(rank, group.world_size)), source if rank == group.rank else None
-                ends = (rank, owner)
-                self._move(_elements(mine, rows, part), _elements(run, span, part), ends, part.numel, form.dtype)
+            self._between(owner, span, run, form, rows, to_rows=False)
         return result
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _move(
-        self, source: Tensor | None, target: Tensor | None, ends: tuple[int, int], numel: int, dtype: torch.dtype
-    ) -> None:
-        """Start to move ``numel`` elements between the ranks ``ends``, from and to. Every rank calls, in one order."""
-        rank, (src, dst) = self._group.rank, ends
-        if not numel:
-            return
-        if src == dst:
-            if source is not None and target is not None:
+    def _between(self, owner: int, span: Span, run: Tensor | None, form: Form, rows: Tensor, *, to_rows: bool) -> None:
+        """Start to move elements from their owner to the ranks in whose rows they are, or from these to the owner.
+
+        Every rank calls, in one order.
+
+        Args:
+            run: the elements ``span``, on the owner. rows: this rank's.
+        """
+        for rank in form.ranks_of(span, self._group.world_size):
+            theirs = form.run(rank, self._group.world_size)
+            part = overlap(span, theirs)
+            owned, cut = _elements(run, span, part), _elements(rows, theirs, part) if rank == self._group.rank else None
+            source, target = (owned, cut) if to_rows else (cut, owned)
+            if rank != owner:
+                src, dst = (owner, rank) if to_rows else (rank, owner)
+                tensor = source if self._group.rank == src else target
+                self._window.add(self._group.move(tensor, src, dst, part.numel, form.dtype), tensor)
+            elif source is not None and target is not None:
                 target.copy_(source)
-            return
-        tensor = source if rank == src else target
-        self._window.add(self._group.move(tensor, src, dst, numel, dtype), tensor)
 
 
 def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
     """Return the elements ``part`` of a run that has the elements ``span``."""
     return None if run is None else run[part.start - span.start : part.stop - span.start]
-
-
-def _on_host(state: LocalState, entry: Entry) -> Tensor:
-    """Return an entry's elements in host memory."""
-    run = state.run(entry)
-    require_readable(run)
-    return run.cpu()
 
 
 def _form_of(value: DTensor) -> Form:

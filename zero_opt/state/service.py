@@ -51,6 +51,7 @@ from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
 from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
+from ..system.failures import on_failure
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
@@ -286,7 +287,7 @@ class StateService:
         if verdict is not Verdict.READY:
             self._send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
             return None
-        try:
+        with on_failure(guard.leave):
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
             with self._guard.after_change(self._guard.edit_marks()):
                 state, payload = self._final or self._listed(*now)
@@ -294,9 +295,6 @@ class StateService:
             self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
             return Offer(dst, pull, state, text, self._side.send_to(text, dst, tag))
-        except BaseException:
-            guard.leave()
-            raise
 
     def _deliver(self, offer: Offer) -> None:
         """Send the elements once the asking rank says "go"."""
@@ -360,7 +358,9 @@ class StateService:
                 with self._new_pull() as pull:
                     payloads = self._wait_beside(self._ask, pull, changes)
                     result = IncomingState(own.flats)
-                    targets = [self._place(result, own, payload) for payload in payloads]
+                    listings = [list(own.entries()) if text is None else listed(text) for text in payloads]
+                    targets = [result.places_for(entries) for entries in listings]
+                    own.copy_to(targets[self._side.rank])
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
@@ -427,13 +427,6 @@ class StateService:
         del pull.heard[rank]
         return payload
 
-    def _place(self, result: IncomingState, own: LocalState, payload: bytes | None) -> list[Places]:
-        """Make room for a rank's entries; return where its messages go."""
-        if payload is not None:
-            return result.places_for(listed(payload))
-        result.add_own(own)
-        return []
-
     def _fetch_all(self, pull: Pull, targets: list[list[Places]]) -> None:
         """Fill these places with all ranks' elements, unless the caller has left."""
         for rank in self._others:
@@ -441,8 +434,8 @@ class StateService:
             self._fetch(rank, targets[rank], pull)
 
     def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
-        tag, window, complete, size = pull.tag, TransferQueue(), False, words_of(0)
-        try:
+        tag, window, size = pull.tag, TransferQueue(), words_of(0)
+        with on_failure(self._side.interrupt):  # the other rank waits for this one to take the rest
             self._send(rank, tag + 1, GO, pull.number)
             for _, places in targets:
                 message, arrived = message_for(places)
@@ -450,10 +443,6 @@ class StateService:
             window.drain()
             self._receive(size, rank, tag)
             error = json.loads(self._receive_bytes(int(size), rank, tag))
-            complete = True
-        finally:
-            if not complete:  # the other rank waits for this one to take the rest
-                self._side.interrupt()
         if error is not None:
             raise error_of_rank(rank, *error)
 

@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OutOfMemory, OutOfResources, mib
+from .failures import on_failure
 
 PAGE = mmap.PAGESIZE
 
@@ -76,12 +78,9 @@ class Arena:
         import fcntl  # not on every platform
 
         fd = above_stdio(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        try:
+        with on_failure(partial(os.close, fd)):
             os.ftruncate(fd, page_aligned(nbytes))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, cls._seals())
-        except OSError:
-            os.close(fd)
-            raise
         return cls(fd)
 
     @classmethod

@@ -17,7 +17,6 @@ work on the side stream waits for the stream that ``step()`` ran on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict
+from .waiting import until
 
-# How long a rank that closes waits for what it has enqueued itself, and how often it looks.
-_PATIENCE_S, _POLL_S = 5.0, 0.005
+# How long a rank that closes waits for what it has enqueued itself.
+_DONE_WITHIN_S = 5.0
 
 
 class Streams:
@@ -137,9 +137,7 @@ def _own_object(stream: torch.Stream) -> torch.Stream:
 
 def wait_done(events: Sequence[Any]) -> None:
     """Return when the events have passed, or after a few seconds."""
-    end = time.monotonic() + _PATIENCE_S
-    while not all(event.query() for event in events) and time.monotonic() < end:
-        time.sleep(_POLL_S)
+    until(lambda: all(event.query() for event in events), _DONE_WITHIN_S)
 
 
 class Producers:

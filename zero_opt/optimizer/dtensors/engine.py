@@ -15,10 +15,9 @@ from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
-from ..between_steps import JoinableOptimizer
 from ..config import Config
+from ..join import UnevenInputs
 from ..loading import Loaded
-from ..offload_state import Parked
 from ..process_groups import OwnGroups
 from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
@@ -83,19 +82,11 @@ class DTensorEngine(ShardedEngine):
 
     _mesh: MeshParams
 
-    def __init__(
-        self,
-        config: Config,
-        groups: OwnGroups,
-        describe: Callable[[int], str],
-        user: JoinableOptimizer,
-        parked: Parked,
-        mesh: MeshParams,
-    ) -> None:
+    def __init__(self, config: Config, groups: OwnGroups, user: UnevenInputs, mesh: MeshParams) -> None:
         self._view = LocalView(user)
         # Gradients are the means already, of the parts that are here.
         config = replace(config, reduction=AlreadyReduced())
-        super().__init__(config, groups, describe, user, parked, mesh, self._view)
+        super().__init__(config, groups, user, mesh, self._view)
 
     def reduce(
         self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None

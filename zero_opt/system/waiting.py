@@ -1,0 +1,26 @@
+"""Waits for what can only be asked for again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Intervals grow from the first to the second of these, in seconds.
+_FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
+
+
+def until(done: Callable[[], bool], patience_s: float, look: Callable[[float], None] = lambda _: None) -> bool:
+    """Call ``done`` until it returns True, at growing intervals; returns False after ``patience_s`` seconds.
+
+    Args:
+        look: called before each interval, with the seconds since the beginning; may raise.
+    """
+    begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while not done():
+        waited = time.monotonic() - begun
+        look(waited)
+        if waited > patience_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _PAUSE_S)
+    return True
