@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -169,8 +170,8 @@ def footprint(numel: int) -> int:
 
 def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[int]]:
     """Return parameter indices per bucket, in the order in which the buckets fill up."""
-    open_chunks: dict[tuple[int, str, str], list[int]] = {}
-    open_bytes: dict[tuple[int, str, str], int] = {}
+    open_chunks = defaultdict[tuple[int, str, str], list[int]](list)
+    open_bytes = Counter[tuple[int, str, str]]()
     closed: list[list[int]] = []
     for param in sorted(specs, reverse=True):
         spec = specs[param]
@@ -178,8 +179,7 @@ def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[in
         size = footprint(spec.numel) * spec.itemsize
         if key in open_chunks and open_bytes[key] + size > bucket_bytes:
             closed.append(open_chunks.pop(key))
-        if key not in open_chunks:
-            open_chunks[key], open_bytes[key] = [], 0
+            del open_bytes[key]
         open_chunks[key].append(param)
         open_bytes[key] += size
     closed.extend(open_chunks.values())
@@ -190,10 +190,7 @@ def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[in
 def _bucket_layout(
     index: int, chunk: Sequence[int], specs: Mapping[int, ParamSpec], bounds: Sequence[int] | None, world_size: int
 ) -> BucketLayout:
-    offsets, end = [], 0
-    for param in chunk:
-        offsets.append(end)
-        end += footprint(specs[param].numel)
+    *offsets, end = accumulate((footprint(specs[param].numel) for param in chunk), initial=0)
     if bounds is None:
         shard_numel = aligned(-(-end // world_size))
         bounds = range(0, shard_numel * world_size + 1, shard_numel)

@@ -83,6 +83,11 @@ def without_column_keys(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Ma
     }
 
 
+def state_keys(*, amsgrad: bool) -> tuple[str, ...]:
+    """What Adam keeps of a parameter as large as that."""
+    return (*MOMENTS, MAXIMUM) if amsgrad else MOMENTS
+
+
 def say_without_masters(count: int) -> None:
     """So many loaded parameters in bf16 or fp16 came without a master."""
     if count:
@@ -126,7 +131,7 @@ def _require_known(label: str, state: Mapping[str, Any]) -> None:
 
 def require_complete(label: str, state: Mapping[str, Any], *, amsgrad: bool) -> None:
     """Raise StateDictError if a state that the user has edited lacks what the next step needs; an empty one is new."""
-    for key in ("step", *MOMENTS, *([MAXIMUM] if amsgrad else [])):
+    for key in ("step", *state_keys(amsgrad=amsgrad)):
         if state and key not in state:
             hint = "amsgrad cannot be switched on after the first step, and " if key == MAXIMUM else ""
             raise StateDictError(f"opt.state of {label} has no {key!r}; {hint}an entry without a key cannot be stepped")

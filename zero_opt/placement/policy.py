@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..errors import ConfigConflict
+from ..errors import ConfigConflict, UnsupportedParam
 from ..kernels.adam_state import HALVES
 from ..policies import MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
-from ..system.devices import HOST
+from ..system.devices import HOST, is_host
 from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
 from .interface import Placement, StretchPlacement
 from .memory import MemoryInputs, Tally
@@ -78,6 +78,21 @@ class PlacementPolicy(ABC):
     @abstractmethod
     def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
         """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that cannot be taken."""
+
+    def _require_class_steps(
+        self, params: Iterable[Tensor], describe: Callable[[int], str], left: str, otherwise: str
+    ) -> None:
+        """Raise UnsupportedParam, naming it, for a parameter on an accelerator if the class steps on the CPU alone.
+
+        Args:
+            left, otherwise: parts of the message: by what the parameter is left there, and what else helps.
+        """
+        for index, param in enumerate(params if self.inputs.is_native_class else ()):
+            if not is_host(param.device):
+                raise UnsupportedParam(
+                    f"{describe(index)} is on {param.device}, where {left}, and "
+                    f"{self.inputs.optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW{otherwise}"
+                )
 
     def loadable(self, states: ParamStates) -> ParamStates:
         """Loaded states, per parameter, without what the placement would keep and not follow."""

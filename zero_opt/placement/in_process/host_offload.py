@@ -300,16 +300,14 @@ class CPUPlacement(DevicePlacement):
         early = [work for work in everything if coming and not isinstance(work.unit, InHost)]
         self._fetch_next(coming)
         for work in early:
-            work.unit.fetch(work.grads)
-            self._step_unit(work, grad_scale)
+            self._fetch_and_step(work, grad_scale)
         for shard in grads:
             for work in works[shard.bucket]:
                 if isinstance(work.unit, InHost):
                     self._fetch_next(coming)
                     self._step_unit(work, grad_scale)
                 elif not early:
-                    work.unit.fetch(work.grads)
-                    self._step_unit(work, grad_scale)
+                    self._fetch_and_step(work, grad_scale)
             if shard.used:
                 yield shard.bucket
 

@@ -133,8 +133,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         if self._apart:
             for shard in grads:
                 for work in self._works([shard]):
-                    work.unit.fetch(work.grads)
-                    self._step_unit(work, grad_scale)
+                    self._fetch_and_step(work, grad_scale)
                 if shard.used:
                     yield shard.bucket
             return
@@ -156,6 +155,10 @@ class DevicePlacement(StretchPlacement[Unit]):
                 if grads_of_unit:
                     unit.read_params([position for position, _ in grads_of_unit])
                     yield Work(unit, grads_of_unit)
+
+    def _fetch_and_step(self, work: Work, grad_scale: float) -> None:
+        work.unit.fetch(work.grads)
+        self._step_unit(work, grad_scale)
 
     def _step_unit(self, work: Work, grad_scale: float) -> None:
         """Step a unit whose gradients are being fetched."""

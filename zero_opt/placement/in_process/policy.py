@@ -136,14 +136,9 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         super().check(groups, describe)
-        if not self.leaves_some or not self.inputs.is_native_class:
-            return
-        for index, param in enumerate(param for group in groups for param in group["params"]):
-            if not is_host(param.device):
-                raise UnsupportedParam(
-                    f"{describe(index)} is on {param.device}, where ratio={self.offload.ratio} may leave it, and "
-                    f"{self.inputs.optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW, or ratio=1"
-                )
+        if self.leaves_some:
+            params = [param for group in groups for param in group["params"]]
+            self._require_class_steps(params, describe, f"ratio={self.offload.ratio} may leave it", ", or ratio=1")
 
     def build(self, group: Group) -> DevicePlacement:
         agree_on_threads(self.name, self.threads, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ...kernels.adam_state import MOMENTS
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
-from ..adam_rules import MAXIMUM
+from ..adam_rules import state_keys
 from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, NVME, Tally
 from .state_file import BLOCK_BYTES, StateFile
@@ -100,11 +100,8 @@ class Extent:
 
     def __init__(self, shards: Sequence[FileShard]) -> None:
         self.group = shards[0].bucket.layout.group
-        self.shards: list[tuple[int, FileShard]] = []
-        numel = 0
-        for shard in shards:
-            self.shards.append((numel, shard))
-            numel += shard.bucket.shard_numel
+        *begins, numel = accumulate((shard.bucket.shard_numel for shard in shards), initial=0)
+        self.shards = list(zip(begins, shards, strict=True))
         self.nbytes = -(-numel // _BLOCK_NUMEL) * BLOCK_BYTES  # of an array
         self.starts: dict[str, int] = {}
         self.mapped: dict[str, Tensor] = {}
@@ -112,7 +109,7 @@ class Extent:
     def missing(self, *, amsgrad: bool) -> list[str]:
         """The arrays that a step needs and that have no place yet."""
         master = [] if self.shards[0][1].direct else ["master"]
-        return [role for role in (*MOMENTS, *([MAXIMUM] if amsgrad else []), *master) if role not in self.starts]
+        return [role for role in (*state_keys(amsgrad=amsgrad), *master) if role not in self.starts]
 
     def place(self, roles: Sequence[str], file: StateFile, start: int) -> None:
         """Give arrays their places, reserved already, from byte ``start`` of the file on."""

@@ -13,7 +13,8 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,6 +44,15 @@ def _open(folder: str) -> int:
     return fd
 
 
+@contextmanager
+def _storage_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Within the context, an error of the system's is a StorageFailed: what went wrong, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"{what} ({error.strerror}){hint}") from error
+
+
 def filesystem_of(fd: int, mounts: str = "/proc/self/mountinfo") -> str:
     """The type of the file system that an open file is on; empty if the system does not tell."""
     device = os.fstat(fd).st_dev
@@ -70,13 +80,11 @@ class StateFile:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder, self.nbytes, self.direct = os.fspath(folder), 0, False
-        try:
+        with _storage_errors(
+            f"no file for optimizer state can be made in {self.folder!r}",
+            "; NVMeOffload(path) takes a directory that exists and can be written to",
+        ):
             self._fd = above_stdio(_open(self.folder))
-        except OSError as error:
-            raise StorageFailed(
-                f"no file for optimizer state can be made in {self.folder!r} ({error.strerror}); NVMeOffload(path) "
-                "takes a directory that exists and can be written to"
-            ) from error
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # a transfer may be under way, and the number be given to another file
         self._set_direct(True)
@@ -135,13 +143,9 @@ class StateFile:
         Raises:
             StorageFailed: they cannot be mapped.
         """
-        try:
+        what = f"optimizer state in {self.folder!r} cannot be mapped"
+        with _storage_errors(what, "; see the limits of this process (ulimit -a)"):
             mapped = mmap.mmap(self._fd, nbytes, offset=start)
-        except OSError as error:
-            raise StorageFailed(
-                f"optimizer state in {self.folder!r} cannot be mapped ({error.strerror}); see the limits of this "
-                "process (ulimit -a)"
-            ) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def require_writable(self, start: int, part: Tensor) -> None:
@@ -179,16 +183,12 @@ class StateFile:
 
     def _whole(self, what: str, call: Callable[..., int], start: int, buffer: memoryview) -> None:
         done = 0
-        try:
+        with _storage_errors(f"{what} {mib(len(buffer))} of optimizer state in {self.folder!r} failed"):
             while done < len(buffer):
                 count = call(self._fd, [buffer[done:]], start + done)
                 if not count:
                     raise OSError(errno.EIO, "the file ends there")
                 done += count
-        except OSError as error:
-            raise StorageFailed(
-                f"{what} {mib(len(buffer))} of optimizer state in {self.folder!r} failed ({error.strerror})"
-            ) from error
 
     def sync(self) -> None:
         """What was written to views or by :meth:`write` has reached the device.
@@ -196,10 +196,8 @@ class StateFile:
         Raises:
             StorageFailed: some has not.
         """
-        try:
+        with _storage_errors(f"writing optimizer state in {self.folder!r} failed"):
             os.fdatasync(self._fd)
-        except OSError as error:
-            raise StorageFailed(f"writing optimizer state in {self.folder!r} failed ({error.strerror})") from error
 
     def close(self) -> None:
         """Close the file; no transfer is under way. Its room is given back when the last view of it is gone, too."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate
-from ...kernels.adam_state import MOMENTS
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
-from ..adam_rules import MAXIMUM
+from ..adam_rules import MAXIMUM, state_keys
 from .column_shard import ColumnSlice
 
 
@@ -47,7 +46,7 @@ def _stretch_parts(
     column_slice: ColumnSlice, grad: Tensor, *, amsgrad: bool
 ) -> Iterator[tuple[float, dict[str, Tensor]]]:
     """(steps done, gradient and state) of columns with one step count."""
-    roles = ("param", *MOMENTS, *([MAXIMUM] if amsgrad else []))
+    roles = ("param", *state_keys(amsgrad=amsgrad))
     for start, stop, count in column_slice.stretches(column_slice.selected):
         yield count, {"grad": grad[start:stop], **{role: column_slice.compact[role][start:stop] for role in roles}}
 

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ...comm.groups import Group
-from ...errors import ConfigConflict, UnsupportedParam
-from ...kernels.adam_state import MOMENTS
+from ...errors import ConfigConflict
 from ...layout import ParamSlice
 from ...policies import Selective
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
-from ...system.devices import is_host
-from ..adam_rules import MAXIMUM, check_groups, check_params, check_state
+from ..adam_rules import check_groups, check_params, check_state, state_keys
 from ..in_process.policy import add_slice
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
@@ -46,12 +44,7 @@ class SelectivePolicy(PlacementPolicy):
             raise ConfigConflict(
                 "CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it"
             )
-        for index, param in enumerate(params):
-            if not is_host(param.device) and self.inputs.is_native_class:
-                raise UnsupportedParam(
-                    f"{describe(index)} is on {param.device}, where Selective leaves a part of it, and "
-                    f"{self.inputs.optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW"
-                )
+        self._require_class_steps(params, describe, "Selective leaves a part of it", "")
         check_groups("Selective", self.inputs.optimizer_class, groups)
         check_params("Selective", params, describe)
         self._inner.check(groups, describe)
@@ -105,7 +98,7 @@ class SelectivePolicy(PlacementPolicy):
         if count < columns.total or self._selective.warmup_steps:
             tally["staging", HOST_MEMORY, "gradients that wait"] += piece.in_param.numel * fp32
         tally["masters", DEVICE, "selected columns"] += here * columns.height * fp32
-        for key in (*MOMENTS, *([MAXIMUM] if amsgrad else [])):
+        for key in state_keys(amsgrad=amsgrad):
             tally["state", DEVICE, key] += here * columns.height * fp32
         # Counts of all columns, and numbers of those selected at all, and of those here.
         tally["buffers", HOST_MEMORY, "columns"] += columns.total * fp32 + (count + columns.width) * 8

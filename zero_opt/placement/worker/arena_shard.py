@@ -8,14 +8,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import HALVES, MOMENTS
+from ...kernels.adam_state import HALVES
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.extension import native
 from ...system.shared_memory import Arena
-from ..adam_rules import MAXIMUM
+from ..adam_rules import state_keys
 from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, Tally, reduced_gradients
 
@@ -56,9 +56,7 @@ class ArenaShard(StateShard):
 
     def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
         """The arrays that a step needs and that have no place yet."""
-        wanted = dict.fromkeys(("master", *MOMENTS), torch.float32)
-        if amsgrad:
-            wanted[MAXIMUM] = torch.float32
+        wanted = dict.fromkeys(("master", *state_keys(amsgrad=amsgrad)), torch.float32)
         if self.param_dtype in HALVES:
             wanted["out"] = self.param_dtype
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
@@ -176,7 +174,7 @@ class ArenaShard(StateShard):
 
     def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
         """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""
-        names = {"param": "master", **{key: key for key in (*MOMENTS, *([MAXIMUM] if amsgrad else []))}}
+        names = {"param": "master", **{key: key for key in state_keys(amsgrad=amsgrad)}}
         return {role: self._arrays[in_bank(name, bank)][where] for role, name in names.items()}
 
     def count_step(self, positions: Collection[int]) -> None:
