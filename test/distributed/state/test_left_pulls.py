@@ -224,8 +224,8 @@ def _asking_rank_is_stopped(rank: int, world_size: int) -> list[str]:
     dist.all_gather_object(pids, os.getpid())
     said = []
     if rank == 0:
-        place = asked._place
-        asked._place = lambda *given: (setattr(asked, "_place", place), _stop_here(), place(*given))[2]
+        fetch = asked._fetch_all
+        asked._fetch_all = lambda *given: (setattr(asked, "_fetch_all", fetch), _stop_here(), fetch(*given))[2]
         with pytest.raises(zero_opt.PeerLost):
             optimizer.state_dict()
     if rank == 1:

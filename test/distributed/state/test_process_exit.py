@@ -82,8 +82,8 @@ def _case(rank_0: str, rank_1: str, quiet: float = 30, **options: Any) -> dict[s
 
 SAVES = "time.sleep(1.5); save(opt, folder)"
 SAVES_SLOWLY = """
-    service = opt._engine._groups.service; place = service._place
-    service._place = lambda *args: time.sleep(1) or place(*args)
+    service = opt._engine._groups.service; fetch = service._fetch_all
+    service._fetch_all = lambda *args: time.sleep(1) or fetch(*args)
     save(opt, folder)
 """
 IS_ASKED = "while not opt._engine._groups.service._serving._count: time.sleep(0.01)"
