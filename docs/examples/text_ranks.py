@@ -46,12 +46,17 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
-    """The ranks' mean as zero_opt takes it: summed in rank order, then divided."""
-    first, *others = gather(tensor)
-    total = first.clone()
-    for other in others:
-        total += other
-    return total / (1 + len(others)) if others else total
+    """The ranks' mean as zero_opt takes it: summed in tree order, then divided."""
+    parts = gather(tensor)
+    return tree_sum(parts) / len(parts) if len(parts) > 1 else tensor.clone()
+
+
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum, split at the largest power of two below the number of ranks: ((0 + 1) + (2 + 3)) + (4 + 5) of six."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
 
 
 def barrier() -> None:

@@ -1,4 +1,4 @@
-// The mean of several ranks' chunks, summed in rank order: included once by each isa_*.cpp, like adam.inl.
+// The mean of several ranks' chunks, summed in tree order (see comm/exchange.py): included once by each isa_*.cpp, like adam.inl.
 #pragma once
 
 #include "kernels/float_formats.inl"
@@ -7,8 +7,8 @@
 namespace zero_opt {
 namespace {
 
-// Elements summed at a time, so that partial sums stay in the nearest cache.
-constexpr std::int64_t kMeanBlock = 2048;
+// Elements summed at a time, so that the partial sums, one per power of two ranks, stay in the nearest cache.
+constexpr std::int64_t kMeanBlock = 1024;
 
 // How an element is stored, and the type in which it is summed: rounded once, when it is stored.
 struct PlainFloat {
@@ -49,22 +49,53 @@ void mean_of_two(const MeanRun& run) {
   }
 }
 
-// A block of at most kMeanBlock elements from start on.
+// Elements of the sources, at most kMeanBlock, from ``start`` on.
+struct Stretch {
+  std::int64_t start, n;
+};
+
 template <typename As>
-void mean_block(const MeanRun& run, std::int64_t start, std::int64_t n) {
-  using Stored = typename As::Stored;
-  const Stored* first = static_cast<const Stored*>(run.sources[0]) + start;
-  const Stored* second = static_cast<const Stored*>(run.sources[1]) + start;
-  Stored* __restrict__ out = static_cast<Stored*>(run.out) + start;
+const typename As::Stored* chunk(const MeanRun& run, std::int32_t rank, const Stretch& stretch) {
+  return static_cast<const typename As::Stored*>(run.sources[rank]) + stretch.start;
+}
+
+// Writes the sum of ranks low to high, at least two, to ``total``.
+template <typename As>
+void tree_sum(const MeanRun& run, std::int32_t low, std::int32_t high, const Stretch& stretch, typename As::Sum* total) {
+  const auto *first = chunk<As>(run, low, stretch), *second = chunk<As>(run, low + 1, stretch);
+  if (high - low == 2) {
+    for (std::int64_t i = 0; i < stretch.n; ++i) total[i] = As::load(first[i]) + As::load(second[i]);  // vectorise
+    return;
+  }
+  if (high - low == 4) {
+    const auto *third = chunk<As>(run, low + 2, stretch), *fourth = chunk<As>(run, low + 3, stretch);
+    for (std::int64_t i = 0; i < stretch.n; ++i) {  // vectorise
+      total[i] = (As::load(first[i]) + As::load(second[i])) + (As::load(third[i]) + As::load(fourth[i]));
+    }
+    return;
+  }
+  std::int32_t half = 1;
+  while (2 * half < high - low) half *= 2;
+  const std::int32_t middle = low + half;
+  tree_sum<As>(run, low, middle, stretch, total);
+  if (high - middle == 1) {
+    const auto* last = chunk<As>(run, middle, stretch);
+    for (std::int64_t i = 0; i < stretch.n; ++i) total[i] += As::load(last[i]);  // vectorise
+    return;
+  }
+  typename As::Sum rest[kMeanBlock];
+  tree_sum<As>(run, middle, high, stretch, rest);
+  for (std::int64_t i = 0; i < stretch.n; ++i) total[i] += rest[i];  // vectorise
+}
+
+template <typename As>
+void mean_block(const MeanRun& run, const Stretch& stretch) {
+  typename As::Stored* __restrict__ out = static_cast<typename As::Stored*>(run.out) + stretch.start;
   const typename As::Sum count = static_cast<typename As::Sum>(run.count);
   typename As::Sum total[kMeanBlock];
-  for (std::int64_t i = 0; i < n; ++i) total[i] = As::load(first[i]) + As::load(second[i]);  // vectorise
-  for (std::int32_t rank = 2; rank < run.count; ++rank) {
-    const Stored* source = static_cast<const Stored*>(run.sources[rank]) + start;
-    for (std::int64_t i = 0; i < n; ++i) total[i] += As::load(source[i]);  // vectorise
-  }
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Stored mean = As::store(total[i] / count);
+  tree_sum<As>(run, 0, run.count, stretch, total);
+  for (std::int64_t i = 0; i < stretch.n; ++i) {
+    const typename As::Stored mean = As::store(total[i] / count);
     out[i] = run.add ? As::store(As::load(out[i]) + As::load(mean)) : mean;
   }
 }
@@ -73,7 +104,7 @@ template <typename As>
 void mean_loop(const MeanRun& run) {
   if (run.count == 2 && !run.add) return mean_of_two<As>(run);
   for (std::int64_t start = 0; start < run.numel; start += kMeanBlock) {
-    mean_block<As>(run, start, run.numel - start < kMeanBlock ? run.numel - start : kMeanBlock);
+    mean_block<As>(run, {start, run.numel - start < kMeanBlock ? run.numel - start : kMeanBlock});
   }
 }
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.comm.exchange import mean_in_rank_order
+from zero_opt.comm.exchange import mean_in_tree_order
 from zero_opt.kernels import grad_squares
 
 _native: Any = pytest.importorskip("zero_opt._native")
@@ -119,7 +119,7 @@ def expected_shards(plan: Plan, grads: Sequence[Sequence[Tensor]], held: Sequenc
             for rank, mine in enumerate(grads)
         ]
         mean = torch.empty_like(parts[0])
-        mean_in_rank_order(parts, mean)
+        mean_in_tree_order(parts, mean)
         for rank in range(plan.world_size):
             low, high = max(start, plan.bounds[rank]), min(start + numel, plan.bounds[rank + 1])
             if low < high:

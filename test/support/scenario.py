@@ -104,19 +104,27 @@ def sparsified(dense: Tensor, seed: int) -> Tensor:
 
 
 def mean(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Sum in rank order divided by the number of ranks; ``None`` counts as zero unless all are."""
+    """Sum in tree order divided by the number of ranks; ``None`` counts as zero unless all are."""
     there = [part for part in parts if part is not None]
     if not there:
         return None
     if there[0].is_sparse:  # rows that nobody sends are not rows of zeros
-        total = there[0].coalesce()
-        for more in there[1:]:
-            total = (total + more.coalesce()).coalesce()
-        return total / len(parts)
-    total = torch.zeros_like(there[0]) if parts[0] is None else parts[0].clone()
-    for part in parts[1:]:
-        total += torch.zeros_like(there[0]) if part is None else part
+        total = tree_sum([part if part is None else part.coalesce() for part in parts])
+    else:
+        total = tree_sum([torch.zeros_like(there[0]) if part is None else part for part in parts])
+    assert total is not None
     return total / len(parts)
+
+
+def tree_sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Sum with a split at the largest power of two below the number of ranks."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1
+    while 2 * middle < len(parts):
+        middle *= 2
+    total = add(tree_sum(parts[:middle]), tree_sum(parts[middle:]))
+    return total.coalesce() if total is not None and total.is_sparse else total
 
 
 def add(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ..errors import StepDesync
 from ..system.devices import HOST, is_host
-from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_rank_order, wait_all
+from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_tree_order, wait_all
 from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
@@ -53,7 +53,7 @@ class ListExchange(StagedExchange):
         chunks = chunks_of(bucket, bounds)
         received = [torch.empty_like(chunks[self._rank]) for _ in chunks]
         Transfer(ALL, self._reduce.pg.alltoall, received, chunks).wait()
-        mean_in_rank_order(received, out)
+        mean_in_tree_order(received, out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002

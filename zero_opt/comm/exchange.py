@@ -1,4 +1,10 @@
-"""Exchanges of buckets between ranks: their interface, and the names, buffers and arithmetic that all of them use."""
+"""Exchanges of buckets between ranks: their interface, and the names, buffers and arithmetic that all of them use.
+
+[Note: order of summation]
+The sum over ranks lo to hi is the sum over the first of them, as many as the largest power of two below their number,
+plus the sum over the rest: of six ranks ((0 + 1) + (2 + 3)) + (4 + 5). Ranks that share a host, if they are an aligned
+block of 2^k, can be added up there first, and the bits are the same as if every rank had sent for itself.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +22,8 @@ from ..kernels.adam_state import HALVES
 from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
+
+_T = TypeVar("_T")
 
 # The dtypes of which native kernels compute means, and the kernels' names of them.
 NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtype in GRAD_DTYPES}}
@@ -82,28 +90,41 @@ class StagingPool:
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
-def mean_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of one tensor per rank, added in rank order, divided by their number, to ``out``.
+def in_tree_order(parts: Iterable[_T], add: Callable[[_T, _T], _T]) -> _T:
+    """Add up one part per rank in the one order that all exchanges keep; see [Note: order of summation].
+
+    Args:
+        parts: in rank order; at most one sum per power of two is kept while they come.
+    """
+    sums: list[tuple[int, _T]] = []  # how many parts, a power of two, and their sum; fewer and fewer
+    for part in parts:
+        count, total = 1, part
+        while sums and sums[-1][0] == count:
+            count, total = 2 * count, add(sums.pop()[1], total)
+        sums.append((count, total))
+    *larger, (_, total) = sums
+    for _, before in reversed(larger):
+        total = add(before, total)
+    return total
+
+
+def mean_in_tree_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of one tensor per rank, added in tree order, divided by their number, to ``out``.
 
     bf16 and fp16 are accumulated in fp32 and rounded once.
     """
-    half = out.dtype in HALVES
-    total = parts[0].float().add_(parts[1]) if half else torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        total.add_(part)
-    total.div_(len(parts))
-    if half:
-        out.copy_(total)
+    wide = [part.float() for part in parts] if out.dtype in HALVES else parts
+    out.copy_(in_tree_order(wide, torch.add) / len(parts))
 
 
 def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
-    """Write the mean of one chunk per rank, as :func:`mean_in_rank_order` does, to ``out``, or add it to ``out``."""
+    """Write the mean of one chunk per rank, as :func:`mean_in_tree_order` does, to ``out``, or add it to ``out``."""
     if out.is_cpu and out.dtype in NATIVE_DTYPES and native_available():
         addresses = [part.data_ptr() for part in parts]
         native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
         return
     mean = torch.empty_like(out) if add else out
-    mean_in_rank_order(parts, mean)
+    mean_in_tree_order(parts, mean)
     if add:
         out.add_(mean)
 

@@ -1,4 +1,4 @@
-"""Sparse gradients under AtStep: every rank's rows go to the parameter's owner, which adds them up in rank order."""
+"""Sparse gradients under AtStep: every rank's rows go to the parameter's owner, which adds them up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ..comm.exchange import in_tree_order
 from ..errors import UnsupportedParam
 from ..sharding.partition import Partition
 from .interface import GradShard, ReductionParts
@@ -27,6 +28,13 @@ def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
             "anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
         )
     return None
+
+
+def _added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Add two sparse gradients, either of which may be missing."""
+    if first is None or second is None:
+        return second if first is None else first
+    return (first + second).coalesce()
 
 
 class SparseGrads:
@@ -61,13 +69,11 @@ class SparseGrads:
         partition = self._parts.partition
         owner = partition.owner_of_start(index)
         param = partition.flats[index].param
-        total: Tensor | None = None
-        for rank, described in enumerate(shapes):
-            if described is None:
-                continue
-            part = self._fetch(param, mine if rank == partition.rank else None, rank, owner, described)
-            if part is not None:
-                total = part if total is None else (total + part).coalesce()
+        parts = (
+            described and self._fetch(param, mine if rank == partition.rank else None, rank, owner, described)
+            for rank, described in enumerate(shapes)
+        )
+        total = in_tree_order(parts, _added)
         if total is not None:
             self._reduced[index] = total.to(param.device) / partition.world_size
 

@@ -1,4 +1,4 @@
-"""What all exchanges share: sums in rank order, buffers that are used again, names in order."""
+"""What all exchanges share: sums in tree order, buffers that are used again, names in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from zero_opt.comm.exchange import (
     StagedExchange,
     StagingPool,
     chunks_of,
-    mean_in_rank_order,
+    in_tree_order,
+    mean_in_tree_order,
 )
 
 CPU = torch.device("cpu")
@@ -32,20 +33,24 @@ def rank_values(world_size: int, dtype: torch.dtype, seed: int, numel: int = 257
 
 
 def oracle(parts: list[Tensor]) -> Tensor:
-    """The definition: one addition per rank, one division, in fp32 for what is narrower."""
+    """The definition: the tree's sum, one division, in fp32 for what is narrower."""
     half = parts[0].dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].float() if half else parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return (total / len(parts)).to(parts[0].dtype)
+    return (tree_sum([part.float() if half else part for part in parts]) / len(parts)).to(parts[0].dtype)
+
+
+def tree_sum(parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    middle = max(2**k for k in range(10) if 2**k < len(parts))
+    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_the_mean_is_summed_in_rank_order(world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 7, 8, 13])
+def test_the_mean_is_summed_in_tree_order(world_size: int, dtype: torch.dtype) -> None:
     parts = rank_values(world_size, dtype, seed=world_size)
     out = torch.full_like(parts[0], 99)
-    mean_in_rank_order(parts, out)
+    mean_in_tree_order(parts, out)
     assert torch.equal(out, oracle(parts))
 
 
@@ -55,24 +60,51 @@ def test_order_matters_in_this_test_at_all() -> None:
     assert len(orders) > 1
 
 
+def test_the_order_of_two_and_three_is_that_of_the_ranks_and_of_six_is_a_tree() -> None:
+    names = [str(rank) for rank in range(7)]
+
+    def written(count: int) -> str:
+        return in_tree_order(names[:count], lambda first, second: f"({first}+{second})")
+
+    assert written(1) == "0"
+    assert written(2) == "(0+1)"
+    assert written(3) == "((0+1)+2)"
+    assert written(4) == "((0+1)+(2+3))"
+    assert written(6) == "(((0+1)+(2+3))+(4+5))"
+    assert written(7) == "(((0+1)+(2+3))+((4+5)+6))"
+
+
+@given(st.integers(1, 200), st.data())
+def test_an_aligned_block_of_ranks_can_be_added_up_first(world_size: int, data: st.DataObject) -> None:
+    """As by the ranks of one host, which then send their sum as one part."""
+
+    def add(first: str, second: str) -> str:
+        return f"({first}+{second})"
+
+    names = [str(rank) for rank in range(world_size)]
+    size = 2 ** data.draw(st.integers(0, world_size.bit_length() - 1))
+    blocks = [in_tree_order(names[start : start + size], add) for start in range(0, world_size, size)]
+    assert in_tree_order(blocks, add) == in_tree_order(names, add)
+
+
 def test_half_precision_is_accumulated_in_fp32_and_rounded_once() -> None:
     """In bf16 each 1 would be lost beside 256; in fp32 they add up."""
     parts = [torch.tensor([256.0]), *[torch.tensor([1.0])] * 7]
     out = torch.empty(1, dtype=torch.bfloat16)
-    mean_in_rank_order([part.bfloat16() for part in parts], out)
+    mean_in_tree_order([part.bfloat16() for part in parts], out)
     assert out.item() == torch.tensor(263 / 8).bfloat16().item() != 256 / 8
 
 
 def test_fp16_sums_beyond_its_range_still_have_a_mean() -> None:
     out = torch.empty(3, dtype=torch.float16)
-    mean_in_rank_order([torch.full((3,), 60000.0, dtype=torch.float16)] * 4, out)
+    mean_in_tree_order([torch.full((3,), 60000.0, dtype=torch.float16)] * 4, out)
     assert out.tolist() == [60000.0] * 3
 
 
 def test_parts_are_left_as_they_are() -> None:
     parts = rank_values(3, torch.float32, 0)
     before = [part.clone() for part in parts]
-    mean_in_rank_order(parts, torch.empty_like(parts[0]))
+    mean_in_tree_order(parts, torch.empty_like(parts[0]))
     assert all(torch.equal(a, b) for a, b in zip(parts, before))
 
 

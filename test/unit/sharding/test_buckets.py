@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from test.support.harness import run_threads
 from zero_opt import Overlapped, ShardedOptimizer
-from zero_opt.comm.exchange import Ident, StagedExchange, StagingPool, mean_in_rank_order
+from zero_opt.comm.exchange import Ident, StagedExchange, StagingPool, mean_in_tree_order
 from zero_opt.layout import BucketLayout, plan_flat, plan_whole_params
 from zero_opt.sharding.buckets import Fill, GradBucket
 from zero_opt.sharding.flat_param import FlatParam
@@ -39,7 +39,7 @@ class TwinExchange(StagedExchange):
             return False
         run = slice(bounds[self.rank], bounds[self.rank + 1])
         parts = [bucket[run], self.peer[run]]
-        mean_in_rank_order(parts if self.rank == 0 else parts[::-1], out)
+        mean_in_tree_order(parts if self.rank == 0 else parts[::-1], out)
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
