@@ -36,6 +36,7 @@ MOST_HOSTS = 8
 _ENDS_WITHIN_S = 30.0
 _SET_PARENT_DEATH_SIGNAL = 1
 # Of Linux, in clone(2).
+_CURRENT_FOLDER = 0x00000200
 _NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "net": 0x40000000, "pid": 0x20000000}
 
 
@@ -112,8 +113,8 @@ class Network:
     """Hosts and their switch, until the context ends.
 
     Attributes:
-        ports: one per host.
-        addresses: one per host.
+        ports, addresses: one per host.
+        folder: for files; all hosts share it.
     """
 
     _LEAST_QUEUE_BYTES = 2 << 20
@@ -148,7 +149,7 @@ class Network:
 
     def _made(self) -> Network:
         program = switch_program()
-        folder = Path(tempfile.mkdtemp(prefix="zero_opt_hosts_"))
+        self.folder = folder = Path(tempfile.mkdtemp(prefix="zero_opt_hosts_"))
         self._ends.callback(shutil.rmtree, folder, ignore_errors=True)
         control = folder / "control"
         control.write_bytes(bytes(ctypes.sizeof(_Control)))
@@ -224,6 +225,8 @@ class Network:
             # The process of the host has not itself entered the namespace of its children.
             paths = {space: f"/proc/{pid}/ns/{space if space != 'pid' else 'pid_for_children'}" for space in spaces}
             opened = {space: files.enter_context(open(path)) for space, path in paths.items()}
+            # A process with threads, which share their current folder, enters no namespace of mounts.
+            _checked(_libc().unshare(_CURRENT_FOLDER), "unshare")
             for space, file in opened.items():
                 _checked(_libc().setns(file.fileno(), _NAMESPACES[space]), f"setns {space}")
         os.chdir(folder)
