@@ -51,18 +51,21 @@ class Kind:
     Attributes:
         memory: /dev/shm and other memory that processes share, its name, and /etc/hosts.
         processes: processes of other hosts cannot be seen. Only with ``memory``.
-        boot: the kernel's boot id. Only with ``processes``.
+        listed: /proc lists its processes, not those of the machine. Only with ``processes``.
+        boot: the kernel's boot id. Only with ``listed``.
     """
 
     memory: bool = True
     processes: bool = True
+    listed: bool = True
     boot: bool = True
 
 
 HOST = Kind()
 CONTAINER = Kind(boot=False)  # as docker makes one
-CONTAINER_OF_ALL_PROCESSES = Kind(processes=False, boot=False)  # docker run --pid=host
-NETWORK_ALONE = Kind(memory=False, processes=False, boot=False)
+CONTAINER_WITH_OTHERS_PROC = Kind(listed=False, boot=False)  # a pid in /proc is not the process that has it here
+CONTAINER_OF_ALL_PROCESSES = Kind(processes=False, listed=False, boot=False)  # docker run --pid=host
+NETWORK_ALONE = Kind(memory=False, processes=False, listed=False, boot=False)
 
 
 class Port(ctypes.Structure):
@@ -157,8 +160,8 @@ class Network:
             self._control = _Control.from_buffer(mmap.mmap(file.fileno(), 0))
         self.ports: Sequence[Port] = self._control.ports[: self._hosts]
         self.link(rate=0.0, round_trip_s=0.0)
-        names = [f"127.0.0.1 localhost\n{address} host{at}\n" for at, address in enumerate(self.addresses)]
-        (folder / "names").write_text("".join(names))
+        names = [f"{kind}{address} host{at}\n" for at, address in enumerate(self.addresses) for kind in ("", "::ffff:")]
+        (folder / "names").write_text("".join(["127.0.0.1 localhost\n", *names]))
         for number in range(self._hosts):
             self._processes.append(self._start(_host_command(self._kind, number, folder), "up"))
         switch = self._start(["unshare", "--net", str(program), str(control), str(self._hosts)], "entered")
@@ -205,6 +208,18 @@ class Network:
     def cut(self, one: int, other: int) -> None:
         """Let nothing through between two hosts, which others reach."""
         self._control.cut[one][other] = self._control.cut[other][one] = 1
+
+    def set_mtu(self, mtu: int) -> None:
+        """Set the MTU of all ports and of the hosts' interfaces, so that nothing too large is sent."""
+        for port, process in zip(self.ports, self._processes, strict=True):
+            port.mtu = mtu
+            _ip(process.pid, [f"link set {INTERFACE} mtu {mtu}"])
+
+    def kill(self, host: int) -> None:
+        """End a host as a loss of power does: nothing that its processes' end would send gets out."""
+        self.ports[host].down = 1
+        self._processes[host].kill()
+        self._processes[host].wait(_ENDS_WITHIN_S)
 
     def carried(self) -> list[tuple[int, int]]:
         """Bytes on the wire that have arrived: of each host, those that it has sent, and those that came to it."""
@@ -264,7 +279,9 @@ def _host_command(kind: Kind, number: int, folder: Path) -> list[str]:
         spaces += ["--mount", "--ipc", "--uts"]
         lines += [f"hostname host{number}", "mount -t tmpfs tmpfs /dev/shm", f"mount --bind {folder}/names /etc/hosts"]
     if kind.processes:
-        spaces += ["--pid", "--fork", "--kill-child", "--mount-proc"]
+        spaces += ["--pid", "--fork", "--kill-child"]
+    if kind.listed:
+        spaces.append("--mount-proc")
     if kind.boot:
         boot = folder / f"boot{number}"
         boot.write_text(f"{number:08}-0000-4000-8000-000000000000\n")
@@ -282,7 +299,7 @@ def _hear(process: subprocess.Popen[str], word: str) -> None:
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != word:
         process.kill()
-        raise OSError(f"{process.args}: {process.stderr.read()}")
+        raise OSError(f"{process.args!r}: {process.stderr.read()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -311,18 +328,22 @@ def _checked(result: int, what: str) -> None:
 
 
 def _go_on_in_child() -> None:
-    """Fork: a process is never moved to another namespace of processes, only its children are born there."""
+    """Fork, and return in the child: a process never changes its namespace of processes, only its children's.
+
+    The parent ends as the child does, and the child with the parent.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a thread that is to end this process late is no harm
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there are threads
         child = os.fork()
     if child == 0:
         _checked(_libc().prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL), "prctl")
         return
-    # Whoever knows this process asks it, with this signal, for its stack.
+    # Tests ask ranks for their stacks with this signal, by the pid that they know.
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGUSR1))
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
