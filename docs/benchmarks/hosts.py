@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_opt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before the standard library, which has a "test" too
-from test.hosts.network import INTERFACE, Network
+from test.hosts.network import INTERFACE, Network, Unavailable
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPT = "docs/benchmarks/hosts.py"
@@ -257,7 +257,11 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write if asked to."""
     arguments = parse()
-    text = report([measure(layout, arguments) for layout in arguments.layouts], arguments)
+    try:
+        text = report([measure(layout, arguments) for layout in arguments.layouts], arguments)
+    except Unavailable as why:
+        say(f"not measured: {why}")
+        return
     print(text)
     if arguments.write:
         write_result(arguments.write, "hosts", text)

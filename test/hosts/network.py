@@ -216,7 +216,7 @@ class Network:
             _ip(process.pid, [f"link set {INTERFACE} mtu {mtu}"])
 
     def kill(self, host: int) -> None:
-        """End a host as a loss of power does: nothing that its processes' end would send gets out."""
+        """End a host, with all its processes, as a loss of power does: nothing that their end would send gets out."""
         self.ports[host].down = 1
         self._processes[host].kill()
         self._processes[host].wait(_ENDS_WITHIN_S)
@@ -299,7 +299,7 @@ def _hear(process: subprocess.Popen[str], word: str) -> None:
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != word:
         process.kill()
-        raise OSError(f"{process.args!r}: {process.stderr.read()}")
+        raise OSError(process.stderr.read().strip())
 
 
 def _end(process: subprocess.Popen[str]) -> None:
