@@ -9,7 +9,7 @@ RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4
 
-.PHONY: demo test test-accelerator test-clients test-gpu lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-accelerator test-clients test-gpu test-hosts lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -53,7 +53,8 @@ crash: setup
 test-accelerator: setup
 	ZERO_OPT_ACCELERATOR=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test/accelerator
 
-# Ranks on hosts that are network namespaces, with connections' default timeouts: takes minutes. Needs root.
+# Ranks on hosts that are namespaces, in all layouts, over networks with all faults, and with connections' default
+# timeouts: takes a quarter of an hour. Needs root.
 test-hosts: setup
 	ZERO_OPT_HOSTS=long $(BIN)/python -m pytest test/hosts
 

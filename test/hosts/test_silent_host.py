@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
-from test.hosts.namespaces import ADDRESSES, cut_off, drop_large, fall_silent, join_host, require_namespaces
+from test.hosts.network import CONTAINER_OF_ALL_PROCESSES, Network
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import keepalive, peer_watch, process_identity, short_lived
+from zero_opt.comm import keepalive, peer_watch, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer import process_groups, sharded_optimizer
@@ -33,15 +33,17 @@ SILENT_S, PROBE_S = 3.0, 1.0
 AT_MOST_S = 120
 
 
-def _init(rank: int, world_size: int, folder: Path, hosts: int = 2, timeout_s: float = 2 * SECONDS) -> int:
-    """Join a host; its number. Of two, rank 1 has one for itself; of three, each rank has."""
-    host = rank if hosts == 3 else int(rank == 1)
-    join_host(rank, host, folder, hosts)
-    process_identity.host_id = lambda: f"host {host}"
-    store = dist.FileStore(str(folder / "store"), world_size)
+def _init(rank: int, world_size: int, network: Network, timeout_s: float = 2 * SECONDS) -> None:
+    """Join a host. Of two, rank 1 has one for itself; of three, each rank has."""
+    network.join(rank if len(network.ports) == 3 else int(rank == 1))
+    store = dist.FileStore(str(network.folder / "store"), world_size)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return host
+
+
+def _fall_silent(network: Network) -> None:
+    """Let nothing get to host 1 any more, nor from it, as if it had lost power."""
+    network.ports[1].down = 1
 
 
 def _shorten() -> None:
@@ -49,20 +51,20 @@ def _shorten() -> None:
     process_groups.HostLimits = partial(HostLimits, SILENT_S, PROBE_S)  # type: ignore[attr-defined,misc]
 
 
-def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short: bool) -> Any:
+def _one_falls_silent(rank: int, world_size: int, network: Network, when: str, short: bool) -> Any:
     if short:
         _shorten()
     process_exit._QUIET_S = 10.0 * SECONDS
-    host = _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     params, optimizer = make_stepped(2)
     if rank == 1:
         if when == "while waited for":
             time.sleep(1)
-        fall_silent(host)
-        (folder / "silent").touch()
+        _fall_silent(network)
+        (network.folder / "silent").touch()
         os.kill(os.getpid(), signal.SIGSTOP)  # what it hears nevertheless it does not answer
         return None
-    while when == "before" and not (folder / "silent").exists():
+    while when == "before" and not (network.folder / "silent").exists():
         time.sleep(0.01)
     begun = time.monotonic()
     with pytest.raises(zero_opt.PeerLost) as caught:
@@ -74,21 +76,20 @@ def _one_falls_silent(rank: int, world_size: int, folder: Path, when: str, short
 
 @pytest.mark.parametrize("when", ["before", "while waited for"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_silent_host_is_a_lost_rank(world_size: int, when: str, tmp_path: Path) -> None:
-    _require_named(world_size, when, tmp_path, short=True)
+def test_a_silent_host_is_a_lost_rank(world_size: int, when: str, two_hosts: Network) -> None:
+    _require_named(world_size, when, two_hosts, short=True)
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 @pytest.mark.parametrize("when", ["before", "while waited for"])
-def test_a_silent_host_is_a_lost_rank_within_two_minutes_by_default(when: str, tmp_path: Path) -> None:
-    assert _require_named(3, when, tmp_path, short=False) < AT_MOST_S
+def test_a_silent_host_is_a_lost_rank_within_two_minutes_by_default(when: str, two_hosts: Network) -> None:
+    assert _require_named(3, when, two_hosts, short=False) < AT_MOST_S
 
 
-def _require_named(world_size: int, when: str, folder: Path, short: bool) -> float:
+def _require_named(world_size: int, when: str, network: Network, short: bool) -> float:
     """Fail unless all other ranks name it; the longest that one took."""
-    require_namespaces()
     found = run_processes(
-        world_size, _one_falls_silent, folder, when, short, timeout=SECONDS, backend=None, may_hang={1}
+        world_size, _one_falls_silent, network, when, short, timeout=SECONDS, backend=None, may_hang={1}
     )
     for name, text, _ in found[:1] + found[2:]:
         assert name == "PeerLost", text
@@ -96,30 +97,29 @@ def _require_named(world_size: int, when: str, folder: Path, short: bool) -> flo
     return max(waited for _, _, waited in found[:1] + found[2:])
 
 
-def _fall_silent_for_good(host: int, *_: Any, **__: Any) -> None:
-    fall_silent(host)
+def _fall_silent_for_good(network: Network, *_: Any, **__: Any) -> None:
+    _fall_silent(network)
     time.sleep(SECONDS)
 
 
-def _one_falls_silent_in_construction(rank: int, world_size: int, folder: Path, where: str, short: bool) -> Any:
+def _one_falls_silent_in_construction(rank: int, world_size: int, network: Network, where: str, short: bool) -> Any:
     """Rank 1 does before it comes, or once all ranks are connected."""
     if short:
         _shorten()
-    host = _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     dist.barrier()
     if rank == 1 and where == "before it comes":
-        _fall_silent_for_good(host)
+        _fall_silent_for_good(network)
     if rank == 1:
-        sharded_optimizer.ShardedEngine = partial(_fall_silent_for_good, host)  # type: ignore[attr-defined]
+        sharded_optimizer.ShardedEngine = partial(_fall_silent_for_good, network)  # type: ignore[attr-defined]
     begun = time.monotonic()
     with pytest.raises(zero_opt.PeerLost) as caught:
         make_stepped(2)
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
 
 
-def _require_named_in_construction(where: str, folder: Path, short: bool) -> float:
-    require_namespaces()
-    ranks = 3, _one_falls_silent_in_construction, folder, where, short
+def _require_named_in_construction(where: str, network: Network, short: bool) -> float:
+    ranks = 3, _one_falls_silent_in_construction, network, where, short
     first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1})
     for name, text, _ in (first, last):
         if where == "before it comes":
@@ -135,63 +135,62 @@ WHERE = ["before it comes", "once all are connected"]
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_host_that_falls_silent_in_construction_is_named(where: str, tmp_path: Path) -> None:
-    _require_named_in_construction(where, tmp_path, short=True)
+def test_a_host_that_falls_silent_in_construction_is_named(where: str, two_hosts: Network) -> None:
+    _require_named_in_construction(where, two_hosts, short=True)
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 @pytest.mark.parametrize("where", WHERE)
-def test_it_is_named_within_two_minutes_by_default(where: str, tmp_path: Path) -> None:
-    assert _require_named_in_construction(where, tmp_path, short=False) < AT_MOST_S
+def test_it_is_named_within_two_minutes_by_default(where: str, two_hosts: Network) -> None:
+    assert _require_named_in_construction(where, two_hosts, short=False) < AT_MOST_S
 
 
-def _limits() -> list[int]:
+def _limits(network: Network) -> list[int]:
     """Milliseconds that other hosts may be silent, of each connection to one; 0 is no limit."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as each:
-            if each.family == socket.AF_INET and each.getpeername()[0] in ADDRESSES:
+            if each.family == socket.AF_INET and each.getpeername()[0] in network.addresses:
                 found.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
     return sorted(found)
 
 
-def _has_limits(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[int], list[int]]:
+def _has_limits(rank: int, world_size: int, network: Network) -> tuple[list[int], list[int], list[int]]:
     """Before the construction, when all are connected, and afterwards."""
-    _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     dist.barrier()
-    found, build = [_limits()], sharded_optimizer.ShardedEngine
+    found, build = [_limits(network)], sharded_optimizer.ShardedEngine
 
     def look_and_build(*arguments: Any) -> Any:
-        found.append(_limits())
+        found.append(_limits(network))
         return build(*arguments)
 
     sharded_optimizer.ShardedEngine = look_and_build
     _, optimizer = make_stepped(2)
-    found.append(_limits())
+    found.append(_limits(network))
     dist.barrier()  # a connection ends on both hosts when one closes it
     optimizer.close()
     before, during, after = found
     return before, during, after
 
 
-def test_connections_of_the_user_have_limits_during_construction_and_own_ones_until_the_end(tmp_path: Path) -> None:
-    require_namespaces()
-    for before, during, after in run_processes(2, _has_limits, tmp_path, timeout=SECONDS, backend=None):
+def test_connections_of_the_user_have_limits_during_construction_and_own_ones_until_the_end(two_hosts: Network) -> None:
+    for before, during, after in run_processes(2, _has_limits, two_hosts, timeout=SECONDS, backend=None):
         assert set(before) == {0} and set(during) == {75_000}
         assert len(during) > len(before) + 1
         assert after == [*[0] * (len(during) - 2), 75_000, 75_000]  # of training, and of state
 
 
-def _large_packets_are_lost(rank: int, world_size: int, folder: Path, short: bool) -> Any:
+def _large_packets_are_lost(rank: int, world_size: int, network: Network, short: bool) -> Any:
     """What rank 1 sends gets to rank 0 only in small packets, from the third step on."""
     if short:
         _shorten()
         peer_watch._NEWS_S = 2.0
-    host = _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     params, optimizer = make_stepped(2)
     group = optimizer._group
-    if host == 0 and rank == 0:
-        drop_large()
+    if rank == 0:
+        network.ports[0].mtu = 600
     group.all_gather_bytes(b"dropped")
     begun = time.monotonic()
     with pytest.raises(zero_opt.PeerLost) as caught:
@@ -199,10 +198,9 @@ def _large_packets_are_lost(rank: int, world_size: int, folder: Path, short: boo
     return str(caught.value), time.monotonic() - begun
 
 
-def _require_both_named(world_size: int, folder: Path, short: bool) -> float:
+def _require_both_named(world_size: int, network: Network, short: bool) -> float:
     """Fail unless all ranks name one of each host; the longest that one took."""
-    require_namespaces()
-    found = run_processes(world_size, _large_packets_are_lost, folder, short, timeout=SECONDS, backend=None)
+    found = run_processes(world_size, _large_packets_are_lost, network, short, timeout=SECONDS, backend=None)
     for text, _ in found:
         named = r"rank (\d)(?: \(pid \d+\))?"
         match = re.match(rf"{named}, {named} cannot reach each other any more: the network drops packets", text)
@@ -211,13 +209,13 @@ def _require_both_named(world_size: int, folder: Path, short: bool) -> float:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tmp_path: Path) -> None:
-    _require_both_named(world_size, tmp_path, short=True)
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, two_hosts: Network) -> None:
+    _require_both_named(world_size, two_hosts, short=True)
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
-def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(tmp_path: Path) -> None:
-    assert _require_both_named(2, tmp_path, short=False) < AT_MOST_S
+def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(two_hosts: Network) -> None:
+    assert _require_both_named(2, two_hosts, short=False) < AT_MOST_S
 
 
 CALLS = {
@@ -230,16 +228,16 @@ CALLS = {
 
 
 def _two_cannot_reach_each_other(
-    rank: int, world_size: int, folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None
+    rank: int, world_size: int, network: Network, call: str, apart: tuple[int, int], timeout_s: float | None
 ) -> Any:
     """What the call says on this rank, what ``state_dict()`` then says, and how long the call took."""
     if timeout_s is None:
         _shorten()
-    _init(rank, world_size, folder, hosts=3, timeout_s=timeout_s or 2 * SECONDS)
+    _init(rank, world_size, network, timeout_s=timeout_s or 2 * SECONDS)
     params, optimizer = make_stepped(2)
     dist.barrier()
     if rank == apart[0]:
-        cut_off(apart[1])
+        network.cut(*apart)
     begun, said = time.monotonic(), []
     for each in (lambda: CALLS[call](params, optimizer), optimizer.state_dict):
         with pytest.raises(zero_opt.PeerLost) as caught:
@@ -249,10 +247,9 @@ def _two_cannot_reach_each_other(
     return said, time.monotonic() - begun
 
 
-def _require_the_two_named(folder: Path, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
+def _require_the_two_named(network: Network, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
     """Fail unless all ranks, one of which reaches both, name the two; the longest that one took."""
-    require_namespaces()
-    ranks = 3, _two_cannot_reach_each_other, folder, call, apart, timeout_s
+    ranks = 3, _two_cannot_reach_each_other, network, call, apart, timeout_s
     found = run_processes(*ranks, timeout=SECONDS, backend=None)
     both = "rank {}, rank {}".format(*sorted(apart))
     for said, _ in found:
@@ -263,47 +260,46 @@ def _require_the_two_named(folder: Path, call: str, apart: tuple[int, int], time
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_two_hosts_that_cannot_reach_each_other_are_named_on_all(call: str, tmp_path: Path) -> None:
-    _require_the_two_named(tmp_path, call, (1, 2), None)
+def test_two_hosts_that_cannot_reach_each_other_are_named_on_all(call: str, three_hosts: Network) -> None:
+    _require_the_two_named(three_hosts, call, (1, 2), None)
 
 
 @pytest.mark.parametrize("apart", [(2, 1), (0, 1), (0, 2)])
-def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], tmp_path: Path) -> None:
-    _require_the_two_named(tmp_path, "step", apart, None)
+def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], three_hosts: Network) -> None:
+    _require_the_two_named(three_hosts, "step", apart, None)
 
 
-def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(tmp_path: Path) -> None:
+def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(three_hosts: Network) -> None:
     """The limits of connections follow the timeout: the real ones, of more than a minute, would name no rank."""
-    _require_the_two_named(tmp_path, "step", (1, 2), 30.0)
+    _require_the_two_named(three_hosts, "step", (1, 2), 30.0)
 
 
-def _asks_in_vain(rank: int, world_size: int, folder: Path) -> str:
+def _asks_in_vain(rank: int, world_size: int, network: Network) -> str:
     """Rank 1 does not answer that it lives, as where the store is out of its reach."""
     peer_watch._ALIVE_S = 1.0
     if rank == 1:
         peer_watch.Watch.doubt = lambda *_: None  # type: ignore[method-assign]
-    said, _ = _two_cannot_reach_each_other(rank, world_size, folder, "step", (1, 2), None)
+    said, _ = _two_cannot_reach_each_other(rank, world_size, network, "step", (1, 2), None)
     assert said[0].partition(" (")[0] == said[1].partition(" (")[0], said
     return str(said[0])
 
 
-def test_a_rank_that_lives_hears_which_rank_has_given_it_up_as_lost(tmp_path: Path) -> None:
-    require_namespaces()
-    first, given_up, last = run_processes(3, _asks_in_vain, tmp_path, timeout=SECONDS, backend=None)
+def test_a_rank_that_lives_hears_which_rank_has_given_it_up_as_lost(three_hosts: Network) -> None:
+    first, given_up, last = run_processes(3, _asks_in_vain, three_hosts, timeout=SECONDS, backend=None)
     assert given_up.startswith("rank 1, rank 2 cannot reach each other any more"), given_up
     for text in (first, last):
         assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
 
 
-def _waits_time_out_first(rank: int, world_size: int, folder: Path) -> list[str]:
+def _waits_time_out_first(rank: int, world_size: int, network: Network) -> list[str]:
     """Ranks 1 and 2 cannot reach each other, which no connection finds out before their waits time out."""
     keepalive._LEAST_S = 10.0 * SECONDS
     process_groups.HostLimits = partial(HostLimits, 10.0 * SECONDS, SECONDS)  # type: ignore[attr-defined,misc]
-    _init(rank, world_size, folder, hosts=3, timeout_s=8.0)
+    _init(rank, world_size, network, timeout_s=8.0)
     params, optimizer = make_stepped(2)
     dist.barrier()
     if rank == 1:
-        cut_off(2)
+        network.cut(1, 2)
     said = []
     with pytest.raises(zero_opt.PeerLost) as caught:
         CALLS["add_param_group"](params, optimizer)
@@ -318,9 +314,8 @@ def _waits_time_out_first(rank: int, world_size: int, folder: Path) -> list[str]
     return said
 
 
-def test_ranks_that_may_be_meant_are_named_where_none_can_tell(tmp_path: Path) -> None:
-    require_namespaces()
-    found = run_processes(3, _waits_time_out_first, tmp_path, timeout=SECONDS, backend=None)
+def test_ranks_that_may_be_meant_are_named_where_none_can_tell(three_hosts: Network) -> None:
+    found = run_processes(3, _waits_time_out_first, three_hosts, timeout=SECONDS, backend=None)
     for rank, (step, state) in enumerate(found):
         first, second = (other for other in range(3) if other != rank)
         assert step.startswith(f"one of rank {first}, rank {second} has ended, or its host does not answer, or the"), (
@@ -330,39 +325,39 @@ def test_ranks_that_may_be_meant_are_named_where_none_can_tell(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
-def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(tmp_path: Path) -> None:
-    assert _require_the_two_named(tmp_path, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
+def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(three_hosts: Network) -> None:
+    assert _require_the_two_named(three_hosts, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
 
 
-def _containers_of_one_host(rank: int, world_size: int, folder: Path) -> str:
+def _containers_of_one_host(rank: int, world_size: int, network: Network) -> str:
     """Of two that see each other's processes, one loses its network."""
     _shorten()
-    join_host(rank, rank, folder)
-    store = dist.TCPStore(ADDRESSES[0], 29500, world_size, is_master=rank == 0)  # a port of this network's own
+    network.join(rank)
+    store = dist.TCPStore(network.addresses[0], 29500, world_size, is_master=rank == 0)  # a port of this network's own
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     params, optimizer = make_stepped(2)
     dist.barrier()
     if rank == 1:
-        fall_silent(rank)
+        _fall_silent(network)
     with pytest.raises(zero_opt.PeerLost) as caught:
         take_step(params, optimizer)
-    (folder / f"told {rank}").touch()
-    while not (folder / f"told {1 - rank}").exists():
+    (network.folder / f"told {rank}").touch()
+    while not (network.folder / f"told {1 - rank}").exists():
         time.sleep(0.01)
     return str(caught.value)
 
 
-def test_a_network_that_fails_between_containers_of_one_host_is_named(tmp_path: Path) -> None:
+def test_a_network_that_fails_between_containers_of_one_host_is_named(make_network: Callable[..., Network]) -> None:
     """A process that lives has not ended, and has come, as far as anybody can tell."""
-    require_namespaces()
-    for said in run_processes(2, _containers_of_one_host, tmp_path, timeout=SECONDS, backend=None):
+    network = make_network(2, CONTAINER_OF_ALL_PROCESSES)
+    for said in run_processes(2, _containers_of_one_host, network, timeout=SECONDS, backend=None):
         assert "the network drops packets" in said and "has not come" not in said, said
 
 
-def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
+def _stops_for_a_while(rank: int, world_size: int, network: Network) -> float:
     """Rank 1 is stopped for longer than a host may be silent, while more is sent to it than its kernel accepts."""
     _shorten()
-    _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     param = torch.nn.Parameter(torch.ones(8 << 20))
     optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0)
     dist.barrier()
@@ -375,31 +370,29 @@ def _stops_for_a_while(rank: int, world_size: int, folder: Path) -> float:
     return float(param.detach().sum())
 
 
-def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(tmp_path: Path) -> None:
-    require_namespaces()
-    assert run_processes(2, _stops_for_a_while, tmp_path, timeout=SECONDS, backend=None) == [0.0, 0.0]
+def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(two_hosts: Network) -> None:
+    assert run_processes(2, _stops_for_a_while, two_hosts, timeout=SECONDS, backend=None) == [0.0, 0.0]
 
 
-def _falls_silent_in_a_broadcast(rank: int, world_size: int, folder: Path, where: str, short: bool) -> Any:
+def _falls_silent_in_a_broadcast(rank: int, world_size: int, network: Network, where: str, short: bool) -> Any:
     """Rank 1 does before it comes, or after the first tensor."""
     if short:
         short_lived.HostLimits = partial(HostLimits, SILENT_S, PROBE_S)  # type: ignore[attr-defined,misc]
-    host = _init(rank, world_size, folder)
+    _init(rank, world_size, network)
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
     zero_opt.broadcast_params(model)
     if rank == 1 and where == "before it comes":
-        _fall_silent_for_good(host)
+        _fall_silent_for_good(network)
     elif rank == 1:
-        Group.all_gather_bytes = partial(_fall_silent_for_good, host)  # type: ignore[method-assign,assignment]
+        Group.all_gather_bytes = partial(_fall_silent_for_good, network)  # type: ignore[method-assign,assignment]
     begun = time.monotonic()
     with pytest.raises(zero_opt.PeerLost) as caught:
         zero_opt.broadcast_params(model)
     return str(caught.value), time.monotonic() - begun
 
 
-def _require_named_in_a_broadcast(where: str, folder: Path, short: bool) -> float:
-    require_namespaces()
-    ranks = 3, _falls_silent_in_a_broadcast, folder, where, short
+def _require_named_in_a_broadcast(where: str, network: Network, short: bool) -> float:
+    ranks = 3, _falls_silent_in_a_broadcast, network, where, short
     first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1})
     for text, _ in (first, last):
         assert text.startswith("rank 1 has ended, or its host does not answer"), text
@@ -408,11 +401,11 @@ def _require_named_in_a_broadcast(where: str, folder: Path, short: bool) -> floa
 
 
 @pytest.mark.parametrize("where", ["before it comes", "within"])
-def test_a_host_that_falls_silent_in_a_broadcast_is_named(where: str, tmp_path: Path) -> None:
-    _require_named_in_a_broadcast(where, tmp_path, short=True)
+def test_a_host_that_falls_silent_in_a_broadcast_is_named(where: str, two_hosts: Network) -> None:
+    _require_named_in_a_broadcast(where, two_hosts, short=True)
 
 
 @pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
 @pytest.mark.parametrize("where", ["before it comes", "within"])
-def test_it_is_named_in_a_broadcast_within_two_minutes_by_default(where: str, tmp_path: Path) -> None:
-    assert _require_named_in_a_broadcast(where, tmp_path, short=False) < AT_MOST_S
+def test_it_is_named_in_a_broadcast_within_two_minutes_by_default(where: str, two_hosts: Network) -> None:
+    assert _require_named_in_a_broadcast(where, two_hosts, short=False) < AT_MOST_S

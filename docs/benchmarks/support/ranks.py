@@ -1,4 +1,4 @@
-"""Runs one system on forked gloo ranks: times, bytes sent, peak memory, final loss."""
+"""Runs one system on forked gloo ranks, of one host or of several: times, bytes sent, peak memory, final loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,11 +21,12 @@ import torch
 import torch._dynamo  # every optimizer would import it, on every rank: here it is shared, like torch itself
 import torch.distributed as dist
 from support.model import Batch, make_data, make_model
-from support.systems import SYSTEMS, Trainer
+from support.systems import SYSTEMS, System, Trainer
 
 # Of the kernel's struct tcp_info.
 _BYTES_ACKED_AT, _TCP_INFO_BYTES = 120, 256
 _RUN_LIMIT_S = 600.0
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Run:
 
     Attributes:
         sampled: take memory samples, which slow the run down, instead of being timed.
+        systems: where ``system`` is found.
+        join: called with its number on each rank, first of all: joins a host, and returns the interface to others.
     """
 
     system: str
@@ -41,6 +45,8 @@ class Run:
     warmup: int
     steps: int
     sampled: bool = False
+    systems: Mapping[str, System] = field(default_factory=lambda: SYSTEMS)
+    join: Callable[[int], str] | None = None
 
 
 @dataclass
@@ -49,9 +55,10 @@ class Outcome:
 
     Attributes:
         cpu: processor time, all threads of a rank.
-        wire: bytes a rank sent per step, the most of all ranks.
+        wire: bytes a rank sent per step, the most of all ranks; between hosts, bytes its host sent to others.
         pss: peak memory of a rank in bytes, pages that ranks share counted once in all; 0 unless sampled.
         loss: of the last step, mean over ranks.
+        began, ended: of the timed steps, in seconds of the system's monotonic clock.
     """
 
     forward: float
@@ -61,6 +68,8 @@ class Outcome:
     cpu: float
     wire: float
     loss: float
+    began: float
+    ended: float
     pss: float = 0.0
 
 
@@ -81,11 +90,17 @@ def sent_bytes() -> int:
     return total
 
 
-def settled_sent_bytes() -> int:
-    """:func:`sent_bytes` once nothing is in flight."""
+def interface_bytes(interface: str) -> int:
+    """Bytes that a network interface has sent, with packet headers, as the kernel counts them."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.split()[0] == f"{interface}:")
+
+
+def settled_sent_bytes(interface: str) -> int:
+    """What this rank has sent, or through an interface to other hosts its host, once nothing is in flight."""
     dist.barrier()
     time.sleep(0.1)
-    return sent_bytes()
+    return sent_bytes() if interface == LOOPBACK else interface_bytes(interface)
 
 
 def median(values: list[float]) -> float:
@@ -109,17 +124,19 @@ def train(trainer: Trainer, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> t
     return times, loss.item()
 
 
-def measured(run: Run, rank: int) -> dict[str, float]:
+def measured(run: Run, rank: int, interface: str) -> dict[str, float]:
     """Build the system, train, and measure what comes after the warm-up."""
     pairs = make_data(rank, run.warmup + run.steps, run.batch)
-    trainer = SYSTEMS[run.system].build(make_model(run.batch.tokens), run.batch)
+    trainer = run.systems[run.system].build(make_model(run.batch.tokens), run.batch)
     train(trainer, pairs[: run.warmup])
-    sent = settled_sent_bytes()
-    before = os.times()
+    trainer.settle()
+    sent = settled_sent_bytes(interface)
+    before, began = os.times(), time.monotonic()
     times, loss = train(trainer, pairs[run.warmup :])
-    after = os.times()
+    after, ended = os.times(), time.monotonic()
     cpu = 1e3 * (after.user + after.system - before.user - before.system) / run.steps
-    wire = (settled_sent_bytes() - sent) / run.steps
+    trainer.settle()
+    wire = (settled_sent_bytes(interface) - sent) / run.steps
     forward, backward, step, total = (median(list(column)) for column in zip(*times))
     return {
         "forward": forward,
@@ -129,6 +146,8 @@ def measured(run: Run, rank: int) -> dict[str, float]:
         "cpu": cpu,
         "wire": wire,
         "loss": loss,
+        "began": began,
+        "ended": ended,
     }
 
 
@@ -136,12 +155,13 @@ def rank_main(run: Run, rank: int, store: str, answer: Connection) -> None:
     """One rank: sends what it measured, or a traceback."""
     warnings.simplefilter("ignore")  # the peers' own deprecations
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world_size), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     try:
+        interface = os.environ["GLOO_SOCKET_IFNAME"] = run.join(rank) if run.join else LOOPBACK
         shared = dist.FileStore(store, run.world_size)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=run.world_size)
-        answer.send(measured(run, rank))
+        answer.send(measured(run, rank, interface))
         dist.barrier()
     except BaseException:
         answer.send(traceback.format_exc())

@@ -20,11 +20,12 @@ HYPERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
 
 @dataclass(frozen=True)
 class Trainer:
-    """One system, ready to train. ``step`` includes dropping the gradients."""
+    """One system, ready to train. ``step`` includes dropping the gradients; ``settle`` ends what goes on after it."""
 
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor], None]
     step: Callable[[], None]
+    settle: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class System:
     trains: bool = True
 
 
-def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+    """A model and its optimizer."""
+
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Trainer(model, torch.Tensor.backward, step)
+    return Trainer(model, torch.Tensor.backward, step, getattr(optimizer, "flush", lambda: None))
 
 
 def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
@@ -50,16 +53,18 @@ def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
 
 def _ddp_adamw(model: LanguageModel, _: Batch) -> Trainer:
     wrapped = DistributedDataParallel(model)
-    return _trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
+    return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
-def _zero_redundancy(*, views: bool) -> Callable[[LanguageModel, Batch], Trainer]:
+def zero_redundancy(*, views: bool) -> Callable[[LanguageModel, Batch], Trainer]:
+    """DDP, with ``gradient_as_bucket_view`` or not, and ZeroRedundancyOptimizer."""
+
     def build(model: LanguageModel, _: Batch) -> Trainer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS)
-        return _trainer(wrapped, optimizer)
+        return trainer(wrapped, optimizer)
 
     return build
 
@@ -72,7 +77,7 @@ def _fsdp2(model: LanguageModel, _: Batch) -> Trainer:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return _trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
+    return trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
 
 
 def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
@@ -95,7 +100,7 @@ def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batc
     def build(model: LanguageModel, _: Batch) -> Trainer:
         wrapped: nn.Module = DistributedDataParallel(model) if ddp else model
         optimizer = zero_opt.ShardedOptimizer(wrapped.parameters(), torch.optim.AdamW, reduction=reduction, **HYPERS)
-        return _trainer(wrapped, optimizer)
+        return trainer(wrapped, optimizer)
 
     return build
 
@@ -104,8 +109,8 @@ FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedunda
 SYSTEMS: dict[str, System] = {
     FLOOR: System(_compute_alone, trains=False),
     DDP: System(_ddp_adamw),
-    ZERO: System(_zero_redundancy(views=False)),
-    "the same with gradient_as_bucket_view": System(_zero_redundancy(views=True)),
+    ZERO: System(zero_redundancy(views=False)),
+    "the same with gradient_as_bucket_view": System(zero_redundancy(views=True)),
     "FSDP2 + AdamW": System(_fsdp2),
     DEEPSPEED: System(_deepspeed),
     "Overlapped()": System(_ours(zero_opt.Overlapped()), ours=True),

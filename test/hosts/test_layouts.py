@@ -1,0 +1,59 @@
+"""Ranks spread over hosts in several ways: which exchange they choose, and that it does not show in any bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from test.hosts.network import (
+    CONTAINER,
+    CONTAINER_OF_ALL_PROCESSES,
+    CONTAINER_WITH_OTHERS_PROC,
+    HOST,
+    NETWORK_ALONE,
+    Kind,
+    Network,
+)
+from test.hosts.training import PATIENCE_S, Layout, Trained, connect, train, trained_on_one_host
+from test.support.harness import assert_bitwise, run_processes
+
+LONG = os.environ.get("ZERO_OPT_HOSTS") == "long"
+SHARED_MEMORY, MESSAGES = "HostExchange", "PairwiseExchange"
+
+# What each host is, and the exchange that is right between them: memory of processes that cannot be seen cannot be
+# mapped.
+KINDS: dict[str, tuple[Kind, str]] = {
+    "hosts": (HOST, MESSAGES),
+    "containers": (CONTAINER, MESSAGES),
+    "containers with others' proc": (CONTAINER_WITH_OTHERS_PROC, MESSAGES),
+    "containers of all processes": (CONTAINER_OF_ALL_PROCESSES, SHARED_MEMORY),
+    "networks": (NETWORK_ALONE, SHARED_MEMORY),
+}
+LAYOUTS: list[Layout] = [(1, 1), (2, 2), (1, 1, 1, 1), (2, 1, 1)]
+CASES = [((1, 1), "hosts"), ((2, 1, 1), "hosts"), ((1, 1), "containers of all processes")]
+if LONG:
+    CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS]
+
+
+def _train_on_hosts(rank: int, world_size: int, network: Network, layout: Layout, late: bool) -> Trained:
+    connect(rank, network, layout)
+    return train(rank, late=late)
+
+
+@pytest.mark.parametrize("late", [False, True] if LONG else [False])
+@pytest.mark.parametrize(
+    ("layout", "kind"), CASES, ids=lambda part: "+".join(map(str, part)) if part in LAYOUTS else part
+)
+def test_the_exchange_is_right_and_the_bits_are_those_of_one_host(
+    layout: Layout, kind: str, late: bool, make_network: Callable[..., Network]
+) -> None:
+    what, exchange = KINDS[kind]
+    network = make_network(len(layout), what)
+    ranks = sum(layout), _train_on_hosts, network, layout, late
+    expected = trained_on_one_host(sum(layout))
+    assert expected.exchange == SHARED_MEMORY
+    for trained in run_processes(*ranks, timeout=PATIENCE_S, backend=None):
+        assert trained.exchange == exchange
+        assert_bitwise(trained.params, expected.params)
