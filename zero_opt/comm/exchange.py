@@ -23,7 +23,7 @@ from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
 
-_T = TypeVar("_T")
+_Part = TypeVar("_Part")
 
 # The dtypes of which native kernels compute means, and the kernels' names of them.
 NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtype in GRAD_DTYPES}}
@@ -90,13 +90,13 @@ class StagingPool:
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
 
-def in_tree_order(parts: Iterable[_T], add: Callable[[_T, _T], _T]) -> _T:
+def in_tree_order(parts: Iterable[_Part], add: Callable[[_Part, _Part], _Part]) -> _Part:
     """Add up one part per rank in the one order that all exchanges keep; see [Note: order of summation].
 
     Args:
         parts: in rank order; at most one sum per power of two is kept while they come.
     """
-    sums: list[tuple[int, _T]] = []  # how many parts, a power of two, and their sum; fewer and fewer
+    sums: list[tuple[int, _Part]] = []  # how many parts, a power of two, and their sum; fewer and fewer
     for part in parts:
         count, total = 1, part
         while sums and sums[-1][0] == count:

@@ -70,15 +70,19 @@ class SparseGrads:
         owner = partition.owner_of_start(index)
         param = partition.flats[index].param
         parts = (
-            described and self._fetch(param, mine if rank == partition.rank else None, rank, owner, described)
+            self._fetch(param, mine if rank == partition.rank else None, rank, owner, described)
             for rank, described in enumerate(shapes)
         )
         total = in_tree_order(parts, _added)
         if total is not None:
             self._reduced[index] = total.to(param.device) / partition.world_size
 
-    def _fetch(self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int]) -> Tensor | None:
-        """Bring one rank's sparse gradient to the owner, in host memory; returns ``None`` on other ranks."""
+    def _fetch(
+        self, param: Tensor, mine: Tensor | None, rank: int, owner: int, described: list[int] | None
+    ) -> Tensor | None:
+        """Bring one rank's sparse gradient, if it has one, to the owner; returns ``None`` on other ranks."""
+        if described is None:
+            return None
         group, (sparse_dim, count) = self._parts.agreement.group, described
         if mine is None:
             indices = torch.empty(sparse_dim, count, dtype=torch.int64, device="cpu")
