@@ -41,7 +41,7 @@ class UnsupportedOptimizer(ZeroOptError, ValueError):
 
 
 class UnsupportedParam(ZeroOptError, TypeError):
-    """A parameter cannot be sharded (sparse, overlapping memory, changed since construction)."""
+    """A parameter, its gradient or state cannot be sharded or stepped (sparse, overlapping memory, another dtype)."""
 
 
 class ProcessGroupError(ZeroOptError, RuntimeError):
@@ -134,6 +134,10 @@ class NonFiniteGradient(ZeroOptError, RuntimeError):
 
 class StateDictError(ZeroOptError, ValueError):
     """A state dict does not fit the optimizer; nothing was changed."""
+
+
+class StateDictTypeError(StateDictError, TypeError):
+    """A value in a state dict, or in the state that is stepped, has a type that cannot work; nothing was changed."""
 
 
 class StateOffloaded(ZeroOptError, RuntimeError):

@@ -1,5 +1,5 @@
-"""The project's own lint: size limits, names that only certain modules may use, no wait without a bound, native
-includes that only go down, and where tests lie.
+"""The project's own lint: size limits, names that only certain modules may use, no wait without a bound, no bare
+builtin error, native includes that only go down, and where tests lie.
 
 Run as a script it prints every finding as path:line: message and fails if there is one.
 """
@@ -7,6 +7,7 @@ Run as a script it prints every finding as path:line: message and fails if there
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +94,18 @@ TESTS, SUPPORT, UNIT = "test", "support", "unit"
 MIRRORS = (UNIT, "distributed")
 TESTS_ALONE = (*MIRRORS, "whole")
 
+# Builtin errors that a module may raise: those that its caller expects, and no user sees. What users may see is a
+# ZeroOptError.
+BUILTIN_ERRORS: Mapping[str, set[str]] = {
+    "comm.shared_memory_exchange": {"OSError"},  # answered by an exchange without shared memory
+    "optimizer.dtensors.local_view": {"KeyError"},  # of a mapping
+    "optimizer.sharded_optimizer": {"AttributeError"},  # of __getattr__
+    "placement.nvme.state_file": {"OSError"},  # becomes StorageFailed
+    "placement.selective.column_state": {"KeyError"},  # of a mapping
+    "state.state_dict": {"KeyError"},  # becomes StateDictError
+    "system.background_thread": {"RuntimeError"},  # what Python raises of itself where threads start at exit
+    "system.shared_memory": {"OSError"},  # answered by whoever maps memory
+}
 # Names that a module may define though another one does.
 DEFINED_ANYWHERE = {"__all__", "main"}
 
@@ -247,6 +260,18 @@ def native_wait_findings(source: str) -> Iterator[Finding]:
             yield number, f"{found[0]} waits without a bound"
 
 
+def raise_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
+    """Every builtin error that is raised where users may see it."""
+    allowed = BUILTIN_ERRORS.get(module, set())
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        name = dotted(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException) and name not in allowed:
+            yield node.lineno, f"raises a bare {name}: raise a ZeroOptError that is a {name} too, or see BUILTIN_ERRORS"
+
+
 def include_findings(source: str, folder: str) -> Iterator[Finding]:
     """Every include in a native file of a folder that does not go down, or is not spelled from native/ on."""
     floors = {name: floor for floor, names in enumerate(NATIVE_FLOORS) for name in names}
@@ -319,6 +344,7 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
     yield from wait_findings(tree, ".".join(parts))
     yield from thread_findings(tree, ".".join(parts))
     yield from default_findings(tree)
+    yield from raise_findings(tree, ".".join(parts))
     if parts[0] != COLLECTIVES_ROOM:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):

@@ -32,6 +32,21 @@ def test_sizes(source: str, expected: list[str]) -> None:
     assert all(message.startswith(start) for message, start in zip(found, expected))
 
 
+def test_builtin_errors_are_found() -> None:
+    def of(source: str, module: str = "kernels.runs") -> list[str]:
+        return [message for _, message in rules.raise_findings(ast.parse(source), module)]
+
+    for source in (
+        "raise ValueError('x')",
+        "raise TypeError",
+        "try: f()\nexcept OSError as e: raise KeyError from e",
+    ):
+        assert len(of(source)) == 1
+    for source in ("raise ConfigError('x')", "try: pass\nexcept OSError: raise", "raise error", "raise type(e)(text)"):
+        assert not of(source)
+    assert not of("raise OSError('x')", "system.shared_memory")
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -29,6 +29,7 @@ SECOND_BASE = {
     "PeerSilent": RuntimeError,
     "NonFiniteGradient": RuntimeError,
     "StateDictError": ValueError,
+    "StateDictTypeError": TypeError,
     "StateNotConsolidated": RuntimeError,
     "StateOffloaded": RuntimeError,
     "OptimizerClosed": RuntimeError,

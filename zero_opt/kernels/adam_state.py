@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateDictError, StateDictTypeError, quoted
 from ..policies import AdamState
 from ..system.extension import native
-from .checks import DTYPE_NAMES, check_tensor
+from .checks import DTYPE_NAMES, check_tensor, is_number_of_steps, oddity
 from .runs import BASES, blocks_of, check_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -98,34 +99,41 @@ def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
 
 
 def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamState) -> None:
-    """Raise TypeError or ValueError, naming the entry, for what a state in torch's form lacks or has in another shape.
+    """Raise StateDictError, naming the entry, for what a state in torch's form lacks or has in another shape.
 
     Args:
         name: what error messages call the param.
     """
+    if not isinstance(plain, Mapping):
+        raise StateDictTypeError(f"the state saved for {name} must be a dict, got a {type(plain).__name__}")
     for key in ("step", *MOMENTS):
         if key not in plain:
-            raise ValueError(f"the state saved for {name} has no {key}")
+            raise StateDictError(f"the state saved for {name} has no {key}")
     count = plain["step"]
-    if not isinstance(count, (int, float)) and not (isinstance(count, Tensor) and count.numel() == 1):
-        raise TypeError(f"step saved for {name} must be a number, got {count!r}")
+    if not is_number_of_steps(count):
+        raise StateDictTypeError(f"step saved for {name} must be a number of steps, got {quoted(count)}")
     for key in (*MOMENTS, "max_exp_avg_sq", "master"):
-        value = plain.get(key)
-        if key in plain and not (
-            isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
-        ):
-            raise TypeError(f"{key} saved for {name} must be a floating-point tensor, got {value!r:.80}")
-        if value is not None and value.shape != param.shape:
-            raise ValueError(f"{key} saved for {name} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+        if key in plain:
+            _check_array(f"{key} saved for {name}", plain[key], param)
     if form != AdamState():
         check_tensor(name, param, None, param_dtypes(form))
+
+
+def _check_array(what: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise StateDictTypeError(f"{what} must be a floating-point tensor, got {quoted(value)}")
+    odd = None if param.is_meta else oddity(value)
+    if odd is not None:
+        raise StateDictTypeError(f"{what} must be a dense tensor with values, and is {odd}")
+    if value.shape != param.shape:
+        raise StateDictError(f"{what} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
 
 
 def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a live state in torch's form. What is in that form already is not copied.
 
     Raises:
-        TypeError, ValueError: the state does not fit the param, which is called ``name``.
+        UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
     """
     check_arrays(name, arrays_of(state, param))
     plain = {key: value for key, value in state.items() if key not in ("remainder", "exp_avg_base", "exp_avg_sq_base")}

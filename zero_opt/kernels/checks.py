@@ -6,6 +6,7 @@ dtype, layout, overlap, a missing storage) is checked here, before anything is w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from ..errors import ConfigError, UnsupportedParam
 from ..system.extension import native
 from .strides import is_dense, overlaps
 
@@ -25,6 +27,8 @@ DTYPE_NAMES = {
     torch.float16: "float16",
     torch.uint8: "uint8",
 }
+# In fp32, in which steps are counted.
+_MOST_STEPS = torch.finfo(torch.float32).max
 
 
 class NativeIsas(NamedTuple):
@@ -52,7 +56,7 @@ def native_isas() -> NativeIsas:
 def check_tensor(
     what: str, tensor: Any, shape: torch.Size | None = None, dtypes: tuple[torch.dtype, ...] = FLOAT32
 ) -> None:
-    """Raise TypeError or ValueError, naming ``what``, unless the kernel can work on this tensor.
+    """Raise UnsupportedParam or ConfigError, naming ``what``, unless the kernel can work on this tensor.
 
     Args:
         what: the tensor's name in the message.
@@ -71,22 +75,22 @@ def check_tensor(
     ):
         return  # the usual case, at a third of the price
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
+        raise UnsupportedParam(f"{what} must be a torch.Tensor, got {type(tensor).__name__}")
     if is_lazy(tensor):
-        raise TypeError(f"{what} is not initialized yet; run a forward pass first")
+        raise UnsupportedParam(f"{what} is not initialized yet; run a forward pass first")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
+        raise UnsupportedParam(f"{what} must be dense, got layout {tensor.layout}; SparseAdam takes sparse gradients")
     if not tensor.is_cpu:
-        raise TypeError(f"{what} must be on the CPU, got device {tensor.device}")
+        raise UnsupportedParam(f"{what} must be on the CPU, got device {tensor.device}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        raise UnsupportedParam(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if shape is not None and tensor.shape != shape:
-        raise ValueError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        raise ConfigError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.numel() and not tensor.data_ptr():
-        raise TypeError(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
+        raise UnsupportedParam(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
     check_reach(what, tensor)
     if tensor.numel() and overlaps(tensor.shape, tensor.stride()):
-        raise ValueError(
+        raise ConfigError(
             f"{what} has elements that may share memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
             "pass a clone"
         )
@@ -98,18 +102,71 @@ def _reach(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
+def _reaches_beyond(tensor: Tensor) -> bool:
+    """Return whether the storage was made smaller than the tensor over it."""
+    return tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a strided tensor lie in memory of its own."""
+    return not tensor.numel() or bool(tensor.data_ptr() and not _reaches_beyond(tensor))
+
+
+@functools.cache
+def has_values(dtype: torch.dtype) -> bool:
+    """Return whether torch can cast elements of a dtype. Those of some are bits without a value."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
+    except RuntimeError:
+        return False
+    return True
+
+
+def oddity(value: Tensor) -> str | None:
+    """Return what a tensor is that is not dense, or has no elements in memory of a dtype that torch can cast."""
+    if value.is_nested or value.is_quantized:
+        return "nested" if value.is_nested else "quantized"
+    if value.is_meta or value.layout is not torch.strided:
+        return "on the meta device" if value.is_meta else str(value.layout)
+    if is_lazy(value) or not has_memory(value):
+        return f"a {type(value).__name__} without memory of its own"
+    return None if has_values(value.dtype) else str(value.dtype)
+
+
+def is_count(step: Any) -> bool:
+    """Return whether a loaded value can be a step count: if it is a number, a real one that fp32 can hold.
+
+    What is no single number is for others to check.
+    """
+    if isinstance(step, Tensor):
+        if step.is_meta or step.is_nested or step.numel() != 1:
+            return True
+        if step.is_complex() or step.dtype is torch.bool or not has_values(step.dtype):
+            return False
+        step = step.item()
+    if isinstance(step, (bool, complex)):
+        return False
+    return not isinstance(step, (int, float)) or 0 <= step <= _MOST_STEPS
+
+
+def is_number_of_steps(step: Any) -> bool:
+    """Return whether a value is a step count: one number, or a tensor of one."""
+    is_number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
+    return is_number and not (isinstance(step, Tensor) and step.is_meta) and is_count(step)
+
+
 def check_reach(what: str, tensor: Tensor) -> None:
-    """Raise ValueError if the storage was made smaller than the tensor over it."""
-    if tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes():
-        raise ValueError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
+    """Raise ConfigError if the storage was made smaller than the tensor over it."""
+    if _reaches_beyond(tensor):
+        raise ConfigError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise ValueError, naming both, if two tensors share an element: threads would step it at the same time."""
+    """Raise ConfigError, naming both, if two tensors share an element: threads would step it at the same time."""
     pair = shared_pair([tensor for _, tensor in named])
     if pair is not None:
         name, other_name = (named[at][0] for at in pair)
-        raise ValueError(f"{name} and {other_name} share memory; pass one of them, or clones")
+        raise ConfigError(f"{name} and {other_name} share memory; pass one of them, or clones")
 
 
 def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigTypeError
+from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, ZeroOptError
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
 from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
@@ -48,11 +48,11 @@ class NativeOptions(TypedDict, total=False):
 def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return torch's implementation switches with ``fused`` on, as state_dict() shows them."""
     if options.get("fused") is False:
-        raise ValueError(f"{name} is a fused kernel; for fused=False use torch.optim")
+        raise ConfigError(f"{name} is a fused kernel; for fused=False use torch.optim")
     if options.get("foreach"):
-        raise ValueError(f"{name} is a fused kernel; for foreach=True use torch.optim")
+        raise ConfigError(f"{name} is a fused kernel; for foreach=True use torch.optim")
     if options.get("differentiable"):
-        raise ValueError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
+        raise ConfigError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
     return {**options, "fused": True}
 
 
@@ -123,23 +123,23 @@ class _NativeStep(torch.optim.Adam):
     # -- params -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise TypeError or ValueError for a param that the kernel cannot update."""
+        """Add a group as torch does; raise a ZeroOptError for a param that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for position, param in enumerate(self.param_groups[-1]["params"]):
                 if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
                     self._check_param(self._name(len(self.param_groups) - 1, position), param)
-        except (TypeError, ValueError):
+        except ZeroOptError:
             self.param_groups.pop()
             raise
 
     def _check_param(self, name: str, param: Tensor) -> None:
         try:
             check_tensor(name, param, None, param_dtypes(self._form))
-        except TypeError as error:
+        except UnsupportedParam as error:
             if param.dtype in HALVES and self._form.master is None:
-                raise TypeError(
+                raise UnsupportedParam(
                     f"{error}; state=zero_opt.AdamState(master='float32') or 'split' keeps an fp32 master for it"
                 ) from None
             raise
@@ -262,8 +262,8 @@ class _NativeStep(torch.optim.Adam):
             grad_scale: what gradients are multiplied by first, in the same pass over memory.
 
         Raises:
-            TypeError, ValueError: a param, gradient or state that the kernel cannot work on, by name; no param and no
-                state has been changed.
+            UnsupportedParam, ConfigError, ConfigTypeError, StateDictError: a param, gradient or state that the kernel
+                cannot work on, by name; no param and no state has been changed.
         """
         loss = None
         if closure is not None:
@@ -298,7 +298,8 @@ class CPUAdam(_NativeStep):
             other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
 
     Raises:
-        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        UnsupportedParam, ConfigError, ConfigTypeError: a param that the kernel cannot update, or an option.
+        TypeError, ValueError: a hyperparameter that torch refuses too.
         NativeUnavailable: the extension was not built.
     """
 
@@ -321,7 +322,8 @@ class CPUAdamW(_NativeStep, torch.optim.AdamW):
             other options. ``fused`` may be None or True; ``capturable`` changes nothing here.
 
     Raises:
-        TypeError, ValueError: a param that the kernel cannot update, or a hyperparameter that torch refuses too.
+        UnsupportedParam, ConfigError, ConfigTypeError: a param that the kernel cannot update, or an option.
+        TypeError, ValueError: a hyperparameter that torch refuses too.
         NativeUnavailable: the extension was not built.
     """
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native
 from .adam_state import ROLES
 from .checks import DTYPE_NAMES, GRAD_DTYPES, check_apart, check_tensor, has_order, storage_order
@@ -133,7 +134,8 @@ def adam_update_(
         How many gradient elements, after scaling, were infinite or NaN.
 
     Raises:
-        TypeError, ValueError: a tensor that the kernel cannot work on, by name; nothing has been written.
+        UnsupportedParam, ConfigTypeError, ConfigError: a tensor that the kernel cannot work on, by name; nothing has
+            been written.
         NativeUnavailable: there is no native extension here.
     """
     updates = list(updates)
@@ -153,13 +155,13 @@ def adam_update_(
 
 def _check_update(update: AdamUpdate) -> None:
     if not isinstance(update, AdamUpdate):
-        raise TypeError(f"updates must be AdamUpdates, got {type(update).__name__}")
+        raise ConfigTypeError(f"updates must be AdamUpdates, got {type(update).__name__}")
     if not isinstance(update.hypers, AdamHypers):
-        raise TypeError(f"hypers of {update.name} must be AdamHypers, got {type(update.hypers).__name__}")
+        raise ConfigTypeError(f"hypers of {update.name} must be AdamHypers, got {type(update.hypers).__name__}")
     if not isinstance(update.step, (int, float)):
-        raise TypeError(f"step of {update.name} must be a number, got {update.step!r}")
+        raise ConfigTypeError(f"step of {update.name} must be a number, got {update.step!r}")
     if not update.step >= 1:
-        raise ValueError(f"step of {update.name} counts from 1, got {update.step!r}")
+        raise ConfigError(f"step of {update.name} counts from 1, got {update.step!r}")
     check_arrays(update.name, update.arrays())
     check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
 
@@ -177,13 +179,13 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int 
         threads: as for :func:`adam_update_`.
 
     Raises:
-        ValueError: tensors that are not such. NativeUnavailable: no native extension here.
+        ConfigError: tensors that are not such. NativeUnavailable: no native extension here.
     """
     runs = []
     for target, source in zip(targets, sources, strict=True):
         plain = target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()
         if not plain or target.dtype is not source.dtype or target.numel() != source.numel():
-            raise ValueError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
+            raise ConfigError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
         runs.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))
     count = checked_threads(threads)
     native.copy_runs(runs, threads=count)
@@ -224,7 +226,7 @@ def grad_squares(
         isa: as for :func:`adam_update_`.
 
     Raises:
-        TypeError, ValueError: a gradient that the kernel cannot read. NativeUnavailable: no native extension here.
+        UnsupportedParam, ConfigError: a gradient that the kernel cannot read. NativeUnavailable: no native extension.
     """
     grads = list(grads)
     for number, grad in enumerate(grads):

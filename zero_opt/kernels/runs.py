@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native
 from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
 
@@ -35,7 +36,7 @@ def blocks_of(numel: int) -> int:
 
 
 def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
-    """Raise TypeError or ValueError unless these tensors, by role, make up one param's step.
+    """Raise UnsupportedParam, ConfigTypeError or ConfigError unless these tensors, by role, make up one param's step.
 
     Args:
         name: what error messages call the param.
@@ -43,7 +44,7 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
     """
     for role in ("param", "exp_avg", "exp_avg_sq"):
         if arrays.get(role) is None:
-            raise TypeError(f"{name} has no {role}")
+            raise ConfigTypeError(f"{name} has no {role}")
     param = arrays["param"]
     check_tensor(f"param of {name}", param, None, SPLIT_PARAM if "remainder" in arrays else FLOAT32)
     for role, dtypes in SHAPED.items():
@@ -53,13 +54,13 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
     check_reach(f"param of {name}", param)
     first, second = arrays["exp_avg"].dtype, arrays["exp_avg_sq"].dtype
     if first is not second:
-        raise TypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
+        raise ConfigTypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
     if first is torch.uint8:
         for role in BASES:
             base = arrays.get(role)
             check_tensor(f"{role} of {name}", base, torch.Size([blocks_of(param.numel())]), INT16)
             if not has_order(arrays[role.removesuffix("_base")], storage_order(param)):
-                raise ValueError(f"8-bit moments of {name} must lie in memory as the param does")
+                raise ConfigError(f"8-bit moments of {name} must lie in memory as the param does")
 
 
 class BoundRun:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateDictError, StateDictTypeError, quoted
 from .adam_state import ROLES, arrays_of
-from .checks import check_tensor
+from .checks import check_tensor, is_number_of_steps
 from .runs import BoundRun, check_arrays
 
 
@@ -28,7 +29,7 @@ class Slot(BoundRun):
         if not amsgrad:
             arrays.pop("max_exp_avg_sq", None)
         elif "max_exp_avg_sq" not in arrays:
-            raise ValueError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
+            raise StateDictError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
         check_arrays(name, arrays)
         super().__init__(arrays, grad.dtype, kept_step=_kept_step(name, state))
         self.amsgrad, self.shape = amsgrad, param.shape
@@ -95,8 +96,10 @@ def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
     """Return the step count as the kernel reads and writes it."""
     step = state.get("step")
     if step is None:
-        raise TypeError(f"{name} has no step")
+        raise StateDictTypeError(f"{name} has no step")
     if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu and step.numel() == 1):
+        if not is_number_of_steps(step):
+            raise StateDictTypeError(f"step of {name} must be a number of steps, got {quoted(step)}")
         state["step"] = step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     check_tensor(f"step of {name}", step)
     return step

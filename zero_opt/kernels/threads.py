@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native, native_available
 from ..system.log import log
 
@@ -76,14 +77,14 @@ def checked_threads(threads: int | None) -> int:
     """Return how many threads to ask for, given the user's number or ``None`` for the default.
 
     Raises:
-        TypeError, ValueError: not a positive integer, nor None.
+        ConfigTypeError, ConfigError: not a positive integer, nor None.
     """
     if threads is None:
         return default_threads()
     if isinstance(threads, bool) or not isinstance(threads, int):
-        raise TypeError(f"threads must be a positive integer or None, got {threads!r}")
+        raise ConfigTypeError(f"threads must be a positive integer or None, got {threads!r}")
     if threads < 1:
-        raise ValueError(f"threads must be a positive integer or None, got {threads!r}")
+        raise ConfigError(f"threads must be a positive integer or None, got {threads!r}")
     return min(threads, _UNLIMITED_THREADS)
 
 

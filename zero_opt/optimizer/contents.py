@@ -22,11 +22,16 @@ def _comparable(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
+def _by_name(item: tuple[Any, Any]) -> str:
+    """Return what items are sorted by, whose keys may be of any type."""
+    return repr(item[0])
+
+
 def hyper_contents(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[tuple[str, Any]]:
     """Return all hyperparameters of groups, numbered from ``first``, as (name, JSON value)."""
     for number, group in enumerate(groups, first):
         yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
-        for key, value in sorted(hypers_of(group).items()):
+        for key, value in sorted(hypers_of(group).items(), key=_by_name):
             yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
@@ -67,7 +72,7 @@ def loaded_contents(
     yield from hyper_contents(groups)
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
-        for key, value in sorted(state.items()):
+        for key, value in sorted(state.items(), key=_by_name):
             told = repr(_comparable(value))
             if isinstance(value, Tensor):
                 values = getattr(value, "placements", None) or f"digest {value_digest(value)}"

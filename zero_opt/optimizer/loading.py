@@ -12,6 +12,7 @@ from ..comm.groups import AloneGroup, Group
 from ..errors import StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
+from ..placement.adam_rules import ADAM_CLASSES, NATIVE_CLASSES
 from ..policies import check_flag
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
@@ -137,7 +138,8 @@ def fitted_state(
     check_flag("strict", strict)
     cls, refused = config.optimizer_class, Refused(strict=strict)
     try:
-        states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole)
+        native = config.has_masters or cls in (NATIVE_CLASSES if whole else ADAM_CLASSES)
+        states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole, native=native)
         if not whole:
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)

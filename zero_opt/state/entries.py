@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm.groups import tensor_bytes
 from ..errors import StateDictError
 from ..system.readable_pages import require_readable
-from .state_dict import torch_dtype
+from .state_dict import is_plain, torch_dtype
 
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
@@ -69,8 +69,10 @@ def state_entry(index: int, key: str, value: Any, part: Tensor, start: int, whol
     Raises:
         StateDictError: the value cannot be sent.
     """
+    if not is_plain(key):
+        raise StateDictError(f"the state of parameter {index} has a {type(key).__name__} as a key; cannot be sent")
     if not isinstance(value, Tensor):
-        if value is not None and not isinstance(value, (bool, int, float, str)):
+        if not is_plain(value):
             raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
         return Entry(index, key, "value", "", [], 0, value)
     dtype, shape = str(value.dtype), list(value.shape)

@@ -189,6 +189,8 @@ class ShardedState:
 
     def _is_ours(self, index: int, value: DTensor) -> bool:
         """Return whether ``value`` is cut over the ranks as :meth:`snapshot` cuts; the same on every rank."""
+        if self._group.world_size == 1:  # where it cuts nothing, and the group has no mesh
+            return False
         flat, form = self._partition.flats[index], _form_of(value)
         if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, quoted
+from ..kernels.checks import is_count, oddity
 from ..layout import ParamSlice
-from ..placement.adam_rules import COLUMN_STEPS, WINDOW
-from ..placement.selective.column_state import PER_COLUMN_KEYS, check_window, column_shape
-from ..sharding.flat_param import FlatParam
+from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS, MAXIMUM, NATIVE_CLASSES
+from ..placement.selective.column_state import check_columns
+from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
 from ..system.log import log
@@ -82,7 +82,9 @@ class Refused:
             states: the states that fit, by global index.
         """
         if self._strict:
-            return {**state_dict, "state": copied(state_dict["state"])}
+            saved_ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
+            fitting = {saved_ids[index]: state for index, state in states.items()}
+            return {**state_dict, "state": copied({**state_dict["state"], **fitting})}
         numbers = [group["params"] for group in pack_groups(param_groups)]
         saved = [self.complete(*pair) for pair in zip(state_dict["param_groups"], param_groups, strict=True)]
         packed = [{**group, "params": ids} for group, ids in zip(saved, numbers, strict=True)]
@@ -113,6 +115,7 @@ def match(
     refused: Refused,
     *,
     whole: bool,
+    native: bool = False,
 ) -> dict[int, Mapping[str, Any]]:
     """Return the loaded state by global parameter index, after checks that all of it fits.
 
@@ -120,6 +123,7 @@ def match(
         elementwise: every state tensor must have its parameter's shape or be a scalar.
         refused: takes errors in the state of single parameters.
         whole: the wrapped class itself loads the state dict.
+        native: what is stepped for a parameter, and by what, may be taken out of the state.
 
     Raises:
         StateDictError: names the first thing that does not fit; nothing has been changed.
@@ -140,7 +144,10 @@ def match(
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
             index = index_of[saved_id]
-            matched[index] = _materialized(_checked(index, state, params[index], elementwise))
+            _require_kind(f"the state of parameter {index}", state, Mapping, "dict")
+            _check_values(index, state, whole=whole, takes_wrappers=whole and not elementwise)
+            _check_shapes(index, state, params[index], elementwise=elementwise, native=native)
+            matched[index] = _materialized(state, in_full=whole and not is_dtensor(params[index]))
     return matched
 
 
@@ -150,11 +157,21 @@ def _require_kind(name: str, value: Any, kinds: type | tuple[type, ...], noun: s
         raise StateDictError(f"{name} is a {type(value).__name__}, not a {noun}")
 
 
-def _materialized(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the same state without lazy views: torch conjugates or negates those of ``conj()`` when it reads them."""
-    if not any(isinstance(value, Tensor) and (value.is_conj() or value.is_neg()) for value in state.values()):
-        return state
-    return {k: v.resolve_conj().resolve_neg() if isinstance(v, Tensor) else v for k, v in state.items()}
+def _materialized(state: Mapping[str, Any], *, in_full: bool) -> Mapping[str, Any]:
+    """Return the same state without lazy views: torch conjugates or negates those of ``conj()`` when it reads them.
+
+    Args:
+        in_full: gather DTensors, which is collective over their meshes.
+    """
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        full: Tensor = value.full_tensor() if in_full and is_dtensor(value) else value  # type: ignore[attr-defined]
+        return full.resolve_conj().resolve_neg() if full.is_conj() or full.is_neg() else full
+
+    made = {key: plain(value) for key, value in state.items()}
+    return made if any(made[key] is not value for key, value in state.items()) else state
 
 
 def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> dict[Any, int]:
@@ -185,34 +202,58 @@ def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> d
     return index_of
 
 
-def _checked(index: int, state: Mapping[str, Any], param: Tensor, elementwise: bool) -> Mapping[str, Any]:
-    _require_kind(f"the state of parameter {index}", state, Mapping, "dict")
-    wrong = check_window(state) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
+def _check_values(index: int, state: Mapping[str, Any], *, whole: bool, takes_wrappers: bool) -> None:
+    """Raise StateDictError for what cannot be compared, cut, copied, or counted on from.
+
+    Args:
+        takes_wrappers: the class may keep tensors that are made of other tensors.
+    """
+    for key, value in state.items():
+        if not (whole or is_plain(key)):
+            raise StateDictError(
+                f"the state of parameter {index} has the key {quoted(key)}, a {type(key).__name__}, which cannot "
+                "be sent to other ranks; use strings or numbers"
+            )
+        if isinstance(value, Tensor) and not (takes_wrappers and hasattr(value, "__tensor_flatten__")):
+            _require_dense(index, key, value)
+        if key == "step" and not is_count(value):
+            raise StateDictError(f"state 'step' of parameter {index} is {quoted(value)}, not a number of steps")
+
+
+def is_plain(value: object) -> bool:
+    """Return whether JSON carries a value from rank to rank, so that it can be a key of state, or a value."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _require_dense(index: int, key: object, value: Tensor) -> None:
+    """Raise StateDictError unless a tensor has elements in memory, of a dtype that torch can cast, or is a DTensor."""
+    odd = None if is_dtensor(value) else oddity(value)
+    if odd is not None:
+        raise StateDictError(f"state {key!r} of parameter {index} is {odd}, not a dense tensor with values")
+
+
+def _check_shapes(index: int, state: Mapping[str, Any], param: Tensor, *, elementwise: bool, native: bool) -> None:
+    """Raise StateDictError for tensors of which a slice of the parameter would have no part."""
+    wrong = check_columns(state, param.shape) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
     if wrong is not None:
         raise StateDictError(f"parameter {index}: {wrong}")
     for key, value in state.items():
-        if key == "step" and not _is_count(value):
-            raise StateDictError(f"state 'step' of parameter {index} is {quoted(value)}, not a number of steps")
-        if not isinstance(value, Tensor):
+        if key in ("master", MAXIMUM) and native:
+            if not (isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape):
+                raise StateDictError(
+                    f"state {key!r} of parameter {index} is {_in_short(value)}, not a floating-point tensor of the "
+                    f"parameter's shape {tuple(param.shape)}"
+                )
+        elif not (isinstance(value, Tensor) and elementwise and value.dim()) or key in COLUMN_KEYS:
             continue
-        if value.layout is not torch.strided or value.is_meta:
-            what = "on the meta device" if value.is_meta else str(value.layout)
-            raise StateDictError(f"state {key!r} of parameter {index} is {what}, not a dense tensor with values")
-        if key in PER_COLUMN_KEYS and param.dim() and value.shape == column_shape(param.shape):
-            continue
-        if elementwise and value.dim() and value.shape != param.shape and value.numel() != 1 and key != WINDOW:
+        elif value.shape != param.shape and value.numel() != 1:
             raise StateDictError(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
             )
-    return state
 
 
-def _is_count(step: Any) -> bool:
-    """Return whether a value can be a step count. What is no single number is left to the class."""
-    if isinstance(step, Tensor) and (step.is_meta or step.numel() != 1 or step.is_complex()):
-        return True
-    number = float(step) if isinstance(step, Tensor) else step
-    return not isinstance(number, (int, float)) or 0 <= number <= sys.float_info.max
+def _in_short(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else quoted(value)
 
 
 def fitted(
@@ -247,14 +288,16 @@ def fitted(
         for param in group["params"]:
             if states.get(index):
                 small = torch.Size([min(size, 2) for size in param.shape] or [2])
-                kind = (small, param.dtype, param.device)
+                # The native classes show state of every parameter as that of an fp32 one.
+                dtype = torch.float32 if optimizer_class in NATIVE_CLASSES else param.dtype
+                kind = (small, dtype, param.device)
                 if kind not in made:
-                    like = torch.zeros(small, dtype=param.dtype, device=param.device)
+                    like = torch.zeros(small, dtype=dtype, device=param.device)
                     made[kind] = state_after_a_step(optimizer_class, hypers, like)
                 fitting.pop(index)
                 with refused.each():
                     _require_like(made[kind], states[index], index, param.shape, small)
-                    fitting[index] = states[index]
+                    fitting[index] = _with_count(states[index])
             index += 1
     return fitting, completed
 
@@ -328,7 +371,8 @@ def _require_like(
             if model.dim() or isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}, not a tensor")
             continue
-        if model.dim() and _kind_of(value.dtype) != _kind_of(model.dtype):
+        _require_dense(index, key, value)
+        if value.is_complex() > model.is_complex() or (model.dim() and _kind_of(value.dtype) != _kind_of(model.dtype)):
             raise StateDictError(
                 f"state {key!r} of parameter {index} is {value.dtype}, which {model.dtype} cannot be made of; load "
                 "what this class saved"
@@ -339,6 +383,17 @@ def _require_like(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}; the parameter's shape "
                 f"{tuple(shape)} calls for {tuple(expected)}"
             )
+
+
+def _with_count(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in whose step count every class can count on: torch's add one to fp32 and fp64 in all forms.
+
+    Other dtypes they cannot add to, in one form of the step or another, or their counts soon come to an end.
+    """
+    step = state.get("step")
+    if not isinstance(step, Tensor) or step.dtype in (torch.float32, torch.float64):
+        return state
+    return {**state, "step": step.detach().double()}
 
 
 def _kind_of(dtype: torch.dtype) -> tuple[bool, bool]:

@@ -1,17 +1,22 @@
-"""load_state_dict(strict=False): what does not fit starts afresh, and the log says so."""
+"""load_state_dict: what fits is loaded, what does not is refused, or starts afresh (strict=False)."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import zero_opt
-from test.support.harness import assert_bitwise, run_threads
+from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.scenario import values
 
 SHAPES = ((40, 6), (40,), (3, 40))
@@ -104,3 +109,184 @@ def _strict_of_one(rank: int, world_size: int) -> str:
 def test_strict_is_true_or_false_on_every_rank() -> None:
     for message in run_threads(2, _strict_of_one):
         assert "strict must be True or False, got 1" in message
+
+
+# -- what no step could use, and what only some steps could -----------------------------------------------------------
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "no offload": {},
+    "CPUOffload": {"offload": zero_opt.CPUOffload()},
+    "WorkerOffload": {"offload": zero_opt.WorkerOffload(threads=1)},
+    "NVMeOffload": {"offload": zero_opt.NVMeOffload(tempfile.gettempdir(), threads=1)},
+    "Selective": {"offload": zero_opt.WorkerOffload(threads=1, selective=zero_opt.Selective())},
+}
+
+
+def _without_memory() -> torch.Tensor:
+    shrunk = torch.ones(SHAPES[0])
+    shrunk.untyped_storage().resize_(0)
+    return shrunk
+
+
+def _unusable() -> Iterator[tuple[Any, Any]]:
+    """Pairs of a key and a value that no state of parameter 0 may have, over several ranks."""
+    ones = torch.ones(SHAPES[0])
+    yield from (("step", torch.tensor(value)) for value in (3 + 1j, True, torch.nan, torch.inf, -1.0))
+    yield from (("step", value) for value in (3j, True, "3", None, 1e300, 2**200))
+    yield "step", torch.tensor(1e300, dtype=torch.float64)
+    yield "step", torch.quantize_per_tensor(torch.tensor(3.0), 0.1, 0, torch.qint8)
+    yield "step", torch.zeros((), dtype=torch.uint8).view(torch.bits8)
+    for key in ("exp_avg", "master", "user's own"):
+        yield key, torch.nested.nested_tensor([torch.ones(6)] * 40)
+        yield key, ones.to_sparse()
+        yield key, torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
+        yield key, masked_tensor(ones, ones.bool())
+        yield key, ones.to(torch.uint8).view(torch.bits8)
+        yield key, ones.to(device="meta")
+        yield key, nn.UninitializedParameter()
+        yield key, _without_memory()
+    yield from (("exp_avg", value) for value in (ones.to(torch.complex64), ones.bool(), torch.ones(1), 3.0, "x"))
+    yield from (("max_exp_avg_sq", value) for value in (ones.int(), torch.ones(1), 3.0, "x"))
+    yield from ((key, 1.0) for key in (("a", 1), b"x", frozenset([1])))
+
+
+def _go_on(rank: int, world_size: int, placement: str, refused: list[tuple[Any, Any]]) -> Any:
+    """Load, try to load every one of ``refused``, and take a step."""
+    params = _params()
+    options = PLACEMENTS[placement]
+    opt = zero_opt.ShardedOptimizer(params, torch.optim.Adam, lr=0.1, reduction=zero_opt.AtStep(), **options)
+    opt.load_state_dict(_saved())
+    for key, value in refused:
+        saved = copy.deepcopy(_saved())
+        saved["state"][0][key] = value
+        with pytest.raises(zero_opt.StateDictError, match="parameter 0"):
+            opt.load_state_dict(saved)
+    _fill(params)
+    opt.step()
+    opt.consolidate_state_dict()
+    found = [p.detach().clone() for p in params], opt.state_dict() if rank == 0 else None
+    opt.close()
+    return found
+
+
+BAD_COLUMNS = [
+    ("column_steps", torch.ones(1, 6, dtype=torch.complex64)),
+    ("column_steps", torch.ones(1)),
+    ("column_steps", torch.ones(1, 6)),  # and no other key of columns
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_no_step_could_use_is_refused_on_every_rank_before_anything_is_written(placement: str) -> None:
+    refused = [*_unusable(), *BAD_COLUMNS]
+    assert_bitwise(run_threads(2, _go_on, placement, refused), run_threads(2, _go_on, placement, []))
+
+
+COUNTS = [
+    *(torch.tensor(200, dtype=dtype) for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64)),
+    *(torch.tensor(200, dtype=dtype) for dtype in (torch.uint64, torch.float16, torch.float64)),
+    *(torch.tensor(256.0, dtype=torch.bfloat16), torch.tensor(3.0).to(torch.float8_e4m3fn)),
+    *(torch.tensor(255, dtype=torch.uint8), torch.tensor(2**63 - 1), 200, 200.0, 2**62),
+]
+
+
+def _from_counts(rank: int, world_size: int, placement: str, options: dict[str, Any]) -> list[list[torch.Tensor]]:
+    found = []
+    params = _params()
+    opt = zero_opt.ShardedOptimizer(
+        params, torch.optim.Adam, lr=0.1, reduction=zero_opt.AtStep(), **PLACEMENTS[placement], **options
+    )
+    for count in COUNTS:
+        saved = copy.deepcopy(_saved())
+        saved["param_groups"][0].update(options)
+        for state in saved["state"].values():
+            state["step"] = count
+        with torch.no_grad():
+            for param, fresh in zip(params, _params(), strict=True):
+                param.copy_(fresh)
+        opt.load_state_dict(saved)
+        for _ in range(2):
+            _fill(params)
+            opt.step()
+        opt.flush()
+        found.append([param.detach().clone() for param in params])
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_count_of_any_real_dtype_is_counted_on_from(world_size: int, foreach: bool | None) -> None:
+    """torch adds one to some of them alone, and of those 255 and 2^63 - 1 it makes what is no count."""
+    expected = []
+    for count in COUNTS:
+        params = _params()
+        plain = torch.optim.Adam(params, foreach=foreach)
+        saved = copy.deepcopy(_saved())
+        saved["param_groups"][0]["foreach"] = foreach
+        for state in saved["state"].values():
+            state["step"] = torch.tensor(float(count), dtype=torch.float64)
+        plain.load_state_dict(saved)
+        for _ in range(2):
+            _fill(params)
+            plain.step()
+        expected.append([param.detach() for param in params])
+    for found in run_threads(world_size, _from_counts, "no offload", {"foreach": foreach}):
+        assert_bitwise(found, expected)
+
+
+def test_a_worker_counts_on_from_any_of_them() -> None:
+    one, other = (run_threads(n, _from_counts, "WorkerOffload", {}) for n in (1, 2))
+    assert_bitwise(one[0], other[0])
+
+
+def _with_keys(rank: int, world_size: int) -> Any:
+    params = _params()
+    opt = zero_opt.ShardedOptimizer(params, torch.optim.Adam, lr=0.1, reduction=zero_opt.AtStep())
+    saved = copy.deepcopy(_saved())
+    saved["state"][0].update({7: torch.ones(SHAPES[0]), "7": 1.0, None: 2, 0.5: 4})
+    if world_size == 1:
+        saved["state"][0]["a", 1] = 3.0
+    opt.load_state_dict(saved)
+    _fill(params)
+    opt.step()
+    opt.consolidate_state_dict()
+    found = [p.detach().clone() for p in params], opt.state_dict() if rank == 0 else None
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_keys_that_are_no_strings_are_carried_along_as_by_torch(world_size: int) -> None:
+    state = run_threads(world_size, _with_keys)[0][1]["state"][0]
+    assert_bitwise(state[7], torch.ones(SHAPES[0]))
+    assert (state["7"], state[None], state[0.5]) == (1.0, 2, 4)
+    assert ("a", 1) in state or world_size == 2
+
+
+def _from_dtensors(rank: int, world_size: int, placement: str) -> Any:
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for cut in (None, Shard(0), Replicate()):
+        params = _params()
+        options = PLACEMENTS[placement]
+        opt = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=zero_opt.AtStep(), **options)
+        saved = copy.deepcopy(_saved())
+        for state in saved["state"].values() if cut else ():
+            state["exp_avg"] = distribute_tensor(state["exp_avg"], mesh, [cut])
+            state["step"] = distribute_tensor(state["step"], mesh, [Replicate()])
+        opt.load_state_dict(saved)
+        _fill(params)
+        opt.step()
+        found.append([param.detach().clone() for param in params])
+        opt.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("placement", ["no offload", "CPUOffload", "WorkerOffload"])
+def test_dtensors_load_for_plain_parameters(placement: str, world_size: int) -> None:
+    for plain, *others in run_processes(world_size, _from_dtensors, placement):
+        for other in others:
+            assert_bitwise(other, plain)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, grad_squares
 from zero_opt.kernels.checks import check_apart
@@ -300,3 +301,76 @@ def test_the_mode_of_who_used_the_pool_first_does_not_matter() -> None:
         torch.set_flush_denormal(False)
     assert flushed == [0, 0]
     assert [nonzero(1), nonzero(2)] == [1 << 18, 1 << 18]
+
+
+def _param(value: Tensor | None = None, **options: Any) -> CPUAdamW:
+    return CPUAdamW([Parameter(torch.ones(4) if value is None else value)], **options)
+
+
+def _stepped_with(grad: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    optimizer = _param()
+    param = optimizer.param_groups[0]["params"][0]
+    if shape is not None:
+        param.data = torch.ones(shape)
+    param.grad = grad
+    optimizer.step()
+
+
+def _edited(key: str, value: Any) -> None:
+    param, optimizer = stepped(AdamState(), 4)
+    optimizer.state[param][key] = value
+    optimizer.step()
+
+
+def _loaded(key: str, value: Any, form: AdamState | None = None) -> None:
+    _, optimizer = stepped(form or AdamState("bfloat16"), 4)
+    saved = optimizer.state_dict()
+    saved["state"][0][key] = value
+    optimizer.load_state_dict(saved)
+
+
+def _new_shape() -> None:
+    param, optimizer = stepped(AdamState(), 4)
+    param.data, param.grad = torch.ones(6), None
+    param.grad = torch.ones(6)
+    optimizer.step()
+
+
+MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], type[Exception]]] = {
+    "a complex param": (lambda: _param(torch.ones(3, dtype=torch.complex64)), zero_opt.UnsupportedParam, TypeError),
+    "a half without a master": (lambda: _param(torch.ones(3).half()), zero_opt.UnsupportedParam, TypeError),
+    "elements over each other": (lambda: _param(torch.ones(1).expand(3)), zero_opt.ConfigError, ValueError),
+    "threads=0": (lambda: _param(threads=0), zero_opt.ConfigError, ValueError),
+    "threads='a'": (lambda: _param(threads="a"), zero_opt.ConfigTypeError, TypeError),
+    "fused=False": (lambda: _param(fused=False), zero_opt.ConfigError, ValueError),
+    "a sparse gradient": (lambda: _stepped_with(torch.ones(4).to_sparse()), zero_opt.UnsupportedParam, TypeError),
+    "a param of another shape": (_new_shape, zero_opt.ConfigError, ValueError),
+    "moments of another shape": (lambda: _edited("exp_avg", torch.ones(3)), zero_opt.ConfigError, ValueError),
+    "moments that are no tensor": (lambda: _edited("exp_avg", 3.0), zero_opt.UnsupportedParam, TypeError),
+    "no step": (lambda: _edited("step", None), zero_opt.StateDictTypeError, TypeError),
+    "a step that is a string": (lambda: _edited("step", "3"), zero_opt.StateDictTypeError, TypeError),
+    "a saved shape": (lambda: _loaded("exp_avg", torch.ones(3)), zero_opt.StateDictError, ValueError),
+    "a saved string": (lambda: _loaded("exp_avg", "x"), zero_opt.StateDictTypeError, TypeError),
+    "a saved sparse tensor": (
+        lambda: _loaded("exp_avg", torch.ones(4).to_sparse()),
+        zero_opt.StateDictError,
+        TypeError,
+    ),
+    "a saved meta tensor": (lambda: _loaded("exp_avg", torch.ones(4).to("meta")), zero_opt.StateDictError, TypeError),
+    "a saved step": (lambda: _loaded("step", "3"), zero_opt.StateDictTypeError, TypeError),
+    "a complex step": (lambda: _loaded("step", torch.tensor(3j)), zero_opt.StateDictError, TypeError),
+    "a step too large": (
+        lambda: _loaded("step", torch.tensor(1e300, dtype=torch.float64)),
+        zero_opt.StateDictError,
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_every_error_is_ours_and_of_a_builtin_type(misuse: str) -> None:
+    call, kind, builtin = MISUSES[misuse]
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, builtin)
+    assert isinstance(caught.value, zero_opt.ZeroOptError)

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import quoted
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..interface import ParamState, ReadThrough
 from .column_shard import ColumnShard
 from .schedule import Schedule
 
-# Of the column keys, those with one number per column: in the parameter's shape, but every dimension but the last is 1.
-PER_COLUMN_KEYS = (COLUMN_STEPS, COLUMN_SELECTED)
-
 _WINDOW_NUMBERS = 5  # the position of the schedule, and how many gradients wait
 
 
 def column_shape(shape: torch.Size) -> torch.Size:
-    """The shape of what there is one of per column."""
+    """The shape of what there is one of per column: every dimension but the last is 1."""
     return torch.Size([1] * (len(shape) - 1) + [shape[-1]])
 
 
@@ -36,9 +34,26 @@ def column_places(param: Tensor) -> dict[str, tuple[Tensor, torch.Size]]:
     }
 
 
-def check_window(state: Mapping[str, Any]) -> str | None:
-    """What is wrong with the position of the schedule in the state of a parameter that was stepped by columns."""
-    window = state.get(WINDOW)
+def check_columns(state: Mapping[str, Any], shape: torch.Size) -> str | None:
+    """What is wrong with the state of a parameter of this shape that was stepped by columns; None if it fits."""
+    per_column = column_shape(shape) if shape else shape
+    expected = {COLUMN_STEPS: per_column, COLUMN_SELECTED: per_column}
+    if WAITING in state:
+        expected[WAITING] = shape
+    for key, wanted in expected.items():
+        value: Any = state.get(key)
+        if not isinstance(value, Tensor) or value.shape != wanted or not _is_compared(value):
+            given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else quoted(value)
+            return f"state {key!r} must be a bool or floating-point tensor of shape {tuple(wanted)}, got {given}"
+    return _wrong_window(state.get(WINDOW))
+
+
+def _is_compared(value: Tensor) -> bool:
+    """Whether torch compares a tensor's elements. Loads of plain optimizers make floating-point numbers of bools."""
+    return value.dtype is torch.bool or (value.is_floating_point() and value.itemsize > 1)
+
+
+def _wrong_window(window: Any) -> str | None:
     if not isinstance(window, Tensor) or window.is_meta or window.is_complex() or window.shape != (_WINDOW_NUMBERS,):
         return f"state {WINDOW!r} beside {COLUMN_STEPS!r} must be a tensor of {_WINDOW_NUMBERS} numbers, got {window!r}"
     if type(window) is not Tensor:  # a DTensor, of which this rank may have no part
