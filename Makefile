@@ -73,20 +73,27 @@ sanitize: setup
 bench: setup
 	@for script in docs/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-setup: $(VENV)/.built
+# The extension is compiled while torch is fetched.
+setup: $(VENV)/.builders
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.tools $(VENV)/.native
 
-$(VENV)/.tools: constraints.txt setup.cfg
-	@echo "== install torch and the tools into $(VENV)"
+$(VENV)/.builders: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch setuptools wheel pybind11
+	$(PIP) setuptools wheel pybind11
 	touch $@
 
-$(VENV)/.built: $(VENV)/.tools $(NATIVE) setup.py setup.cfg pyproject.toml
-	@echo "== build the extension and install zero_opt, editable"
-	ZERO_OPT_NATIVE=require $(PIP) --no-build-isolation --editable ".[dev,demo]"
+$(VENV)/.native: $(VENV)/.builders $(NATIVE) setup.py setup.cfg pyproject.toml
+	@echo "== build the extension"
+	ZERO_OPT_NATIVE=require $(BIN)/python setup.py -q build_ext --inplace --parallel 2
 	touch $@
 
-# The extension in the working tree is that of .built.
+$(VENV)/.tools: $(VENV)/.builders setup.cfg
+	@echo "== install torch and the tools into $(VENV)"
+	$(PIP) torch
+	ZERO_OPT_NATIVE=skip $(PIP) --no-build-isolation --editable ".[dev,demo]"
+	touch $@
+
+# The extension in the working tree is that of .native.
 $(CLIENTS)/.installed: constraints.txt setup.cfg
 	@echo "== install torch and the clients into $(CLIENTS)"
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)

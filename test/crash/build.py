@@ -1,7 +1,8 @@
 """Programs of this folder, linked with the objects that setup.py makes for the extension.
 
-``python -m test.crash.build BUILD PROGRAM`` builds the extension below BUILD, as setup.py does, and there PROGRAM from
-PROGRAM.cpp, test/support/native/scenario.cpp and the extension's objects, with the same compiler and flags.
+``python -m test.crash.build BUILD PROGRAM`` builds PROGRAM in BUILD from PROGRAM.cpp, test/support/native/scenario.cpp
+and the extension's objects, with the same compiler and flags. The objects are those of ``setup.py build_ext --inplace``
+or, if those are missing or out of date, built below BUILD.
 ``python -m test.crash.build BUILD PROGRAM FOLDER ISA`` then builds one in FOLDER, from the variants of native sources
 that lie there at their paths below native/ and, for the rest, those objects; it has the kernels of the one instruction
 set that are made with the variants.

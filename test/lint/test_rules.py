@@ -1,4 +1,4 @@
-"""The lint finds what it is for, and finds nothing in the project."""
+"""The lint finds what it is for. ``make lint`` looks for it in the project."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import ast
 import pytest
 
 from test.lint import rules
-
-
-def test_project_keeps_the_rules() -> None:
-    assert rules.findings() == []
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,12 @@ class Toolchain:
     folder: Path
     flags: Sequence[str] = ()
     _command: Any = field(init=False)
+    _libraries: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self.folder = self.folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._libraries = self.folder / "libraries"
         os.environ["ZERO_OPT_NATIVE"] = "require"
         os.chdir(ROOT)
         arguments = ["-q", "build_ext", "--build-temp", str(self.folder / "objects")]
@@ -48,11 +50,29 @@ class Toolchain:
         self._command.ensure_finalized()
 
     def shipped(self) -> dict[str, str]:
-        """Build the extension as setup.py does; its objects by name, without those of the libraries."""
-        for name in ("build_clib", "build_ext"):
-            self._distribution.run_command(name)
+        """The extension's objects by name, without those of the libraries: built in place already, or built here.
+
+        :meth:`link` takes the libraries of the same build from then on.
+        """
+        built, sources = self._in_place(), [*NATIVE.glob("*/*"), ROOT / "setup.py"]
+        found, libraries = self._objects(built), [built / f"lib{name}.a" for name, _ in self._distribution.libraries]
+        if any(_older(path, sources) for path in [*map(Path, found.values()), *libraries]):
+            for name in ("build_clib", "build_ext"):
+                self._distribution.run_command(name)
+            return self._objects(self.folder / "objects")
+        self._libraries = built
+        return found
+
+    def _objects(self, folder: Path) -> dict[str, str]:
         sources = map(Path, self._command.extensions[0].sources)
-        return {path.stem: str(self.folder / "objects" / path.with_suffix(".o")) for path in sources}
+        return {path.stem: str(folder / path.with_suffix(".o")) for path in sources}
+
+    def _in_place(self) -> Path:
+        """Where ``setup.py build_ext --inplace`` puts objects and libraries."""
+        run_setup = importlib.import_module("distutils.core").run_setup
+        command = run_setup("setup.py", ["-q"], stop_after="commandline").get_command_obj("build_ext")
+        command.ensure_finalized()
+        return ROOT / str(command.build_temp)
 
     def compiled(self, sources: Iterable[Path], flags: Sequence[str] = ()) -> list[str]:
         """Objects of some sources, made as those of the extension, if what there is is older.
@@ -87,13 +107,13 @@ class Toolchain:
 
     def link(self, objects: Sequence[str], program: Path, flags: Sequence[str] = ()) -> None:
         """A program of these objects and the libraries that were built here."""
-        libraries = sorted(path.name[3:-2] for path in (self.folder / "libraries").glob("lib*.a"))
+        libraries = sorted(path.name[3:-2] for path in self._libraries.glob("lib*.a"))
         if _older(program, map(Path, objects)):
             self._compiler().link_executable(
                 list(objects),
                 str(program),
                 libraries=libraries * 2,  # they need each other
-                library_dirs=[str(self.folder / "libraries")],
+                library_dirs=[str(self._libraries)],
                 extra_postargs=["-pthread", *self.flags, *flags],
                 target_lang="c++",
             )
