@@ -50,6 +50,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("comm.backend_exchanges", "wait"): _TRANSFER,
     ("comm.exchange", "wait"): _TRANSFER,
     ("comm.groups", "wait"): _TRANSFER,
+    ("comm.headed_messages", "wait"): _TRANSFER,
     ("comm.pairwise_exchange", "wait"): _TRANSFER,
     ("comm.peer_watch", "wait"): "the collective is over",
     ("comm.relay_exchange", "wait"): _EXCHANGE,

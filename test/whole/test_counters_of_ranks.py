@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import groups, pairwise_exchange
+from zero_opt.comm import groups, headed_messages, pairwise_exchange
 from zero_opt.state import messages
 
 
@@ -33,9 +33,9 @@ def _train(rank: int, world_size: int, exchange: str, counter: str, start: int) 
     if counter == "step":
         engine.count.step = start
     if counter == "tags":
-        reduce = engine.parts.exchanges["cpu"]
-        reduce._sent = dict.fromkeys(reduce._sent, start)
-        for inbox in reduce._inbox.values():
+        headed = engine.parts.exchanges["cpu"]._headed
+        headed._sent = dict.fromkeys(headed._sent, start)
+        for inbox in headed._inbox.values():
             inbox._count = start
     for step in range(5):
         if counter == "epoch":
@@ -79,7 +79,7 @@ def _tags(rank: int, world_size: int) -> tuple[list[int], list[torch.Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups.Group, "send_to", recorded)
-        params = _train(rank, world_size, "backend", "tags", pairwise_exchange._TAG_MODULUS - 3)
+        params = _train(rank, world_size, "backend", "tags", headed_messages.TAG_MODULUS - 3)
     return sorted(set(tags)), params
 
 
@@ -89,7 +89,7 @@ def test_tags_of_messages_come_back_and_none_is_that_which_nobody_sends() -> Non
         assert_bitwise(params, theirs)
         assert 0 in tags
         *_, last, elements, failures = tags
-        assert last == 2 * pairwise_exchange._TAG_MODULUS - 1
+        assert last == 2 * headed_messages.TAG_MODULUS - 1
         # Of other messages over the same connections, which no reduction has.
         assert (elements, failures) == (pairwise_exchange._ELEMENTS, pairwise_exchange._FAILURES)
         assert failures < groups._MOVED < groups.NEVER_SENT < 2**31

@@ -7,8 +7,8 @@ same on every rank, so both ends of a message cut it alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,33 +28,17 @@ from .exchange import (
     put_together,
     wait_all,
 )
+from .headed_messages import MOST_MESSAGES, TAG_MODULUS, HeadedMessages, PeerMessages
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
 # No shard is cut into more messages: a run that is sent by itself has at least 1/12 of it.
-_MOST_DIRECT = 12
-_MOST_MESSAGES = 2 * _MOST_DIRECT + 1
-_HEADER_NUMEL = 3 + _MOST_MESSAGES
-# Reductions with a peer that have tags of their own, two each: of the header and of the data. All tags have 30 bits.
-_TAG_MODULUS = 1 << 29
+_MOST_DIRECT = (MOST_MESSAGES - 1) // 2
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 _SENT, _RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (_SENT, _RECEIVED)
 # Tags of the gather's messages: of elements, and of the last step that failed.
-_ELEMENTS, _FAILURES = 2 * _TAG_MODULUS, 2 * _TAG_MODULUS + 1
-
-
-class PeerMessages(Protocol):
-    """What the exchange needs of a process group."""
-
-    rank: int
-    world_size: int
-
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Any:
-        """Start sending a contiguous tensor; the result is waited for."""
-
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Any:
-        """Start receiving a contiguous tensor; messages of one tag come in the order in which they were sent."""
+_ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
 
 def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Span]:
@@ -101,42 +85,6 @@ class _Stretches:
         return put_together(self._runs, span, self.room(span.numel)) if here is None else here
 
 
-class _Inbox:
-    """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
-
-    def __init__(self, messages: PeerMessages, peer: int) -> None:
-        self._messages, self._peer, self._count = messages, peer, 0
-        self._header: Tensor | None = None
-
-    def _peek(self) -> tuple[Ident, list[int]]:
-        """Return the next exchange's ident, and the sizes of its messages in bytes."""
-        if self._header is None:
-            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            self._messages.receive_from(header, self._peer, 2 * self._count).wait()
-            self._header = header
-        step, epoch, sequence, *sizes = self._header.tolist()
-        return Ident(step, epoch, sequence), [size for size in sizes if size]
-
-    def take(self, into: Sequence[Tensor]) -> list[Any]:
-        """Start receiving the next exchange's messages."""
-        tag, self._header = 2 * self._count + 1, None
-        self._count = (self._count + 1) % _TAG_MODULUS
-        return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
-
-    def drop(self) -> None:
-        """Receive the next exchange's messages, and drop them."""
-        _, sizes = self._peek()
-        wait_all(self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]))
-
-    def skip_before(self, ident: Ident) -> bool:
-        """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
-        while True:
-            following, _ = self._peek()
-            if following >= ident:
-                return following == ident
-            self.drop()
-
-
 class PairwiseExchange(Exchange):
     """The exchange by messages.
 
@@ -151,36 +99,37 @@ class PairwiseExchange(Exchange):
         self._reduce, self._gather = for_reduce, for_gather
         self._rank, self._world_size = for_reduce.rank, for_reduce.world_size
         self._peers = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        self._inbox = {peer: _Inbox(for_reduce, peer) for peer in self._peers}
-        self._sent = dict.fromkeys(self._peers, 0)
-        self._unread: list[Any] = []
+        self._headed = HeadedMessages(for_reduce, self._peers)
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, _ = reduction
-        sends = self._send(ident, runs, bounds, out)
-        matches = {peer: self._inbox[peer].skip_before(ident) for peer in sorted(self._peers)}
-        if not all(matches.values()):
-            for peer, match in matches.items():
-                if match:
-                    self._inbox[peer].drop()
-            # A peer reads these only when it gets to a later exchange, for which it may need us to get there first.
-            self._unread += sends
-            return False
-        self._reduce_received(runs, Span(bounds[self._rank], bounds[self._rank + 1]), out)
-        wait_all([*self._unread, *sends])
-        self._unread.clear()
-        return True
-
-    def _reduce_received(self, runs: Sequence[Run], own: Span, out: Tensor) -> None:
-        """Receive every peer's contribution to this rank's shard, and add up."""
-        messages = plan_messages(runs, *own, out.element_size())
-        received = self._pool.buffer(_RECEIVED, len(self._peers) * own.numel, out.dtype, out.device)
-        shards: dict[int, Tensor] = {}
-        works = []
-        for turn, peer in enumerate(self._peers):
-            shard = shards[peer] = received[turn * own.numel : (turn + 1) * own.numel]
-            works += self._inbox[peer].take([shard[low - own.start : high - own.start] for low, high in messages])
+        item, own = out.element_size(), Span(bounds[self._rank], bounds[self._rank + 1])
+        plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], item) for peer in self._peers}
+        for peer, plan in plans.items():
+            self._headed.announce(peer, ident, [span.numel * item for span in plan])
+        shards, works, complete = self._room_for(own, out), list[Any](), True
+        stretches = _Stretches(self._pool, _SENT, out, runs, plans.values())
+        to_receive = plan_messages(runs, *own, item)
+        for peer, plan in plans.items():
+            if self._headed.is_in(peer, ident):
+                into = [shards[peer][low - own.start : high - own.start] for low, high in to_receive]
+                works += self._headed.receive(peer, into)
+            else:
+                complete = False
+            self._headed.send(peer, [stretches.filled(span) for span in plan])
         wait_all(works)
+        if complete:
+            self._add_up(runs, own, shards, out)
+            self._headed.end()
+        return complete
+
+    def _room_for(self, own: Span, like: Tensor) -> dict[int, Tensor]:
+        """Return room for this rank's shard as every peer has it."""
+        room = self._pool.buffer(_RECEIVED, len(self._peers) * own.numel, like.dtype, like.device)
+        return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(self._peers)}
+
+    def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:
+        """Add up this rank's shard and what the peers have sent of it."""
         for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
@@ -189,20 +138,6 @@ class PairwiseExchange(Exchange):
                 values = run.values[low - run.start : high - run.start]
             parts = [values if rank == self._rank else shards[rank][there] for rank in range(self._world_size)]
             add_mean(parts, out[there], add=run.add)
-
-    def _send(self, ident: Ident, runs: Sequence[Run], bounds: Sequence[int], like: Tensor) -> list[Any]:
-        """Start sending every peer its part."""
-        plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], like.element_size()) for peer in self._peers}
-        stretches = _Stretches(self._pool, _SENT, like, runs, plans.values())
-        works = []
-        for peer, plan in plans.items():
-            sizes = [span.numel * like.element_size() for span in plan] + [0] * (_MOST_MESSAGES - len(plan))
-            header = torch.tensor([*ident, *sizes], dtype=torch.int64, device="cpu")
-            count = self._sent[peer]
-            self._sent[peer] = (count + 1) % _TAG_MODULUS
-            works.append(self._reduce.send_to(header, peer, 2 * count))
-            works += [self._reduce.send_to(stretches.filled(span), peer, 2 * count + 1) for span in plan]
-        return works
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         like = runs.first

@@ -301,7 +301,7 @@ def _stops_in_a_background_exchange(rank: int, world_size: int) -> Any:
     param, opt = _optimizer(zero_opt.Overlapped(BUCKET_MB, exchange="backend"), hang_timeout=0.5)
     pid = _peer_pid(rank, opt)
     if rank == 1:
-        send, collect = pairwise_exchange.PairwiseExchange._send, opt._engine.reduction.collect
+        reduce_runs, collect = pairwise_exchange.PairwiseExchange.reduce_runs, opt._engine.reduction.collect
         stopped = threading.Event()
 
         def stop(agreed: Any) -> Any:
@@ -310,8 +310,8 @@ def _stops_in_a_background_exchange(rank: int, world_size: int) -> Any:
             return collect(agreed)
 
         opt._engine.reduction.collect = stop
-        pairwise_exchange.PairwiseExchange._send = (  # type: ignore[method-assign]
-            lambda *given: (stopped.wait(300), send(*given))[1]
+        pairwise_exchange.PairwiseExchange.reduce_runs = (  # type: ignore[method-assign]
+            lambda *given: (stopped.wait(300), reduce_runs(*given))[1]
         )
     param.grad = torch.ones(300)
     with _wake_later(pid, 60), pytest.raises(zero_opt.PeerLost) as caught:

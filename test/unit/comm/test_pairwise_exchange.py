@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from zero_opt.comm import pairwise_exchange
-from zero_opt.comm.exchange import Run
-from zero_opt.comm.pairwise_exchange import plan_messages
+from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool
+from zero_opt.comm.headed_messages import MOST_MESSAGES
+from zero_opt.comm.pairwise_exchange import PairwiseExchange, plan_messages
 from zero_opt.layout import Span
-
-MOST = pairwise_exchange._MOST_MESSAGES
 
 
 @st.composite
@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Run], int, int, int]:
 def test_messages_follow_each_other_and_are_few(case: tuple[list[Run], int, int, int]) -> None:
     runs, low, high, itemsize = case
     messages = plan_messages(runs, low, high, itemsize)
-    assert len(messages) <= MOST
+    assert len(messages) <= MOST_MESSAGES
     assert all(start < stop for start, stop in messages)
     assert [low, *(stop for _, stop in messages)] == [*(start for start, _ in messages), high]
 
@@ -53,3 +53,36 @@ def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
     bare = [run._replace(tensor=None) for run in full]
     assert plan_messages(full, 0, numel + 69, 4) == plan_messages(bare, 0, numel + 69, 4)
     assert plan_messages(full, 0, numel + 69, 4) == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]
+
+
+class Recorded:
+    """The messages of rank 0 of two with a rank that sends the same, in the order in which they are started."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self._headers: list[Tensor] = []
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Recorded:
+        self.started.append("send data" if tag % 2 else "send header")
+        if tag % 2 == 0:
+            self._headers.append(tensor)
+        return self
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Recorded:
+        self.started.append("receive data" if tag % 2 else "receive header")
+        tensor.zero_() if tag % 2 else tensor.copy_(self._headers.pop())
+        return self
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def test_data_is_sent_once_this_rank_is_ready_to_receive_the_peers() -> None:
+    messages, pool = Recorded(), StagingPool()
+    exchange = PairwiseExchange(messages, messages, pool)
+    reduction = BucketReduction(Ident(0, 0, 0), [Run(0, 8, torch.ones(8))], [0, 4, 8], torch.zeros(4))
+    assert exchange.reduce_runs(reduction)
+    assert messages.started == ["send header", "receive header", "receive data", "send data"]
+    assert reduction.out.tolist() == [0.5] * 4

@@ -1,0 +1,115 @@
+"""Messages between two ranks at a time, in which each exchange's name goes ahead of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .exchange import Ident, wait_all
+
+# An exchange has at most so many messages to a peer, besides the header.
+MOST_MESSAGES = 25
+_HEADER_NUMEL = 3 + MOST_MESSAGES
+# Exchanges with a peer that have tags of their own, two each: of the header and of the data. All tags have 30 bits.
+TAG_MODULUS = 1 << 29
+
+
+class PeerMessages(Protocol):
+    """What an exchange by messages needs of a process group."""
+
+    rank: int
+    world_size: int
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        """Start sending a contiguous tensor; the result is waited for."""
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Any:
+        """Start receiving a contiguous tensor; messages of one tag come in the order in which they were sent."""
+
+
+class _Inbox:
+    """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
+
+    def __init__(self, messages: PeerMessages, peer: int) -> None:
+        self._messages, self._peer, self._count = messages, peer, 0
+        self._header: Tensor | None = None
+
+    def _peek(self) -> tuple[Ident, list[int]]:
+        """Return the next exchange's ident, and the sizes of its messages in bytes."""
+        if self._header is None:
+            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+            self._messages.receive_from(header, self._peer, 2 * self._count).wait()
+            self._header = header
+        step, epoch, sequence, *sizes = self._header.tolist()
+        return Ident(step, epoch, sequence), [size for size in sizes if size]
+
+    def take(self, into: Sequence[Tensor]) -> list[Any]:
+        """Start receiving the next exchange's messages."""
+        tag, self._header = 2 * self._count + 1, None
+        self._count = (self._count + 1) % TAG_MODULUS
+        return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
+
+    def drop(self) -> None:
+        """Receive the next exchange's messages, and drop them."""
+        _, sizes = self._peek()
+        wait_all(self.take([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]))
+
+    def skip_before(self, ident: Ident) -> bool:
+        """Drop exchanges older than ``ident``; returns whether the next one is ``ident``."""
+        while True:
+            following, _ = self._peek()
+            if following >= ident:
+                return following == ident
+            self.drop()
+
+
+class HeadedMessages:
+    """What this rank and its peers send each other, one exchange after another: a header, then the data.
+
+    The header has the exchange's ident and the sizes of its messages. So a rank that has skipped an exchange is
+    noticed, and what it has skipped can be received and dropped.
+
+    A rank that takes part in an exchange announces it to its peers before it waits for any rank, and sends what it has
+    announced. To each peer it sends its data once it has started to receive that peer's: a connection carries its
+    messages in order, so "ready to receive" behind this rank's own data would keep the peer from sending meanwhile.
+    """
+
+    def __init__(self, messages: PeerMessages, peers: Iterable[int]) -> None:
+        self._messages = messages
+        self._inbox = {peer: _Inbox(messages, peer) for peer in peers}
+        self._sent = dict.fromkeys(self._inbox, 0)
+        self._under_way: list[Any] = []
+
+    def announce(self, peer: int, ident: Ident, sizes: Sequence[int]) -> None:
+        """Start sending a peer the header of an exchange; ``sizes``: of its messages, in bytes, none of them empty."""
+        padded = [*sizes] + [0] * (MOST_MESSAGES - len(sizes))
+        header = torch.tensor([*ident, *padded], dtype=torch.int64, device="cpu")
+        self._under_way.append(self._messages.send_to(header, peer, 2 * self._sent[peer]))
+        self._sent[peer] = (self._sent[peer] + 1) % TAG_MODULUS
+
+    def is_in(self, peer: int, ident: Ident) -> bool:
+        """Wait until a peer has come to an exchange, or to a later one; returns ``False`` if it has skipped it."""
+        return self._inbox[peer].skip_before(ident)
+
+    def receive(self, peer: int, into: Sequence[Tensor]) -> list[Any]:
+        """Start receiving the data of an exchange that the peer is in."""
+        return self._inbox[peer].take(into)
+
+    def send(self, peer: int, tensors: Iterable[Tensor]) -> list[Any]:
+        """Start sending a peer the data of the exchange that was announced last."""
+        tag = 2 * ((self._sent[peer] - 1) % TAG_MODULUS) + 1
+        sends = [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
+        self._under_way += sends
+        return sends
+
+    def end(self) -> None:
+        """Wait until all is sent, at the end of an exchange that no rank has skipped.
+
+        What is sent to a rank that has skipped an exchange is read only when that rank gets to a later one, for which
+        it may need this rank to get there first.
+        """
+        wait_all(self._under_way)
+        self._under_way.clear()
