@@ -334,27 +334,93 @@ def test_a_graph_that_was_kept_over_a_step_is_stale(world_size: int, offload: An
 # -- inference mode ---------------------------------------------------------------------------------------------------
 
 
-def _in_inference_mode(rank: int, world_size: int, offload: Any) -> list[Tensor]:
+_CALLS = ("make", "clip", "step", "zero_grad", "flush", "state_dict", "load", "consolidate", "rows", "forward", "close")
+
+
+def _in_inference_mode(
+    rank: int, world_size: int, within: tuple[str, ...], options: Any, gathers: bool
+) -> list[Tensor]:
+    """Train, with what ``within`` names in inference mode."""
     model = _net()
-    with torch.inference_mode():
-        optimizer = _made(model, offload=offload)
-    for step in range(2):
-        _backward(model, step, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    saved = optimizer.state_dict()
-    with torch.inference_mode():
-        optimizer.load_state_dict(saved)
-    _backward(model, 2, rank)
-    optimizer.step()
-    optimizer.close()
+    if gathers:
+        options = {**options, "reduction": zero_opt.Overlapped(overlap_param_gather=model)}
+
+    def mode(call: str) -> Any:
+        return torch.inference_mode(call in within)
+
+    with mode("make"):
+        optimizer = _made(model, **options)
+    for step in range(4):
+        loss = model(_inputs(step, rank)).square().mean()
+        with mode("backward"):
+            loss.backward()
+        with mode("clip"):
+            optimizer.clip_grad_norm_(1.0)
+        with mode("step"):
+            optimizer.step()
+        with mode("zero_grad"):
+            optimizer.zero_grad()
+        with mode("forward"):
+            model(_inputs(step, rank))
+        with mode("flush"):
+            optimizer.flush()
+        with mode("state_dict"):
+            saved = optimizer.state_dict()
+        optimizer.flush()  # until all ranks have read it
+        with mode("load"):
+            optimizer.load_state_dict(saved)
+        with mode("consolidate"):
+            optimizer.consolidate_state_dict()
+        with mode("rows"):
+            zero_opt.sharded_state_dict(optimizer)
+    assert not any(isinstance(v, Tensor) and v.is_inference() for s in optimizer.state.values() for v in s.values())
+    with mode("close"):
+        optimizer.close()
     return _values(model)
 
 
-@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
-def test_an_optimizer_is_made_and_loaded_in_inference_mode(offload: Any) -> None:
-    first, second = run_processes(2, _in_inference_mode, offload)
-    assert_bitwise(first, second, "parameters")
+_AT_STEP: dict[str, Any] = {"reduction": zero_opt.AtStep()}
+_IN_INFERENCE: dict[str, Any] = {
+    **{name: {"offload": offload} for name, offload in OFFLOADS.items()},
+    "delay": {"offload": zero_opt.WorkerOffload(delay=1)},
+    "backend": {"reduction": zero_opt.Overlapped(exchange="backend")},
+    "at_step": _AT_STEP,
+}
+
+
+@pytest.mark.parametrize("within", [_CALLS, ("backward",)], ids=["calls", "backward"])
+@pytest.mark.parametrize("options", _IN_INFERENCE.values(), ids=_IN_INFERENCE)
+def test_every_call_has_in_inference_mode_the_bits_that_it_has_outside(options: Any, within: tuple[str, ...]) -> None:
+    gathers = "reduction" not in options
+    outside = run_processes(2, _in_inference_mode, (), options, gathers)
+    assert_bitwise(run_processes(2, _in_inference_mode, within, options, gathers), outside, "parameters")
+
+
+def test_a_rank_alone_is_stepped_in_inference_mode() -> None:
+    for options in ({}, {"offload": zero_opt.CPUOffload()}):
+        (outside,) = run_processes(1, _in_inference_mode, (), options, False)
+        (within,) = run_processes(1, _in_inference_mode, _CALLS, options, False)
+        assert_bitwise(within, outside, "parameters")
+
+
+def _closure_in_inference_mode(rank: int, world_size: int) -> None:
+    model, plain = _net(), _net()
+    optimizer = _made(model, reduction=zero_opt.AtStep())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(_inputs(0, rank)).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.inference_mode():
+        optimizer.step(closure)
+    assert not torch.equal(model[0].weight, plain[0].weight)
+    optimizer.close()
+
+
+def test_a_closure_finds_gradients_in_inference_mode() -> None:
+    run_processes(2, _closure_in_inference_mode)
 
 
 def _made_in_inference_mode(rank: int, world_size: int) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, ZeroOptError
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
+from ..system.inference_mode import outside_inference_mode
 from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .functions import adam_hypers
@@ -270,7 +271,8 @@ class _NativeStep(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
-        self._bind(list(self._stale()))
+        with outside_inference_mode():
+            self._bind(list(self._stale()))
         batches = [
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)

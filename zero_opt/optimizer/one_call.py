@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any, TypeVar, cast
 
 from ..errors import ParamsReplaced, StepDesync
+from ..system.inference_mode import outside_inference_mode
 
 _Read = TypeVar("_Read")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -36,13 +37,14 @@ class OneCall:
         )
 
     def read(self, state_dict: Callable[[], _Read]) -> _Read:
-        """Return the state dict that ``state_dict`` returns."""
+        """Return the state dict that ``state_dict`` returns, in any inference mode of the caller's."""
         thread = get_ident()
         if thread in self.reading:
             return state_dict()
         try:
             self.reading.add(thread)
-            return state_dict()
+            with outside_inference_mode():
+                return state_dict()
         finally:
             self.reading.discard(thread)
 
@@ -66,7 +68,8 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
     """Decorate a method that changes the optimizer, or is collective.
 
     The method's object has its :class:`OneCall` as ``_one_call``. The method raises StepDesync, and does nothing, while
-    another such call of the optimizer is under way. This takes 0.2 us.
+    another such call of the optimizer is under way. Within the method, closures included, there is no inference mode:
+    state and staging outlive it. All this takes 0.5 us.
 
     Args:
         call: the method's name in messages.
@@ -86,13 +89,14 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
                 raise one.refusal(call, one.under_way)
             one.under_way = call
             try:
-                try:
+                with outside_inference_mode():
+                    try:
+                        return method(self, *args, **kwargs)
+                    except ParamsReplaced:
+                        if not replans:
+                            raise
+                    self._replan()
                     return method(self, *args, **kwargs)
-                except ParamsReplaced:
-                    if not replans:
-                        raise
-                self._replan()
-                return method(self, *args, **kwargs)
             finally:
                 one.under_way = None
 

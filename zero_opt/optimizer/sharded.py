@@ -63,7 +63,7 @@ class ShardedEngine(BetweenSteps):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if not overflowed(self._user):
-            with torch.inference_mode(False), torch.no_grad(), self._of_all_ranks():
+            with torch.no_grad(), self._of_all_ranks():
                 agreed, shards = self.reduce()
                 self._update(agreed, shards, unscaling(self._user))
         return loss

@@ -138,7 +138,6 @@ class ShardedOptimizer(UnevenInputs):
             engine.add_groups()
         return engine
 
-    @torch.inference_mode(False)
     def _replan(self) -> None:
         """Build the engine again for parameters that the user has replaced the planned ones with. Collective."""
         old, config = self._engine, self._config
@@ -173,7 +172,6 @@ class ShardedOptimizer(UnevenInputs):
         return mesh
 
     @one_call("opt.add_param_group()", replans=True)
-    @torch.inference_mode(False)
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
 
@@ -359,7 +357,6 @@ class ShardedOptimizer(UnevenInputs):
             post_hook(self)
 
     @one_call("opt.load_state_dict()", replans=True)
-    @torch.inference_mode(False)
     def _load(self, state_dict: StateDict, *, strict: bool) -> None:
         self._engine.load(state_dict, strict=strict)
 

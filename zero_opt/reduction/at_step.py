@@ -11,6 +11,7 @@ from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import indices_of
+from ..system.inference_mode import version_of
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
@@ -23,12 +24,12 @@ class _Signature:
     def __init__(self, params: Iterable[Tensor]) -> None:
         grads = [param.grad for param in params]
         # Not id(): a new gradient may be given the address, and so the id, of the one it replaces.
-        self._seen = [(_no_grad, None) if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+        self._seen = [(_no_grad, None) if grad is None else (weakref.ref(grad), version_of(grad)) for grad in grads]
 
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Return whether the gradients are the same, and no one has written to them."""
         return len(params) == len(self._seen) and all(
-            seen() is param.grad and version == getattr(param.grad, "_version", None)
+            seen() is param.grad and version == (None if param.grad is None else version_of(param.grad))
             for param, (seen, version) in zip(params, self._seen, strict=True)
         )
 

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import function as autograd_function
 
 from ..errors import ConfigConflict
+from ..system.inference_mode import outside_inference_mode
 
 _FUNCTION_FILE = autograd_function.__file__
 
@@ -65,7 +66,8 @@ def _untraced(function: Any) -> Any:
 def _announce(owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, _: Tensor) -> None:
     there = owner()
     if there is not None:
-        arrived(there, index)
+        with outside_inference_mode():
+            arrived(there, index)
 
 
 class BackwardPasses:

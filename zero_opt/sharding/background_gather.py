@@ -14,6 +14,7 @@ from ..comm.exchange import Exchange, Ident
 from ..comm.waits_beside import outcome
 from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
+from ..system.inference_mode import outside_inference_mode
 from .buckets import GradBucket
 from .gather import ParamGather
 from .partition import Partition
@@ -221,7 +222,8 @@ class _Hook:
     def __call__(self, module: nn.Module, *_: object) -> None:
         gather = None if self._gather is None else self._gather()
         if gather is not None and self._act is not None:
-            self._act(gather, module)
+            with outside_inference_mode():
+                self._act(gather, module)
 
     def __reduce__(self) -> Any:
         return _Hook, ()

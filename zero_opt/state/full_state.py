@@ -12,6 +12,7 @@ from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
 from ..placement import Placement, live_tensors
 from ..sharding.flat_param import is_dtensor
 from ..sharding.partition import Partition
+from ..system.inference_mode import version_of
 from .consolidate import consolidated
 from .guard import StateGuard
 from .service import StateService
@@ -52,7 +53,7 @@ class FullState:
     def _version(self) -> tuple[int, ...]:
         """Return numbers that are others once a step or the user has changed this rank's state."""
         live = (value for _, state in self._placement.state() for value in live_tensors(state))
-        return (self._guard.changes, *(value._version for value in live))
+        return (self._guard.changes, *map(version_of, live))
 
     def _current(self) -> StatesByIndex | None:
         """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...placement import ParamState
 from ...sharding.flat_param import is_dtensor, place_of
+from ...system.inference_mode import version_of
 from .local_parts import local_grad, local_of, state_of_part, value_of_param
 
 
@@ -29,7 +30,7 @@ class _Twin:
         self.param, part = param, local_of(param)
         self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
         self._apart = is_dtensor(param)
-        self._edits, self._writes = (param._version, part._version), self.plain._version
+        self._note()
 
     def follow(self) -> None:
         """Take over what the user and autograd have done to the parameter since."""
@@ -38,17 +39,22 @@ class _Twin:
             plain.requires_grad_(param.requires_grad)
         if place_of(part) != place_of(plain):
             plain.data = part
-        if self._apart and (param._version, part._version) != self._edits:
+        if self._apart and (version_of(param), version_of(part)) != self._edits:
             torch.autograd.graph.increment_version([plain])
-        self._edits, self._writes = (param._version, part._version), plain._version
+        self._note()
         plain.grad = local_grad(param)
+
+    def _note(self) -> None:
+        """Note how often the parameter and its part have been written to."""
+        self._edits = version_of(self.param), version_of(local_of(self.param))
+        self._writes = version_of(self.plain)
 
     def note_writes(self) -> None:
         """Let autograd know of writes to the part, and drop its gradient."""
         self.plain.grad = None
-        if self._apart and self.plain._version != self._writes:
+        if self._apart and version_of(self.plain) != self._writes:
             torch.autograd.graph.increment_version([self.param])
-            self._edits, self._writes = (self.param._version, local_of(self.param)._version), self.plain._version
+            self._note()
 
 
 class PlainGroup(UserDict[str, Any]):

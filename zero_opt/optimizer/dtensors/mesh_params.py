@@ -25,6 +25,7 @@ from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
 from ...state.state_dict import StateDict, StatesByIndex, copied
 from ...state.trial import is_known, state_after_a_step
+from ...system.inference_mode import version_of
 from ..config import Config
 from .fsdp import Shards
 from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param
@@ -160,7 +161,7 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     """Return numbers that are others once state was edited in place, replaced, added or dropped."""
     values = (value for state in live.values() for value in live_tensors(state))
-    return tuple(number for value in values for number in (id(value), value._version))
+    return tuple(number for value in values for number in (id(value), version_of(value)))
 
 
 def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:

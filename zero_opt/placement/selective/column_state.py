@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import quoted
+from ...system.inference_mode import version_of
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..interface import ParamState, ReadThrough
 from .column_shard import ColumnShard
@@ -130,7 +131,7 @@ class ColumnState(ReadThrough):
         if key not in self._values:
             value = self._saved[key]
             self._values[key] = value
-            self._made[key] = (value, value._version if isinstance(value, Tensor) else 0)
+            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0)
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -150,7 +151,7 @@ class ColumnState(ReadThrough):
         """Whether users have written to a value, put another in its place, or dropped one."""
         for key, value in self._values.items():
             made, version = self._made.get(key, (None, 0))
-            if value is not made or (isinstance(value, Tensor) and value._version != version):
+            if value is not made or (isinstance(value, Tensor) and version_of(value) != version):
                 return True
         return bool(self._dropped)
 
