@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -438,6 +439,13 @@ def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None =
     return {index: {key: copy_of(value) for key, value in entry.items()} for index, entry in state.items()}
 
 
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype for :func:`torch_dtype`."""
+    return str(dtype)
+
+
+@functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype whose ``str()`` is ``name``, such as ``"torch.float32"``."""
     dtype = getattr(torch, name.removeprefix("torch."))
