@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -280,7 +280,7 @@ class Agreement:
             digest = hashlib.sha256(encoded).digest()
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             failure = error
-        digests = [tensor_bytes(other) for other in self.group.all_gather(bytes_tensor(digest))]
+        digests = self._digests(digest)
         if _NO_DIGEST in digests:
             self.raise_first_error(failure)
         if all(digests[0] == other for other in digests):
@@ -289,6 +289,18 @@ class Agreement:
         for rank, other in enumerate(gathered):
             if other != gathered[0]:
                 raise RankMismatch(_first_difference(gathered[0], other, rank))
+
+    def same(self, digest: Callable[[], bytes]) -> bool:
+        """Return whether every rank computes the same SHA-256 digest; not where a rank cannot compute it."""
+        mine = _NO_DIGEST
+        with suppress(Exception):  # whatever it is, the other ranks must not wait for this one
+            mine = digest()
+        digests = self._digests(mine)
+        return _NO_DIGEST not in digests and len(set(digests)) == 1
+
+    def _digests(self, mine: bytes) -> list[bytes]:
+        """Return all ranks' digests."""
+        return [tensor_bytes(other) for other in self.group.all_gather(bytes_tensor(mine))]
 
 
 def _mask_bytes(param_count: int) -> int:

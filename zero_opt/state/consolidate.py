@@ -21,12 +21,14 @@ from ..placement import Placement
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
+from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
     Entry,
     Places,
     already_there,
     dtype_of,
+    is_small,
     listed,
     message_for,
     message_to_send,
@@ -36,6 +38,7 @@ from .entries import (
     small_value,
     spread,
     state_entry,
+    within,
 )
 from .state_dict import StatesByIndex, torch_dtype
 
@@ -68,8 +71,9 @@ class LocalState:
         """Return the entries that this rank sends.
 
         Raises:
-            StateDictError: a value cannot be sent.
+            StateDictError: a value cannot be sent. StorageFailed: a small one cannot be read.
         """
+        require_readable(*(value for state in self._state.values() for value in state.values() if is_small(value)))
         for index, state in self._state.items():
             start = self._starts[index]
             for key, value in state.items():
@@ -80,7 +84,10 @@ class LocalState:
 
     def run(self, entry: Entry) -> Tensor:
         """Return the elements of an entry that travels, as a contiguous run where they live."""
-        value: Tensor = self._state[entry.param][entry.key].detach()
+        value: Tensor = self._state[entry.param][entry.key]
+        if value.dim() == 1 and value.is_contiguous():  # which is its own run, in either order
+            return value.detach() if value.requires_grad else value
+        value = value.detach()
         if entry.kind == "slice" and value.shape == self.flats[entry.param].shape:
             value = self.flats[entry.param].flatten(value)
         return value.contiguous().view(-1)
@@ -118,9 +125,12 @@ class IncomingState:
         elif entry.key not in state:
             flat = self._flats[entry.param] if entry.kind == "slice" else None
             shape = entry.shape if flat is None else flat.shape
-            values = torch.empty(math.prod(shape), dtype=torch_dtype(entry.dtype), device="cpu")
+            numel = math.prod(shape) if flat is None else flat.numel
+            values = torch.empty(numel, dtype=torch_dtype(entry.dtype), device="cpu")
             self._values[entry.param, entry.key] = values
-            state[entry.key] = values.view(shape) if flat is None or len(shape) == 1 else flat.shaped(values)
+            if len(shape) != 1:
+                values = values.view(shape) if flat is None else flat.shaped(values)
+            state[entry.key] = values
 
     def places_for(self, entries: Sequence[Entry]) -> list[Places]:
         """Make room for a rank's entries; return where the elements of each of its :func:`packets` go.
@@ -131,11 +141,11 @@ class IncomingState:
         with allocation_errors("the optimizer's full state"):
             for entry in entries:
                 self._place(entry)
-        return [(packet, [self._run(entry)[span] for entry, span in packet]) for packet in packets(entries)]
+        return [(packet, [within(self._run(entry), span) for entry, span in packet]) for packet in packets(entries)]
 
     def _run(self, entry: Entry) -> Tensor:
         """Return where the elements of an entry go."""
-        return self._values[entry.param, entry.key][entry.start : entry.start + entry.numel]
+        return within(self._values[entry.param, entry.key], slice(entry.start, entry.start + entry.numel))
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""

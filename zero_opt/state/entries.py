@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..comm.groups import tensor_bytes
 from ..errors import StateDictError
 from ..system.readable_pages import require_readable
-from .state_dict import is_plain, torch_dtype
+from .state_dict import dtype_name, is_plain, torch_dtype
 
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
@@ -60,11 +61,17 @@ Packet = list[tuple[Entry, slice]]
 Places = tuple[Packet, list[Tensor]]
 
 
+def is_small(value: Any) -> bool:
+    """Return whether a value may be a tensor that travels inside the listing, so that listing it reads it."""
+    return isinstance(value, Tensor) and value.numel() <= _INLINE_NUMEL
+
+
 def state_entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_params: bool) -> Entry:
     """Return the entry of one value.
 
     Args:
-        part: what is stepped for the slice. start: of the slice, in the parameter. whole_params: slices are whole.
+        value: can be read, if it :func:`is_small`. part: what is stepped for the slice.
+        start: of the slice, in the parameter. whole_params: slices are whole.
 
     Raises:
         StateDictError: the value cannot be sent.
@@ -75,13 +82,13 @@ def state_entry(index: int, key: str, value: Any, part: Tensor, start: int, whol
         if not is_plain(value):
             raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
         return Entry(index, key, "value", "", [], 0, value)
-    dtype, shape = str(value.dtype), list(value.shape)
-    if value.shape == part.shape and not whole_params and value.dim():
+    dtype = dtype_name(value.dtype)
+    if value.dim() and not whole_params and value.shape == part.shape:
         return Entry(index, key, "slice", dtype, [value.numel()], start, None)
     if value.numel() <= _INLINE_NUMEL:
-        require_readable(value)
-        return Entry(index, key, "inline", dtype, shape, 0, tensor_bytes(value.detach().cpu().contiguous()).hex())
-    return Entry(index, key, "tensor", dtype, shape, 0, None)
+        here = value if value.is_cpu and value.is_contiguous() else value.detach().cpu().contiguous()
+        return Entry(index, key, "inline", dtype, list(value.shape), 0, tensor_bytes(here).hex())
+    return Entry(index, key, "tensor", dtype, list(value.shape), 0, None)
 
 
 def listed(payload: bytes) -> list[Entry]:
@@ -93,10 +100,9 @@ def small_value(entry: Entry) -> Any:
     """Return the number, text or tensor that traveled inside the listing."""
     if entry.kind == "value":
         return entry.value
-    raw = bytearray.fromhex(entry.value)
-    if not raw:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
-    return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).clone().view(entry.shape)
+    value, raw = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu"), bytes.fromhex(entry.value)
+    ctypes.memmove(value.data_ptr(), raw, len(raw))
+    return value
 
 
 def packets(entries: Iterable[Entry]) -> Iterator[Packet]:
@@ -104,16 +110,18 @@ def packets(entries: Iterable[Entry]) -> Iterator[Packet]:
     small: Packet = []
     nbytes = 0
     for entry in entries:
-        itemsize = torch_dtype(entry.dtype).itemsize if entry.travels else 0
-        size = entry.numel * itemsize
+        if not entry.travels:
+            continue
+        itemsize, numel = torch_dtype(entry.dtype).itemsize, entry.numel
+        size = numel * itemsize
         if size > _SMALL_BYTES:
-            for start in range(0, entry.numel, _CHUNK_BYTES // itemsize):
-                yield [(entry, slice(start, min(start + _CHUNK_BYTES // itemsize, entry.numel)))]
+            for start in range(0, numel, _CHUNK_BYTES // itemsize):
+                yield [(entry, slice(start, min(start + _CHUNK_BYTES // itemsize, numel)))]
         elif size:
             if small and (nbytes + size > _CHUNK_BYTES or entry.dtype != small[0][0].dtype):
                 yield small
                 small, nbytes = [], 0
-            small.append((entry, slice(0, entry.numel)))
+            small.append((entry, slice(0, numel)))
             nbytes += size
     if small:
         yield small
@@ -135,9 +143,14 @@ def runs_of(state: LocalState | FrozenState, packet: Packet) -> list[Tensor]:
     Raises:
         StorageFailed: they are a file's, and cannot be read.
     """
-    runs = [state.run(entry)[span] for entry, span in packet]
+    runs = [within(state.run(entry), span) for entry, span in packet]
     require_readable(*runs)
     return runs
+
+
+def within(run: Tensor, span: slice) -> Tensor:
+    """Return a part of a run; the run itself, sooner than a view of it, if that is all of it."""
+    return run if not span.start and span.stop == run.numel() else run[span]
 
 
 def message_of(state: LocalState | FrozenState, packet: Packet) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -171,6 +172,15 @@ def test_an_error_of_a_type_we_do_not_know_is_one_of_ours_elsewhere() -> None:
 
 def test_no_error_is_no_error() -> None:
     agreement(RecordedGroup([b""])).raise_first_error(None)
+
+
+def test_digests_are_the_same_where_every_rank_has_one_and_all_are_equal() -> None:
+    def unreadable() -> bytes:
+        raise OSError
+
+    for other, mine, same in [(b"a", b"a", True), (b"a", b"b", False), (b"a", None, False), (b"\0", b"\0", False)]:
+        ranks = agreement(RecordedGroup([other * 32]))
+        assert ranks.same(unreadable if mine is None else partial(bytes, mine * 32)) == same
 
 
 Entries = list[tuple[str, Any]]

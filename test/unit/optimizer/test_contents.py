@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt.optimizer.contents import HyperDigest, contents
+from zero_opt.optimizer.contents import HyperDigest, contents, loaded_digest
 
 
 def describe(index: int) -> str:
@@ -97,3 +97,36 @@ def test_a_digest_of_edits_tells_whose_hyperparameters_are_whose() -> None:
     assert HyperDigest().of(mine, []) == HyperDigest().of([dict(group) for group in mine], [])
     assert HyperDigest().of(mine, []) != HyperDigest().of(swapped, [])
     assert HyperDigest().of(mine, [1]) != HyperDigest().of(mine, [])
+
+
+def state(step: float = 1.0) -> dict[Any, Any]:
+    return {"step": torch.tensor(step), "exp_avg": torch.arange(6.0).view(2, 3), 1: 2.0, "large": torch.zeros(1 << 13)}
+
+
+def digest(*states: dict[Any, Any], lr: float = 0.1) -> bytes:
+    return loaded_digest(dict(enumerate(states)), [{"params": [], "lr": lr}])
+
+
+def test_equal_states_have_the_same_digest() -> None:
+    assert digest(state(), state()) == digest(state(), state())
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        (state(), state(2.0)),
+        (state(),),
+        (state(), {**state(), "exp_avg": torch.arange(6.0).view(3, 2)}),
+        (state(), {**state(), "exp_avg": torch.arange(6).view(2, 3)}),
+        (state(), {**state(), "exp_avg": torch.tensor([[0.0, 1.0, 2.0], [4.0, 3.0, 5.0]])}),
+        (state(), {**state(), "large": torch.arange(1 << 13) * 1.0}),
+        (state(), {**state(), 1: 3.0}),
+        *((state(), {(key if old == 1 else old): value for old, value in state().items()}) for key in ("1", True, 1.0)),
+    ],
+)
+def test_states_that_differ_have_another_digest(states: Any) -> None:
+    assert digest(*states) != digest(state(), state())
+
+
+def test_hyperparameters_are_in_the_digest_of_loaded_state() -> None:
+    assert digest(state(), lr=0.1) != digest(state(), lr=0.2)

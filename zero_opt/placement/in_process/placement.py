@@ -253,7 +253,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         packed = []
         for own, hypers in zip(inner.param_groups, groups, strict=True):
             ids = [number.setdefault(part, len(number)) for part in own["params"]]
-            packed.append({**hypers_of(hypers), "params": ids})
+            packed.append({**hypers_of(hypers), "params": _searchable(ids) if self._apart else ids})
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
         say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
@@ -288,6 +288,12 @@ class DevicePlacement(StretchPlacement[Unit]):
         self._places.clear()
         self._units.clear()
         self._make_units.close()
+
+
+def _searchable(ids: list[int]) -> Sequence[int]:
+    """Return the same ids; a range if they are one. torch's load_state_dict() searches them once per tensor."""
+    run = range(ids[0], ids[0] + len(ids)) if ids else range(0)
+    return run if ids == [*run] else ids
 
 
 def _scaled(grad: Tensor, dtype: torch.dtype, grad_scale: float) -> Tensor:
