@@ -15,7 +15,7 @@ from ..sharding.param_groups import hypers_of
 
 def _comparable(value: Any) -> Any:
     """Return ``value`` as plain Python if ranks can compare that, else its type."""
-    if isinstance(value, Tensor) and value.dim() == 0:
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta:
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)

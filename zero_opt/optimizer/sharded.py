@@ -36,7 +36,6 @@ from ..errors import (
     StateDictError,
     StepDesync,
     StepFailed,
-    UnsupportedParam,
     ZeroOptError,
 )
 from ..layout import mask_of
@@ -134,8 +133,9 @@ class ShardedEngine(BetweenSteps):
         error = error or self._adopt_edits()
         try:
             self._follow_moved()
-        except UnsupportedParam as unsupported:
-            error = error or unsupported
+            self._forms.check(self._user.param_groups)
+        except ZeroOptError as refused:
+            error = error or refused
         return error or self.placement.conflict()
 
     def agree(self, own: OwnRounds, clip_to: float | None, unscale_by: float | None, *, absent: bool) -> StepAgreement:
