@@ -379,11 +379,11 @@ def test_every_error_is_ours_and_of_a_builtin_type(misuse: str) -> None:
 
 @pytest.mark.parametrize("value", ["0.1", None, 1j, [0.1], torch.ones(2)])
 def test_what_is_no_number_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ConfigTypeError, match="^lr must be a number, got"):
+    with pytest.raises(ConfigTypeError, match=r"^lr must be a number, got"):
         require_number("lr", value)
 
 
 def test_nan_is_no_number() -> None:
     for value in (float("nan"), torch.tensor(float("nan"))):
-        with pytest.raises(ConfigError, match="^lr is NaN"):
+        with pytest.raises(ConfigError, match=r"^lr is NaN"):
             require_number("lr", value)
