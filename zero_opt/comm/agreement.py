@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
+from ..errors import ConfigConflict, RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
 from ..system.shared_memory import allocation_errors
 from .groups import Group, bytes_tensor, tensor_bytes
 
-_HEADER = struct.Struct("<qqqBdQqQ")
+_HEADER = struct.Struct("<qqqBddQqQ")
 # Parameters that an error names.
 _NAMED = 3
 # Of the header's flags.
-_FAILED, _ABSENT, _CLIPS = 1, 2, 4
+_FAILED, _ABSENT, _CLIPS, _UNSCALES = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class StepReport:
         restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
+        unscales: GradScaler is about to unscale the gradients. inv_scale: what they are multiplied by then, or in the
+            step where GradScaler leaves that to the step: one over the loss scale.
         hypers: a digest of the hyperparameters.
         edits: a digest of which parameters the user has written to here since the last agreement, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
@@ -51,6 +54,8 @@ class StepReport:
     restarted: int = 0
     absent: bool = False
     clip_to: float | None = None
+    unscales: bool = False
+    inv_scale: float = 1.0
     hypers: int = 0
     abandoned: int = 0
     edits: int = 0
@@ -58,25 +63,25 @@ class StepReport:
     @property
     def call(self) -> str:
         """The method that the user called."""
-        return "step()" if self.clip_to is None else "clip_grad_norm_()"
+        return "scaler.unscale_()" if self.unscales else "step()" if self.clip_to is None else "clip_grad_norm_()"
 
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """Return the report as bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        header = _HEADER.pack(
-            self.step, self.epoch, self.rounds, flags, self.clip_to or 0.0, self.hypers, self.abandoned, self.edits
-        )
+        flags |= self.unscales * _UNSCALES
+        numbers = (self.clip_to or 0.0, self.inv_scale, self.hypers, self.abandoned, self.edits)
+        header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, *numbers)
         masks = (self.used, self.trainable, self.restarted)
         return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
 
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """Return what :meth:`pack` was given."""
-        step, epoch, rounds, flags, clip_to, hypers, abandoned, edits = _HEADER.unpack_from(raw)
+        step, epoch, rounds, flags, clip_to, *others = _HEADER.unpack_from(raw)
         starts = [_HEADER.size + place * mask_bytes for place in range(3)]
         used, trainable, restarted = (int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts)
-        absent, limit = bool(flags & _ABSENT), clip_to if flags & _CLIPS else None
-        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, hypers, abandoned, edits)
+        absent, unscales, limit = bool(flags & _ABSENT), bool(flags & _UNSCALES), clip_to if flags & _CLIPS else None
+        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, unscales, *others)
         return report, bool(flags & _FAILED)
 
 
@@ -86,7 +91,7 @@ class StepAgreement:
 
     Attributes:
         reports: by rank.
-        epoch, clip_to: of the ranks that have inputs. absent: those that have none.
+        epoch, clip_to, inv_scale: of the ranks that have inputs. absent: those that have none.
         same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
             have written to the same parameters equally often.
     """
@@ -97,6 +102,7 @@ class StepAgreement:
     trainable: int
     epoch: int
     clip_to: float | None
+    inv_scale: float
     absent: Sequence[int]
     same_hypers: bool
     same_edits: bool
@@ -125,7 +131,8 @@ class Agreement:
         """Agree on the state of the step about to be taken.
 
         Raises:
-            StepDesync: steps or zero_grad calls differ. RankMismatch: trainable masks differ.
+            StepDesync: steps or zero_grad calls differ. RankMismatch: calls, loss scales or trainable masks differ.
+            ConfigConflict: GradScaler unscales while a rank is absent.
             PeerSilent: a rank does not come. PeerLost: one has ended.
             ZeroOptError: ``error``, of whichever rank passed one, on every rank.
         """
@@ -150,6 +157,7 @@ class Agreement:
             trainable=mine.trainable,
             epoch=first.epoch,
             clip_to=first.clip_to,
+            inv_scale=first.inv_scale,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
             same_edits=all(report.edits == first.edits for report in reports),
@@ -161,13 +169,8 @@ class Agreement:
         for rank, report in enumerate(reports):
             if report.step != first.step:
                 raise StepDesync(f"rank {rank} is in step {report.step} while rank {shown} is in step {first.step}")
-            if rank in present and (report.clip_to is None) != (first.clip_to is None):
-                raise RankMismatch(f"rank {present[0]} called {first.call} where rank {rank} called {report.call}")
-            if rank in present and report.clip_to != first.clip_to:
-                raise RankMismatch(
-                    f"clip_grad_norm_() was given max_norm={first.clip_to!r} on rank {present[0]} and "
-                    f"{report.clip_to!r} on rank {rank}"
-                )
+            if rank in present:
+                _require_same_call(first, present[0], report, rank)
             if rank in present and report.epoch != first.epoch:
                 raise StepDesync(
                     f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "
@@ -175,6 +178,11 @@ class Agreement:
                     "GradScaler use reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
                     epoch=max(r.epoch for r in reports),
                 )
+
+        if first.unscales and len(present) < len(reports):
+            raise ConfigConflict(
+                "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
+            )
 
     def _require_same_mask(self, reports: Sequence[StepReport]) -> None:
         for rank, report in enumerate(reports):
@@ -301,6 +309,28 @@ class Agreement:
     def _digests(self, mine: bytes) -> list[bytes]:
         """Return all ranks' digests."""
         return [tensor_bytes(other) for other in self.group.all_gather(bytes_tensor(mine))]
+
+
+def _require_same_call(first: StepReport, its_rank: int, report: StepReport, rank: int) -> None:
+    """Raise RankMismatch if two ranks have called different methods, or with different numbers."""
+    if report.call != first.call:
+        hint = "; use GradScaler on every rank, or on none" if report.unscales != first.unscales else ""
+        raise RankMismatch(f"rank {its_rank} called {first.call} where rank {rank} called {report.call}{hint}")
+    if report.clip_to != first.clip_to:
+        raise RankMismatch(
+            f"clip_grad_norm_() was given max_norm={first.clip_to!r} on rank {its_rank} and {report.clip_to!r} on "
+            f"rank {rank}"
+        )
+    here, there = _loss_scale(first), _loss_scale(report)
+    if here != there and not (math.isnan(here) and math.isnan(there)):
+        raise RankMismatch(
+            f"loss scale of GradScaler: {here} on rank {its_rank}, {there} on rank {rank}; load the same "
+            "scaler.state_dict() on every rank"
+        )
+
+
+def _loss_scale(report: StepReport) -> float:
+    return 1.0 / report.inv_scale if report.inv_scale else math.inf
 
 
 def _mask_bytes(param_count: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, UnsupportedParam
+from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, quoted
 from ..system.extension import native
 from .strides import is_dense, overlaps
 
@@ -29,6 +30,21 @@ DTYPE_NAMES = {
 }
 # In fp32, in which steps are counted.
 _MOST_STEPS = torch.finfo(torch.float32).max
+
+
+def require_number(label: str, value: object) -> None:
+    """Raise ConfigError or ConfigTypeError unless ``value`` is a number, or a tensor of one; NaN is none."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
+            form = f"{value.dtype} of shape {tuple(value.shape)}{' on the meta device' if value.is_meta else ''}"
+            raise ConfigTypeError(f"{label} must be a number, got a tensor, {form}")
+        number: Any = value.item() if value.is_cpu else 0.0  # elsewhere it would have to be waited for
+    elif isinstance(value, Real):
+        number = value
+    else:
+        raise ConfigTypeError(f"{label} must be a number, got {quoted(value)}")
+    if number != number:
+        raise ConfigError(f"{label} is NaN")
 
 
 class NativeIsas(NamedTuple):

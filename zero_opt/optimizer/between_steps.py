@@ -30,6 +30,7 @@ from .arguments import adopt_errors, template_of
 from .config import Config
 from .contents import HyperDigest, loaded_contents, loaded_digest
 from .dtensors.mesh_params import MeshParams, admit
+from .hyperparameters import HyperForms
 from .interface import Engine
 from .join import UnevenInputs
 from .loading import Loaded, fitted_state
@@ -71,7 +72,7 @@ class BetweenSteps(Engine):
         self._loaded = self._half_loaded = self._closed = False
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
-        self._digest = HyperDigest()
+        self._digest, self._forms = HyperDigest(), HyperForms(config.optimizer_class)
         parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
@@ -140,6 +141,7 @@ class BetweenSteps(Engine):
     def add_groups(self) -> None:
         """Take in the owner's param groups that are new, after comparing them with the other ranks'. Collective."""
         self._planner.add_groups()
+        self._forms.learn(self._user.param_groups, self._user.defaults)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         user, config = self._user, self._config
@@ -293,6 +295,7 @@ class BetweenSteps(Engine):
             self.placement.load(mine, loaded.groups)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
             group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
+        self._forms.learn(self._user.param_groups, self._user.defaults)
         with parts.visible.lock:
             parts.visible.load(states)
             self._show_state()

@@ -20,7 +20,7 @@ _SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 1 << 10
 
 def _comparable(value: Any) -> Any:
     """Return ``value`` as plain Python if ranks can compare that, else its type."""
-    if isinstance(value, Tensor) and value.dim() == 0:
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta:
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
@@ -41,7 +41,7 @@ def hyper_contents(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Itera
 
 
 class HyperDigest:
-    """A 64-bit digest of hyperparameters, of the loss scale, and of the parameters whose state the user has dropped.
+    """A 64-bit digest of hyperparameters, and of the parameters whose state the user has dropped.
 
     Tensors outside host memory are left out: it would have to wait for them.
     """
@@ -50,12 +50,8 @@ class HyperDigest:
         self._known: list[Any] = []
         self._digest = 0
 
-    def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int], inv_scale: float = 1.0) -> int:
-        """Return the digest, which is the same on every rank and in every process if the values are.
-
-        Args:
-            inv_scale: one over the loss scale, where GradScaler leaves unscaling to the step; else 1.
-        """
+    def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int]) -> int:
+        """Return the digest, which is the same on every rank and in every process if the values are."""
         values = [
             (number, key, _comparable(value))
             for number, group in enumerate(groups)
@@ -63,7 +59,6 @@ class HyperDigest:
             if not (isinstance(value, Tensor) and not value.is_cpu)
         ]
         values += [(index, "dropped", None) for index in dropped]
-        values.append((0, "loss scale", inv_scale))
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()
             self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

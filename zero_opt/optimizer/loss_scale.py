@@ -7,8 +7,8 @@ unscale in its step, GradScaler only looks for non-finite values, sets ``grad_sc
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def overflowed(optimizer: object) -> bool:
@@ -17,12 +17,21 @@ def overflowed(optimizer: object) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def scale_entry(inv_scale: float) -> tuple[str, Any]:
-    """Return the loss scale as ranks compare it, given one over it."""
-    return "loss scale of GradScaler", 1.0 / inv_scale if inv_scale else math.inf
-
-
 def unscaling(optimizer: object) -> float:
     """Return the factor for gradients in the step: 1 unless GradScaler has left them scaled."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else 1.0 / float(scale)
+
+
+@contextmanager
+def forgets_scale(optimizer: object) -> Iterator[None]:
+    """A context that, if it raises, takes away what GradScaler has set for the step.
+
+    GradScaler would multiply the next step's scale by it.
+    """
+    try:
+        yield
+    except BaseException:
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        raise

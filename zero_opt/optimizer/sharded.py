@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +36,6 @@ from ..errors import (
     StateDictError,
     StepDesync,
     StepFailed,
-    UnsupportedParam,
     ZeroOptError,
 )
 from ..layout import mask_of
@@ -47,7 +47,7 @@ from ..system.log import log
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .join import ends_join, follow_hypers
-from .loss_scale import overflowed, scale_entry, unscaling
+from .loss_scale import overflowed, unscaling
 from .one_call import one_call
 
 
@@ -64,17 +64,22 @@ class ShardedEngine(BetweenSteps):
             loss = closure() if closure is not None else None
         if not overflowed(self._user):
             with torch.no_grad(), self._of_all_ranks():
-                agreed, shards = self.reduce()
-                self._update(agreed, shards, unscaling(self._user))
+                self._update(*self.reduce())
         return loss
 
     def reduce(
-        self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
+        self,
+        clip_to: float | None = None,
+        *,
+        unscale_by: float | None = None,
+        absent: bool = False,
+        error: ZeroOptError | None = None,
     ) -> tuple[StepAgreement, Sequence[GradShard]]:
         """Return this rank's shards of the mean gradients, and what the ranks have agreed on. Collective.
 
         Args:
             clip_to: the norm that gradients will be clipped to, if the call is for clipping, not for a step.
+            unscale_by: what GradScaler will multiply them by, if the call is for that.
             absent: this rank has run out of inputs (torch's ``Join``).
             error: an error on this rank, which all ranks are to raise.
 
@@ -91,7 +96,7 @@ class ShardedEngine(BetweenSteps):
         if not absent:
             self._notify_join()
         own = self.reduction.send_rest(error, absent=absent)
-        agreed = self.agree(own, clip_to, absent=absent)
+        agreed = self.agree(own, clip_to, unscale_by, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
         shards = self.reduction.collect(agreed)
         if agreed.absent:
@@ -99,7 +104,7 @@ class ShardedEngine(BetweenSteps):
         if not agreed.same_hypers:
             dropped = sorted(map(self._describe, self.parts.visible.dropped))
             contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
-            self.agreement.require_same_contents([*contents, scale_entry(unscaling(self._user))])
+            self.agreement.require_same_contents(contents)
         return agreed, shards
 
     def _notify_join(self) -> None:
@@ -128,14 +133,17 @@ class ShardedEngine(BetweenSteps):
         error = error or self._adopt_edits()
         try:
             self._follow_moved()
-        except UnsupportedParam as unsupported:
-            error = error or unsupported
+            self._forms.check(self._user.param_groups)
+        except ZeroOptError as refused:
+            error = error or refused
         return error or self.placement.conflict()
 
-    def agree(self, own: OwnRounds, clip_to: float | None, *, absent: bool) -> StepAgreement:
+    def agree(self, own: OwnRounds, clip_to: float | None, unscale_by: float | None, *, absent: bool) -> StepAgreement:
         """Compare this rank's report of the step with the other ranks'. Collective."""
         count, edits = self.count, self.partition.edits()
-        mine = self.step_report(own, clip_to, edits, absent=absent)
+        mine = replace(self.step_report(own, edits), clip_to=clip_to, absent=absent)
+        if unscale_by is not None:
+            mine = replace(mine, unscales=True, inv_scale=unscale_by)
         try:
             agreed = self.agreement.agree_on_step(mine, len(self.parts.params), own.error)
         except StepDesync as desync:
@@ -150,9 +158,7 @@ class ShardedEngine(BetweenSteps):
         self._accept_edits(edits, agreed)
         return agreed
 
-    def step_report(
-        self, own: OwnRounds, clip_to: float | None, edits: Mapping[int, int], *, absent: bool
-    ) -> StepReport:
+    def step_report(self, own: OwnRounds, edits: Mapping[int, int]) -> StepReport:
         """Return this rank's report of the step."""
         params = self.parts.params
         return StepReport(
@@ -162,9 +168,8 @@ class ShardedEngine(BetweenSteps):
             used=mask_of(i for i, param in enumerate(params) if param.grad is not None),
             trainable=mask_of(i for i, param in enumerate(params) if param.requires_grad),
             restarted=mask_of(own.restarted),
-            absent=absent,
-            clip_to=clip_to,
-            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped, unscaling(self._user)),
+            inv_scale=unscaling(self._user),
+            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
             abandoned=own.abandoned,
             edits=edits_digest(edits),
         )
@@ -179,18 +184,15 @@ class ShardedEngine(BetweenSteps):
         if edits or not agreed.same_edits:
             self.partition.accept_edits()
 
-    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], inv_scale: float) -> None:
+    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard]) -> None:
         """Step this rank's shards, and gather the updated parameters. Collective.
-
-        Args:
-            inv_scale: one over the loss scale, where GradScaler leaves unscaling to the step; else 1.
 
         Raises:
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
         measured = cache(partial(self.measure, shards))  # collective, once, and only if asked for
         limit = self._config.max_grad_norm
-        grad_scale = inv_scale * self.reduction.step_factor
+        grad_scale = agreed.inv_scale * self.reduction.step_factor
         if skips_step(self._config.checks, measured, self._describe):  # the window goes on; zero_grad() voids its grads
             self.skips, self.join_notified = self.skips + 1, False
             return
@@ -283,13 +285,8 @@ class ShardedEngine(BetweenSteps):
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
         with self._of_all_ranks():
-            agreed, shards = self.reduce()
-            if agreed.absent:
-                raise ConfigConflict(
-                    "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
-                )
+            _, shards = self.reduce(unscale_by=float(inv_scale))
             finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
-            self.agreement.require_same_contents([scale_entry(float(inv_scale))])
             self.reduction.scale(inv_scale)
             return self.agreement.any(not finite)
 
@@ -326,7 +323,7 @@ class ShardedEngine(BetweenSteps):
             while agreed.clip_to is not None:
                 self._clip(shards, agreed.clip_to)
                 agreed, shards = self.reduce(absent=True)
-            self._update(agreed, shards, 1.0)
+            self._update(agreed, shards)
 
     def forget_epoch(self) -> None:
         self.count.epoch = 0

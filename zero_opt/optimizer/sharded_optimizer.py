@@ -29,7 +29,7 @@ from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
 from .join import UnevenInputs
 from .loading import asked_by_load, joined, with_places
-from .loss_scale import unscaling
+from .loss_scale import forgets_scale, unscaling
 from .offload_state import Parked
 from .one_call import OneCall, one_call
 from .process_groups import OwnGroups
@@ -215,11 +215,12 @@ class ShardedOptimizer(UnevenInputs):
             self._require_open()
             return losses[-1]
 
-        try:  # a class may take something else than a closure
-            return self._engine.step(noted if callable(closure) else closure, options)
-        except ParamsReplaced:
-            self._replan()
-        return self._engine.step(losses.pop if losses else None, options)
+        with forgets_scale(self):
+            try:  # a class may take something else than a closure
+                return self._engine.step(noted if callable(closure) else closure, options)
+            except ParamsReplaced:
+                self._replan()
+            return self._engine.step(losses.pop if losses else None, options)
 
     @one_call("opt.zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:

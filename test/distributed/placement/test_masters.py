@@ -379,29 +379,6 @@ def _train_scaled(rank: int, world_size: int, dtype: torch.dtype, reduction: Any
     return seen, scales
 
 
-def _scale_apart(rank: int, world_size: int, dtype: torch.dtype, reduction: Any) -> str:
-    """Each rank has a loss scale of its own, as where one alone has loaded that of a checkpoint."""
-    params = [torch.nn.Parameter(torch.ones(200, dtype=dtype))]
-    precision = MASTERS if dtype in HALVES else zero_opt.MixedPrecision()
-    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, reduction=reduction, precision=precision)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))
-    scaler.scale(params[0].float().sum()).backward()
-    with pytest.raises(zero_opt.RankMismatch) as caught:
-        scaler.step(optimizer)
-    assert torch.equal(params[0], torch.ones(200, dtype=dtype))
-    optimizer.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "reduction"),
-    [(torch.float32, OVERLAPPED), (torch.float16, OVERLAPPED), (torch.float16, zero_opt.AtStep())],
-)
-def test_loss_scales_that_differ_between_ranks_are_refused(dtype: torch.dtype, reduction: Any) -> None:
-    for message in run_processes(2, _scale_apart, dtype, reduction):
-        assert message.startswith("loss scale of GradScaler: 16.0 on rank 0, 32.0 on rank 1")
-
-
 @pytest.mark.parametrize("reduction", [OVERLAPPED, zero_opt.AlreadyReduced()])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_loss_scaling_skips_on_all_ranks(dtype: torch.dtype, reduction: Any) -> None:

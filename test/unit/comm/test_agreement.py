@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zero_opt.comm.agreement import Agreement, StepReport, edits_digest, value_digest
 from zero_opt.comm.groups import Group
-from zero_opt.errors import ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
+from zero_opt.errors import ConfigConflict, ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([4095, 4096, 4097, 8192, 3 * 4096 + 5]))
@@ -135,6 +136,13 @@ def test_masks_travel_whole_whatever_the_number_of_params(params: int) -> None:
     [
         (StepReport(4, 0, 0, 0, 3), StepDesync, "rank 1 is in step 4 while rank 0 is in step 3"),
         (StepReport(3, 2, 0, 0, 3), StepDesync, r"since step 3 rank 1 has called zero_grad\(\) 2 times and rank 0 0"),
+        (
+            StepReport(3, 0, 0, 0, 3, unscales=True),
+            RankMismatch,
+            r"^rank 0 called step\(\) where rank 1 called scaler\.unscale_\(\); use GradScaler on every rank",
+        ),
+        (StepReport(3, 0, 0, 0, 3, inv_scale=0.25), RankMismatch, r"loss scale .* 1\.0 on rank 0, 4\.0 on rank 1"),
+        (StepReport(3, 0, 0, 0, 3, inv_scale=0.0), RankMismatch, r"loss scale .* 1\.0 on rank 0, inf on rank 1"),
         (StepReport(3, 0, 0, 0, 1), RankMismatch, r"parameter 1 \(layer\.1\): requires_grad is True on rank 0 and Fal"),
     ],
 )
@@ -143,6 +151,22 @@ def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type
         agreement(step_of_rank_1(theirs, 2)).agree_on_step(StepReport(3, 0, 0, 0, 3), 2)
     if isinstance(caught.value, StepDesync):
         assert caught.value.epoch == (2 if theirs.epoch else None)
+
+
+def test_loss_scales_of_nan_are_alike() -> None:
+    mine = StepReport(3, 0, 0, 0, 3, inv_scale=math.nan)
+    assert math.isnan(agreement(step_of_rank_1(mine, 2)).agree_on_step(mine, 2).inv_scale)
+
+
+def test_a_rank_without_inputs_has_the_loss_scale_of_the_others() -> None:
+    group = step_of_rank_1(StepReport(3, 0, 0, 0, 3, inv_scale=0.25), 2)
+    assert agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2).inv_scale == 0.25
+
+
+def test_every_rank_is_told_that_gradients_cannot_be_unscaled_without_one() -> None:
+    group = step_of_rank_1(StepReport(3, 0, 0, 0, 3, unscales=True), 2)
+    with pytest.raises(ConfigConflict, match="cannot unscale while ranks have run out of inputs"):
+        agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2)
 
 
 def test_a_rank_without_inputs_is_not_the_one_to_compare_with() -> None:

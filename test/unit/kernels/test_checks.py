@@ -13,8 +13,9 @@ from torch.nn import Parameter
 
 import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
+from zero_opt.errors import ConfigError, ConfigTypeError
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, grad_squares
-from zero_opt.kernels.checks import check_apart
+from zero_opt.kernels.checks import check_apart, require_number
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0, decoupled=True)
 COMPACT = [AdamState("bfloat16"), AdamState("block8"), AdamState("bfloat16", "split")]
@@ -374,3 +375,15 @@ def test_every_error_is_ours_and_of_a_builtin_type(misuse: str) -> None:
         call()
     assert isinstance(caught.value, builtin)
     assert isinstance(caught.value, zero_opt.ZeroOptError)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, 1j, [0.1], torch.ones(2)])
+def test_what_is_no_number_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ConfigTypeError, match=r"^lr must be a number, got"):
+        require_number("lr", value)
+
+
+def test_nan_is_no_number() -> None:
+    for value in (float("nan"), torch.tensor(float("nan"))):
+        with pytest.raises(ConfigError, match=r"^lr is NaN"):
+            require_number("lr", value)

@@ -89,20 +89,25 @@ class DTensorEngine(ShardedEngine):
         super().__init__(config, groups, user, mesh, self._view)
 
     def reduce(
-        self, clip_to: float | None = None, *, absent: bool = False, error: ZeroOptError | None = None
+        self,
+        clip_to: float | None = None,
+        *,
+        unscale_by: float | None = None,
+        absent: bool = False,
+        error: ZeroOptError | None = None,
     ) -> tuple[StepAgreement, Sequence[GradShard]]:
         self._planner.planned.require()
         self._mesh.forget()
         self._follow()
-        return super().reduce(clip_to, absent=absent, error=error)
+        return super().reduce(clip_to, unscale_by=unscale_by, absent=absent, error=error)
 
     def _follow(self) -> None:
         self._mesh.shards.require_sharded()
         self._view.follow()
 
-    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard], inv_scale: float) -> None:
+    def _update(self, agreed: StepAgreement, shards: Sequence[GradShard]) -> None:
         try:
-            super()._update(agreed, shards, inv_scale)
+            super()._update(agreed, shards)
         finally:
             self._view.note_writes()
 

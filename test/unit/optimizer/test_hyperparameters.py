@@ -1,0 +1,85 @@
+"""Which edits of hyperparameters can be stepped with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zero_opt.errors import ConfigError, ConfigTypeError
+from zero_opt.optimizer.hyperparameters import HyperForms
+
+_FIRST: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "foreach": None, "own": 3}
+
+
+class Other(torch.optim.Optimizer):
+    """A class that torch.optim does not have."""
+
+
+def _check(edits: dict[str, Any], *, gone: str = "", cls: Any = torch.optim.AdamW, first: Any = None) -> None:
+    forms, first = HyperForms(cls), {**_FIRST, **(first or {})}
+    forms.learn([{"params": []}, {"params": [], **first}], {key: 0 for key in first if key != "own"})
+    forms.check([{"params": []}, {"params": [], **{k: v for k, v in {**first, **edits}.items() if k != gone}}])
+
+
+@pytest.mark.parametrize(
+    ("edits", "kind", "words"),
+    [
+        ({"lr": "0.1"}, ConfigTypeError, "a number, got '0.1'"),
+        ({"lr": None}, ConfigTypeError, "a number, got None"),
+        ({"lr": [0.1]}, ConfigTypeError, "a number, got"),
+        ({"lr": 1j}, ConfigTypeError, "a number, got 1j"),
+        ({"lr": float("nan")}, ConfigError, "is NaN"),
+        ({"lr": torch.tensor(float("nan"))}, ConfigError, "is NaN"),
+        ({"lr": torch.ones(2)}, ConfigTypeError, r"a tensor, torch.float32 of shape \(2,\)"),
+        ({"lr": torch.tensor(0.1, device="meta")}, ConfigTypeError, "meta device"),
+        ({"betas": (0.9,)}, ConfigTypeError, "2 numbers"),
+        ({"betas": 0.9}, ConfigTypeError, "2 numbers"),
+        ({"betas": (0.9, "x")}, ConfigTypeError, "a number, got 'x'"),
+        ({"betas": (0.9, 1.5)}, ConfigError, r"in \[0, 1\)"),
+        ({"amsgrad": "no"}, ConfigTypeError, "True or False"),
+    ],
+)
+def test_an_edit_that_cannot_work_names_group_and_key(edits: dict[str, Any], kind: type, words: str) -> None:
+    with pytest.raises(kind, match=f"'{next(iter(edits))}' of param group 1 .*{words}"):
+        _check(edits)
+
+
+def test_a_key_that_is_gone_is_named() -> None:
+    with pytest.raises(ConfigError, match="param group 1 has lost its 'lr'"):
+        _check({}, gone="lr")
+    _check({}, gone="own")
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"lr": 1},
+        {"lr": -0.5},
+        {"lr": float("inf")},
+        {"lr": torch.tensor(0.5)},
+        {"lr": torch.tensor([0.5])},
+        {"betas": [0.5, torch.tensor(0.9)]},
+        {"amsgrad": 1},
+        {"foreach": True},
+        {"own": "anything"},
+    ],
+)
+def test_what_the_class_can_compute_with_passes(edits: dict[str, Any]) -> None:
+    _check(edits)
+
+
+def test_another_class_may_mean_something_by_none_and_by_betas() -> None:
+    _check({"lr": None, "betas": (0.9, 1.5)}, cls=Other)
+    _check({"lr": "x"}, cls=Other, first={"lr": None})
+
+
+def test_a_tensor_that_is_written_in_place_is_looked_at_again() -> None:
+    lr = torch.tensor(0.1)
+    forms, groups = HyperForms(torch.optim.AdamW), [{"params": [], "lr": lr}]
+    forms.learn(groups, {"lr": 0})
+    forms.check(groups)
+    lr.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="'lr' of param group 0 is NaN"):
+        forms.check(groups)
