@@ -28,6 +28,11 @@ def mask_of(indices: Iterable[int]) -> int:
     return int(digits, 2)
 
 
+def mask_of_flags(flags: Sequence[bool]) -> int:
+    """Return an integer with a bit set per index of a flag that is true."""
+    return int("0" + "".join(map("01".__getitem__, reversed(flags))), 2)
+
+
 @lru_cache(maxsize=16)
 def indices_of(mask: int) -> frozenset[int]:
     """Return the indices of the bits that are set in ``mask``."""

@@ -13,6 +13,7 @@ from ..errors import StateDictError, StateDictTypeError, quoted
 from .adam_state import ROLES, arrays_of
 from .checks import check_tensor, is_number_of_steps
 from .runs import BoundRun, check_arrays
+from .strides import dtype_of, placing_of, shape_of
 
 
 class Slot(BoundRun):
@@ -75,21 +76,24 @@ class SlotBatch:
         self.slots, self._direct = slots, all(slot.direct for slot in slots)
         self._keys = [[key for key, *_ in slot.held] for slot in slots]
         self._tensors = self._now(params, states)
-        self._facts = self._look()
+        self._facts = placing_of(self._tensors)
+        self._grads = [slot.grad_dtype for slot in slots], [slot.shape for slot in slots]
 
     def _now(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Any]:
         kept = (map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))
         return [*params, *chain.from_iterable(kept)]
 
-    def _look(self) -> list[Any]:
-        return [(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in self._tensors]
+    def takes(self, grads: list[Tensor]) -> bool:
+        """Return whether gradients are contiguous, and like those that the slots were made for."""
+        like = list(map(dtype_of, grads)), list(map(shape_of, grads))
+        return like == self._grads and all(map(Tensor.is_contiguous, grads))
 
     def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, amsgrad: bool) -> bool:
         """Return whether nothing has changed but values, and all slots can be used again."""
         if not self._direct or len(states) != len(self.slots):
             return False
         same = all(map(is_, self._now(params, states), self._tensors))
-        return same and self._look() == self._facts and all(slot.amsgrad == amsgrad for slot in self.slots)
+        return same and placing_of(self._tensors) == self._facts and all(slot.amsgrad == amsgrad for slot in self.slots)
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:

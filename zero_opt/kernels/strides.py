@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
 import torch
+from torch import Tensor
+
+dtype_of, shape_of = attrgetter("dtype"), attrgetter("shape")
 
 
 def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
@@ -32,3 +39,8 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def placing_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return address, dtype and strides of tensors, which tell whether any was re-pointed; a list of each."""
+    return [list(map(Tensor.data_ptr, tensors)), list(map(dtype_of, tensors)), list(map(Tensor.stride, tensors))]

@@ -38,7 +38,7 @@ from ..errors import (
     StepFailed,
     ZeroOptError,
 )
-from ..layout import mask_of
+from ..layout import mask_of, mask_of_flags
 from ..reduction import DDPHookReduction, GradShard, OwnRounds
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure, norm_dtype
 from ..reduction.nonfinite import skips_step
@@ -165,8 +165,8 @@ class ShardedEngine(BetweenSteps):
             self.count.step,
             self.count.epoch,
             own.rounds,
-            used=mask_of(i for i, param in enumerate(params) if param.grad is not None),
-            trainable=mask_of(i for i, param in enumerate(params) if param.requires_grad),
+            used=mask_of_flags([param.grad is not None for param in params]),
+            trainable=mask_of_flags([param.requires_grad for param in params]),
             restarted=mask_of(own.restarted),
             inv_scale=unscaling(self._user),
             hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),

@@ -12,7 +12,7 @@ forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,9 +100,9 @@ class DDPHookReduction(OverlappedReduction):
             self._shown.add(index)
             self._deliver(index, value)
 
-    def _is_dropped(self, index: int) -> bool:
-        """Return whether ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
-        return self._partition.flats[index].param.grad is None
+    def _dropped_of(self, indices: Iterable[int]) -> list[int]:
+        """Return those whose ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
+        return [index for index in indices if self._places[index].param.grad is None]
 
     def may_copy_pending(self, param: int, target: Tensor) -> bool:
         if not self._called:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
 
+class _Place(NamedTuple):
+    """A parameter, the stand-in for its gradient, its bucket, and its position there: what a hook needs at once."""
+
+    param: Tensor
+    consumed: ConsumedGrad
+    bucket: int
+    position: int
+
+
 class OverlappedReduction(GradReduction):
     """Gradients that leave for their shards during backward, and are consumed; see the module.
 
@@ -44,6 +54,7 @@ class OverlappedReduction(GradReduction):
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
     slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, and ``_held`` those of
     which earlier rounds are part of the sum, as far as this rank knows.
+    ``_owned`` has the parameters with a slice on this rank.
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
@@ -56,6 +67,8 @@ class OverlappedReduction(GradReduction):
         self._lock = threading.RLock()
         self._sync = True
         self._consumed: dict[int, ConsumedGrad] = {}
+        self._places: dict[int, _Place] = {}
+        self._owned: set[int] = set()
         self._live: set[int] = set()
         self._held: set[int] = set()
         self._shown: set[int] = set()
@@ -88,9 +101,11 @@ class OverlappedReduction(GradReduction):
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
-            for index, flat in zip(bucket.layout.params, bucket.params, strict=True):
-                self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
+            for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
+                consumed = self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
+                self._places[index] = _Place(flat.param, consumed, bucket.layout.index, position)
                 self._hooks.watch(index, flat.param)
+            self._owned.update(piece.param for piece in bucket.slices)
             if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
                 bucket.reader = ShardSquares(bucket)
                 self._squares.append(bucket.reader)
@@ -131,10 +146,10 @@ class OverlappedReduction(GradReduction):
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        if self._partition.places[index][0] not in self._fills:
+        param, consumed, bucket, _ = self._places[index]
+        if bucket not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
-        param = self._partition.flats[index].param
-        consumed, grad = self._consumed[index], param.grad
+        grad = param.grad
         if grad is None:
             return  # a hook of the user's has dropped it
         if grad is consumed:
@@ -152,14 +167,14 @@ class OverlappedReduction(GradReduction):
 
     def _deliver(self, index: int, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        bucket, position = self._partition.places[index]
+        _, _, bucket, position = self._places[index]
         if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
         self._withdrawn.discard(index)
         fill = self._fills[bucket]
         fill.put(position, value)
-        if fill.complete:
+        if fill.missing <= 0:
             if self._completed is not None and bucket not in self._completed:
                 self._completed.append(bucket)
             self._launch_complete()
@@ -209,13 +224,14 @@ class OverlappedReduction(GradReduction):
 
     def _forget_dropped(self, indices: Iterable[int]) -> None:
         """Let the next gradient start afresh where the user has dropped ``p.grad``."""
-        dropped = [index for index in indices if self._is_dropped(index)]
+        dropped = self._dropped_of(indices)
         self._restart(dropped)
         self._shown.difference_update(dropped)
 
-    def _is_dropped(self, index: int) -> bool:
-        """Return whether ``p.grad`` was dropped; another thread of autograd may have put a new one there."""
-        return self._partition.flats[index].param.grad is not self._consumed[index]
+    def _dropped_of(self, indices: Iterable[int]) -> list[int]:
+        """Return those whose ``p.grad`` was dropped; another thread of autograd may have put new ones there."""
+        places = self._places
+        return [index for index in indices if places[index].param.grad is not places[index].consumed]
 
     def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
@@ -225,11 +241,12 @@ class OverlappedReduction(GradReduction):
             self._restarted_late |= summed
         self._held -= summed
         self._live.difference_update(indices)
-        places, fills = self._partition.places, self._fills
+        places, fills = self._places, self._fills
         if fills:
-            self._withdrawn.update(i for i in indices if places[i][0] in fills and not fills[places[i][0]].sealed)
+            opened = {bucket for bucket, fill in fills.items() if not fill.sealed}
+            self._withdrawn.update(index for index in indices if places[index].bucket in opened)
         for index in indices:
-            self._consumed[index].pending = None
+            places[index].consumed.pending = None
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -345,21 +362,22 @@ class OverlappedReduction(GradReduction):
         Also notice those that were dropped after the last backward.
         """
         dropped = []
-        for index, flat in self._partition.flats.items():
-            grad, consumed = flat.param.grad, self._consumed[index]
+        for index in self._partition.flats:
+            param, consumed, bucket, _ = self._places[index]
+            grad = param.grad
             if grad is consumed and consumed.pending is None:
                 continue
             if grad is None:
                 if index in self._shown:
                     dropped.append(index)
                 continue
-            if self._partition.places[index][0] not in self._active:
+            if bucket not in self._active:
                 continue
             if grad is not consumed and (index in self._delivered or index in self._in_round):
                 raise GradientConflict(
-                    f"{flat.label}: p.grad was set again after it had been reduced. If DistributedDataParallel reduces "
-                    "this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before step(), "
-                    "use reduction=zero_opt.AtStep()"
+                    f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
+                    "reduces this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before "
+                    "step(), use reduction=zero_opt.AtStep()"
                 )
             if not self._fills or index in self._in_round:
                 self._open_round()
@@ -376,16 +394,18 @@ class OverlappedReduction(GradReduction):
 
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
-        flats, indices = self._partition.flats, indices_of(used)
+        places, indices = self._places, indices_of(used)
         for index in indices:
-            if flats[index].param.grad is not self._consumed[index]:
-                flats[index].param.grad = self._consumed[index]
+            param, consumed, *_ = places[index]
+            if param.grad is not consumed:
+                param.grad = consumed
         self._shown |= indices
         self._held = set(indices)
         self._live &= indices
-        for bucket in self._partition.buckets:
+        zeroed = (indices & self._owned) - self._live  # in place, and nothing added since
+        for bucket in self._partition.buckets if zeroed else ():
             for piece in bucket.slices:
-                if piece.param in indices and piece.param not in self._live:  # zeroed in place, nothing added since
+                if piece.param in zeroed:
                     bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
                     self._live.add(piece.param)
 
@@ -414,10 +434,10 @@ class OverlappedReduction(GradReduction):
                 bucket.scale(factor)
 
     def zero_consumed(self, param: int) -> None:
-        bucket, position = self._partition.places[param]
-        fill = self._fills.get(bucket)
+        place = self._places[param]
+        fill = self._fills.get(place.bucket)
         if fill is not None and not fill.sealed:
-            fill.grads[position] = None
+            fill.grads[place.position] = None
         self._restart([param])
 
     def may_copy_pending(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)

@@ -15,7 +15,8 @@ A draft reads a shard that is not lent: the bucket tells its ``reader`` before i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +43,9 @@ class Fill:
 
     def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
         self.producers = Producers(streams)
+        self._has_streams = type(streams) is not Streams
         self.grads: list[Tensor | None] = [None] * len(params)
-        self.missing = sum(flat.param.requires_grad for flat in params)
+        self.missing = sum([flat.param.requires_grad for flat in params])
         self.sealed = False
         self.staged: Tensor | None = None
         self.ready: list[Any] = []
@@ -52,7 +54,8 @@ class Fill:
         """Take one gradient."""
         self.grads[position] = grad
         self.missing -= 1
-        self.producers.note()
+        if self._has_streams:
+            self.producers.note()
 
     @property
     def complete(self) -> bool:
@@ -239,17 +242,17 @@ class GradBucket:
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
         if staged is not None:
             return [Run(0, self.layout.numel, staged, any(accumulate))]
-        runs = []
-        for position, (grad, start, numel) in enumerate(
-            zip(grads, self.layout.offsets, self.layout.numels, strict=True)
-        ):
-            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != self.params[position].strides):
+        offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
+        for position, (grad, flat) in enumerate(zip(grads, self.params, strict=True)):
+            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides):
                 staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
-                values = staging[start : start + numel]
-                self.params[position].shaped(values).copy_(grad)
-                grad = values
-            runs.append(Run(start, numel, grad, add.get(position, False)))
-        return runs
+                values = staging[offsets[position] : offsets[position] + numels[position]]
+                flat.shaped(values).copy_(grad)
+                taken[position] = values
+        adds: Iterable[bool] = (
+            [add.get(position, False) for position in range(len(taken))] if any(accumulate) else repeat(False)
+        )
+        return list(map(Run._make, zip(offsets, numels, taken, adds)))
 
     def fill(self) -> Fill:
         """An empty round of this bucket."""

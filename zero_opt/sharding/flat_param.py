@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..errors import UnsupportedParam
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
+
+_version_getter = attrgetter("_version")
 
 
 def check_memory(param: Tensor, label: str) -> None:
@@ -153,12 +156,18 @@ class FlatParam:
         return run
 
 
+def versions_of(params: Collection[Tensor]) -> list[int]:
+    """Return the version of each tensor, 0 of inference tensors, which have none."""
+    try:
+        return list(map(_version_getter, params))
+    except RuntimeError:
+        return [0 if param.is_inference() else param._version for param in params]
+
+
 def edits_of(flats: Collection[FlatParam]) -> list[int]:
     """Return :attr:`FlatParam.edits` of each parameter, without a call per parameter."""
-    try:
-        return [flat.param._version - flat._counter.own_writes for flat in flats]
-    except RuntimeError:  # one is an inference tensor, which has no version counter
-        return [flat.edits for flat in flats]
+    versions = versions_of([flat.param for flat in flats])
+    return [version - flat._counter.own_writes for version, flat in zip(versions, flats, strict=True)]
 
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
@@ -170,11 +179,11 @@ def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
 @contextmanager
 def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
     """Within the context, writes to these parameters are ours, not edits of the user's."""
-    alike = list({id(flat._counter): flat for flat in flats}.values())
-    before = edits_of(alike)
+    params = {flat._counter: flat.param for flat in flats}  # one of those that share a counter
+    before = versions_of(params.values())
     yield
-    for flat, was, edits in zip(alike, before, edits_of(alike), strict=True):
-        flat._counter.own_writes += edits - was
+    for counter, was, now in zip(params, before, versions_of(params.values()), strict=True):
+        counter.own_writes += now - was
 
 
 def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:

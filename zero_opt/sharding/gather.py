@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..comm.exchange import Exchange, Ident, ParamRuns, copy_all, paired
 from ..comm.groups import Group
@@ -98,10 +99,14 @@ def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
     """Complete a gather, and let parameters that are mirrored follow their mirrors."""
     with own_writes(bucket.params):
         arrive()
+        params = [flat.param for flat in bucket.params]
         for flat in bucket.params:
-            flat.store()
+            if flat.mirrored:
+                flat.store()
         # What an exchange writes by address raises no counter, and a graph that has saved the parameter must notice.
-        torch.autograd.graph.increment_version([flat.param for flat in bucket.params if not flat.param.is_inference()])
+        if any(map(Tensor.is_inference, params)):
+            params = [param for param in params if not param.is_inference()]
+        torch.autograd.graph.increment_version(params)
 
 
 def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:

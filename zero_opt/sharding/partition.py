@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from ..kernels.strides import placing_of, shape_of
 from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
 from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket
-from .flat_param import FlatParam, edits_of, moved_of, share_counters
+from .flat_param import FlatParam, edits_of, moved_of, share_counters, versions_of
+
+_device = attrgetter("device")
 
 
 class Partition:
@@ -42,7 +47,10 @@ class Partition:
         self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
+        self._known_versions: list[int] = []  # as of then; while they are the same, so are the edits
         self._moved: set[int] = set()
+        self._params: list[Tensor] = []  # of ``flats``
+        self._facts: list[list[Any]] = []  # of the parameters, when none was found to have moved
 
     def add(self, params: Sequence[tuple[int, int, Tensor]]) -> list[GradBucket]:
         """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
@@ -52,6 +60,7 @@ class Partition:
         share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)
         self._known_edits += edits_of(flats.values())
+        self._note_params()
         added = []
         for layout in layouts:
             members = [flats[index] for index in layout.params]
@@ -72,6 +81,11 @@ class Partition:
                 if self.whole:
                     self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
         del self._known_edits[len(self.flats) :]
+        self._note_params()
+
+    def _note_params(self) -> None:
+        """Follow a change of :attr:`flats`: what is known of all parameters at once has to be found out anew."""
+        self._params, self._known_versions, self._facts = [flat.param for flat in self.flats.values()], [], []
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
@@ -103,10 +117,14 @@ class Partition:
         Raises:
             UnsupportedParam: one does not fit any more; none was followed.
         """
+        facts = [*placing_of(self._params), list(map(shape_of, self._params)), list(map(_device, self._params))]
+        if facts == self._facts:
+            return []
         moved = moved_of(self.flats)
         for index in moved:
             self.flats[index].remake_views()
         self._moved.update(moved)
+        self._facts = facts
         return moved
 
     def edits(self) -> dict[int, int]:
@@ -116,9 +134,9 @@ class Partition:
         """
         if self.world_size == 1:
             return {}
-        edits = edits_of(self.flats.values())
-        if edits == self._known_edits and not self._moved:
+        if not self._moved and versions_of(self._params) == self._known_versions:
             return {}
+        edits = edits_of(self.flats.values())
         writes = zip(self.flats, edits, self._known_edits, strict=True)
         counts = {index: now - was + (index in self._moved) for index, now, was in writes}
         return {index: counts[index] for index in sorted(counts) if counts[index]}
@@ -126,4 +144,5 @@ class Partition:
     def accept_edits(self) -> None:
         """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""
         if self.world_size > 1:
+            self._known_versions = versions_of(self._params)
             self._known_edits, self._moved = edits_of(self.flats.values()), set()

@@ -115,7 +115,7 @@ class NativeSteps:
         states_now = [states[unit.stepped[position]] for position, _ in grads]
         batch, alike = self._batches.get(unit), False
         if batch is not None and batch.holds(params, states_now, amsgrad=group["amsgrad"]):
-            alike = all(grad.is_contiguous() and slot.takes(grad) for slot, (_, grad) in zip(batch.slots, grads))
+            alike = batch.takes([grad for _, grad in grads])
         if batch is not None and alike:
             for slot, (_, grad) in zip(batch.slots, grads, strict=True):
                 slot.set_grad(grad)
