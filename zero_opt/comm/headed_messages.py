@@ -98,12 +98,10 @@ class HeadedMessages:
         """Start receiving the data of an exchange that the peer is in."""
         return self._inbox[peer].take(into)
 
-    def send(self, peer: int, tensors: Iterable[Tensor]) -> list[Any]:
+    def send(self, peer: int, tensors: Iterable[Tensor]) -> None:
         """Start sending a peer the data of the exchange that was announced last."""
         tag = 2 * ((self._sent[peer] - 1) % TAG_MODULUS) + 1
-        sends = [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
-        self._under_way += sends
-        return sends
+        self._under_way += [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
 
     def end(self) -> None:
         """Wait until all is sent, at the end of an exchange that no rank has skipped.

@@ -47,6 +47,14 @@ def require_number(label: str, value: object) -> None:
         raise ConfigError(f"{label} is NaN")
 
 
+def require_numbers(label: str, values: object, count: int) -> None:
+    """Raise as :func:`require_number` unless ``values`` is a tuple or list of so many numbers."""
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise ConfigTypeError(f"{label} must be {count} numbers, got {quoted(values)}")
+    for value in values:
+        require_number(label, value)
+
+
 class NativeIsas(NamedTuple):
     """Names of instruction sets, as ``ZERO_OPT_ISA`` takes them.
 

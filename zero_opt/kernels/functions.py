@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ConfigTypeError, quoted
+from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native
 from .adam_state import ROLES
-from .checks import DTYPE_NAMES, GRAD_DTYPES, check_apart, check_tensor, has_order, require_number, storage_order
+from .checks import (
+    DTYPE_NAMES,
+    GRAD_DTYPES,
+    check_apart,
+    check_tensor,
+    has_order,
+    require_number,
+    require_numbers,
+    storage_order,
+)
 from .runs import BoundRun, check_arrays, step_runs
 from .threads import checked_threads
 
@@ -64,12 +73,10 @@ def adam_hypers(group: Mapping[str, Any]) -> AdamHypers:
     Raises:
         ConfigError, ConfigTypeError: names one that is no number.
     """
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigTypeError(f"betas must be 2 numbers, got {quoted(betas)}")
-    beta1, beta2 = betas
-    for key, value in (("betas", beta1), ("betas", beta2), *((key, group[key]) for key in _NUMBERS)):
-        require_number(key, value)
+    require_numbers("betas", group["betas"], 2)
+    for key in _NUMBERS:
+        require_number(key, group[key])
+    beta1, beta2 = group["betas"]
     return AdamHypers(
         lr=float(group["lr"]),
         beta1=float(beta1),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ConfigTypeError, quoted
-from ..kernels.checks import require_number
+from ..kernels.checks import require_number, require_numbers
 
 
 class HyperForms:
@@ -47,10 +47,7 @@ class HyperForms:
         if value is None and not self._by_torch:  # it may stand for something
             return
         if isinstance(before, (tuple, list)) and before and all(map(_is_number, before)):
-            if not isinstance(value, (tuple, list)) or len(value) != len(before):
-                raise ConfigTypeError(f"{label} must be {len(before)} numbers, got {quoted(value)}")
-            for item in value:
-                require_number(label, item)
+            require_numbers(label, value, len(before))
         elif isinstance(before, bool):
             if isinstance(value, str):
                 raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}")

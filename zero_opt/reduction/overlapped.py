@@ -174,7 +174,7 @@ class OverlappedReduction(GradReduction):
         self._withdrawn.discard(index)
         fill = self._fills[bucket]
         fill.put(position, value)
-        if fill.missing <= 0:
+        if fill.complete:
             if self._completed is not None and bucket not in self._completed:
                 self._completed.append(bucket)
             self._launch_complete()

@@ -43,7 +43,6 @@ class Fill:
 
     def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
         self.producers = Producers(streams)
-        self._has_streams = type(streams) is not Streams
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum([flat.param.requires_grad for flat in params])
         self.sealed = False
@@ -54,8 +53,7 @@ class Fill:
         """Take one gradient."""
         self.grads[position] = grad
         self.missing -= 1
-        if self._has_streams:
-            self.producers.note()
+        self.producers.note()
 
     @property
     def complete(self) -> bool:

@@ -19,6 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from ..errors import UnsupportedParam
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
+from ..system.inference_mode import version_of
 
 _version_getter = attrgetter("_version")
 
@@ -94,7 +95,7 @@ class FlatParam:
     @property
     def edits(self) -> int:
         """A number that changes whenever the user has written to the parameter, as far as its version counter tells."""
-        return 0 if self.param.is_inference() else self.param._version - self._counter.own_writes
+        return version_of(self.param) - self._counter.own_writes
 
     def spec(self, group: int) -> ParamSpec:
         """Return what the planner needs to know."""
@@ -161,7 +162,7 @@ def versions_of(params: Collection[Tensor]) -> list[int]:
     try:
         return list(map(_version_getter, params))
     except RuntimeError:
-        return [0 if param.is_inference() else param._version for param in params]
+        return list(map(version_of, params))
 
 
 def edits_of(flats: Collection[FlatParam]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 
 import torch
 from torch import Tensor
@@ -99,14 +100,12 @@ def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
     """Complete a gather, and let parameters that are mirrored follow their mirrors."""
     with own_writes(bucket.params):
         arrive()
-        params = [flat.param for flat in bucket.params]
         for flat in bucket.params:
             if flat.mirrored:
                 flat.store()
         # What an exchange writes by address raises no counter, and a graph that has saved the parameter must notice.
-        if any(map(Tensor.is_inference, params)):
-            params = [param for param in params if not param.is_inference()]
-        torch.autograd.graph.increment_version(params)
+        params = (flat.param for flat in bucket.params)
+        torch.autograd.graph.increment_version(list(filterfalse(Tensor.is_inference, params)))
 
 
 def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:

@@ -16,7 +16,7 @@ from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket
-from .flat_param import FlatParam, edits_of, moved_of, share_counters, versions_of
+from .flat_param import FlatParam, edits_of, moved_of, share_counters
 
 _device = attrgetter("device")
 
@@ -47,7 +47,6 @@ class Partition:
         self.streams: dict[torch.device, Streams] = {}
         self._loads = [0] * self.world_size
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
-        self._known_versions: list[int] = []  # as of then; while they are the same, so are the edits
         self._moved: set[int] = set()
         self._params: list[Tensor] = []  # of ``flats``
         self._facts: list[list[Any]] = []  # of the parameters, when none was found to have moved
@@ -85,7 +84,7 @@ class Partition:
 
     def _note_params(self) -> None:
         """Follow a change of :attr:`flats`: what is known of all parameters at once has to be found out anew."""
-        self._params, self._known_versions, self._facts = [flat.param for flat in self.flats.values()], [], []
+        self._params, self._facts = [flat.param for flat in self.flats.values()], []
 
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
@@ -134,9 +133,9 @@ class Partition:
         """
         if self.world_size == 1:
             return {}
-        if not self._moved and versions_of(self._params) == self._known_versions:
-            return {}
         edits = edits_of(self.flats.values())
+        if edits == self._known_edits and not self._moved:
+            return {}
         writes = zip(self.flats, edits, self._known_edits, strict=True)
         counts = {index: now - was + (index in self._moved) for index, now, was in writes}
         return {index: counts[index] for index in sorted(counts) if counts[index]}
@@ -144,5 +143,4 @@ class Partition:
     def accept_edits(self) -> None:
         """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""
         if self.world_size > 1:
-            self._known_versions = versions_of(self._params)
             self._known_edits, self._moved = edits_of(self.flats.values()), set()

@@ -44,8 +44,7 @@ class Toolchain:
         arguments += ["--build-lib", str(self.folder / "package")]
         arguments += ["build_clib", "--build-temp", str(self.folder / "objects")]
         arguments += ["--build-clib", str(self.folder / "libraries")]
-        run_setup = importlib.import_module("distutils.core").run_setup
-        self._distribution = run_setup("setup.py", arguments, stop_after="commandline")
+        self._distribution = _setup_with(arguments)
         self._command = self._distribution.get_command_obj("build_ext")
         self._command.ensure_finalized()
 
@@ -69,8 +68,7 @@ class Toolchain:
 
     def _in_place(self) -> Path:
         """Where ``setup.py build_ext --inplace`` puts objects and libraries."""
-        run_setup = importlib.import_module("distutils.core").run_setup
-        command = run_setup("setup.py", ["-q"], stop_after="commandline").get_command_obj("build_ext")
+        command = _setup_with(["-q"]).get_command_obj("build_ext")
         command.ensure_finalized()
         return ROOT / str(command.build_temp)
 
@@ -124,6 +122,11 @@ class Toolchain:
             self._command.compiler = importlib.import_module("distutils.ccompiler").new_compiler()
             customize(self._command.compiler)
         return self._command.compiler
+
+
+def _setup_with(arguments: Sequence[str]) -> Any:
+    """What setup.py declares, with a command line that is read and not run."""
+    return importlib.import_module("distutils.core").run_setup("setup.py", arguments, stop_after="commandline")
 
 
 def _older(target: Path, sources: Iterable[Path]) -> bool:
