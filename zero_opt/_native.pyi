@@ -112,11 +112,11 @@ def cgroup_cpus(listing: str, root: str) -> float:
 def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""
 
-def mean(numel: int, dtype: str, sources: Sequence[int], out: int, add: bool) -> None:
+def mean(numel: int, dtype: str, sources: Sequence[int], out: int, add: bool, divisor: int = 0) -> None:
     """Mean of the chunks at ``sources``, added in order, to ``out``, which overlaps none of them; GIL released.
 
     ``dtype`` is "float32", "float64", "bfloat16" or "float16" (both summed in fp32, rounded once), of all of them. With
-    ``add``, the mean, rounded, is added to what is there.
+    ``add``, the mean, rounded, is added to what is there. ``divisor``: what the sum is divided by, if not their number.
     """
 
 class HostBucket:
@@ -140,10 +140,13 @@ class HostRanks:
 
     ``ident`` is (step, epoch, sequence), each from 0 and below 2^64; of two exchanges the later one's is greater. Both
     methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that peer,
-    pieces published): after a 3 they are called again with what was published.
+    pieces published): after a 3 they are called again with what was published. ``divisor``: what sums over the ranks are
+    divided by, if not their number.
     """
 
-    def __init__(self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int) -> None: ...
+    def __init__(
+        self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int, divisor: int = 0
+    ) -> None: ...
     def reduce(
         self, ident: tuple[int, int, int], bucket: HostBucket, shard: int, published: int, patience_s: float
     ) -> tuple[int, int, int]: ...

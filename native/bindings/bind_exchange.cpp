@@ -32,10 +32,11 @@ HostBucket make_bucket(const std::vector<Run>& runs, const std::vector<std::int6
   return bucket;
 }
 
-HostRanks make_ranks(int rank, const std::vector<std::uintptr_t>& arenas, std::int64_t data_at, std::int64_t slot_bytes) {
+HostRanks make_ranks(int rank, const std::vector<std::uintptr_t>& arenas, std::int64_t data_at, std::int64_t slot_bytes,
+                     int divisor) {
   std::vector<char*> addresses;
   for (const std::uintptr_t arena : arenas) addresses.push_back(reinterpret_cast<char*>(arena));
-  return HostRanks(rank, addresses, data_at, slot_bytes);
+  return HostRanks(rank, addresses, data_at, slot_bytes, divisor);
 }
 
 using Named = std::array<std::uint64_t, 3>;  // step, epoch, sequence
@@ -66,7 +67,8 @@ void bind_exchange(py::module_& m) {
            py::arg("sums") = std::vector<Sum>());
   m.attr("PEER_WORDS_NBYTES") = sizeof(PeerWords);
   py::class_<HostRanks>(m, "HostRanks")
-      .def(py::init(&make_ranks), py::arg("rank"), py::arg("arenas"), py::arg("data_at"), py::arg("slot_bytes"))
+      .def(py::init(&make_ranks), py::arg("rank"), py::arg("arenas"), py::arg("data_at"), py::arg("slot_bytes"),
+           py::arg("divisor") = 0)
       .def("reduce", &host_reduce, py::arg("ident"), py::arg("bucket"), py::arg("shard"), py::arg("published"),
            py::arg("patience_s"))
       .def("gather", &host_gather, py::arg("ident"), py::arg("bucket"), py::arg("published"), py::arg("patience_s"));

@@ -70,12 +70,12 @@ void fma_array(std::int64_t numel, std::uintptr_t a, std::uintptr_t b, std::uint
 }
 
 void mean(std::int64_t numel, const std::string& dtype, const std::vector<std::uintptr_t>& sources, std::uintptr_t out,
-          bool add) {
+          bool add, int divisor) {
   if (sources.size() < 2) throw std::invalid_argument("a mean needs the chunks of two ranks or more");
   std::vector<const void*> chunks;
   for (const std::uintptr_t source : sources) chunks.push_back(memory(source));
-  const MeanRun run = {numel, static_cast<std::int32_t>(chunks.size()), mean_format(dtype), add,
-                       chunks.data(), memory(out)};
+  const auto count = static_cast<std::int32_t>(chunks.size());
+  const MeanRun run = {numel, count, divisor == 0 ? count : divisor, mean_format(dtype), add, chunks.data(), memory(out)};
   const py::gil_scoped_release unlocked;
   chosen_kernels().mean(run);
 }
@@ -97,7 +97,8 @@ void bind_kernels(py::module_& m) {
   m.def("unpack_moments", &unpack_moments, py::arg("run"), py::arg("isa") = "");
   m.def("fma", &fma_array, py::arg("numel"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("out"),
         py::arg("isa") = "");
-  m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("add"));
+  m.def("mean", &mean, py::arg("numel"), py::arg("dtype"), py::arg("sources"), py::arg("out"), py::arg("add"),
+        py::arg("divisor") = 0);
   m.def("isas", []() { return names_of(available_kernels()); });
   m.def("compiled_isas", []() { return names_of(compiled_kernels()); });
   m.def("processor_isa", []() { return std::string(processor_isa()); });

@@ -74,8 +74,9 @@ void add_up(const HostBucket& bucket, const char* shard, std::int64_t begin, std
 
 }  // namespace
 
-HostRanks::HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes)
-    : rank_(rank), data_at_(data_at), slot_bytes_(slot_bytes), arenas_(std::move(arenas)), staged_(arenas_.size()) {
+HostRanks::HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes,
+                     int divisor)
+    : rank_(rank), divisor_(divisor == 0 ? static_cast<int>(arenas.size()) : divisor), data_at_(data_at), slot_bytes_(slot_bytes), arenas_(std::move(arenas)), staged_(arenas_.size()) {
   if (rank < 0 || rank >= world_size() || world_size() < 2) throw std::invalid_argument("no such rank");
 }
 
@@ -143,7 +144,7 @@ HostProgress HostRanks::reduce(const ExchangeIdent& ident, const HostBucket& buc
           sources[rank] = staged_[rank] + place(rank, rank_) + (from - range.low) * item;
         }
         sources[rank_] = run.data == nullptr ? kZeros : run.data + (from - run.start) * item;
-        kernels.mean({std::min(most, high - from), world_size(), bucket.format, run.add, sources.data(),
+        kernels.mean({std::min(most, high - from), world_size(), divisor_, bucket.format, run.add, sources.data(),
                       shard + (from - bucket.bounds[rank_]) * item});
       }
     });

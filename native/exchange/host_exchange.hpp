@@ -49,7 +49,8 @@ struct HostProgress {
 class HostRanks {
  public:
   // arenas: by rank, where each rank's arena is mapped here: the peer words, and at data_at two slots.
-  HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes);
+  // divisor: of sums over the ranks; their number, for means, if it is 0.
+  HostRanks(int rank, std::vector<char*> arenas, std::int64_t data_at, std::int64_t slot_bytes, int divisor = 0);
 
   // The mean over ranks of this rank's shard of a bucket into ``shard``, and its sums while it is in the cache, as
   // grad_sum takes them. Waits at most patience_s for a peer, then returns, to be called again.
@@ -67,7 +68,7 @@ class HostRanks {
   char* slot(int rank, int number) const;
   int world_size() const { return static_cast<int>(arenas_.size()); }
 
-  int rank_;
+  int rank_, divisor_;
   int slot_ = 0;  // the free one
   std::int64_t data_at_, slot_bytes_;
   std::vector<char*> arenas_, staged_;

@@ -99,10 +99,11 @@ struct MomentRun {
   float* plain_exp_avg_sq;
 };
 
-// count >= 2 chunks of numel elements, one per rank, and where their mean goes, or is added to.
+// count >= 2 chunks of numel elements, one per rank, and where their sum goes, or is added to, once it is divided.
 struct MeanRun {
   std::int64_t numel;
   std::int32_t count;
+  std::int32_t divisor;  // the count for their mean
   Format format;
   bool add;
   const void* const* sources;

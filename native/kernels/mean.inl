@@ -43,9 +43,9 @@ void mean_of_two(const MeanRun& run) {
   const Stored* first = static_cast<const Stored*>(run.sources[0]);
   const Stored* second = static_cast<const Stored*>(run.sources[1]);
   Stored* __restrict__ out = static_cast<Stored*>(run.out);
-  const typename As::Sum count = 2;
+  const typename As::Sum divisor = static_cast<typename As::Sum>(run.divisor);
   for (std::int64_t i = 0; i < run.numel; ++i) {  // vectorise
-    out[i] = As::store((As::load(first[i]) + As::load(second[i])) / count);
+    out[i] = As::store((As::load(first[i]) + As::load(second[i])) / divisor);
   }
 }
 
@@ -91,11 +91,11 @@ void tree_sum(const MeanRun& run, std::int32_t low, std::int32_t high, const Str
 template <typename As>
 void mean_block(const MeanRun& run, const Stretch& stretch) {
   typename As::Stored* __restrict__ out = static_cast<typename As::Stored*>(run.out) + stretch.start;
-  const typename As::Sum count = static_cast<typename As::Sum>(run.count);
+  const typename As::Sum divisor = static_cast<typename As::Sum>(run.divisor);
   typename As::Sum total[kMeanBlock];
   tree_sum<As>(run, 0, run.count, stretch, total);
   for (std::int64_t i = 0; i < stretch.n; ++i) {
-    const typename As::Stored mean = As::store(total[i] / count);
+    const typename As::Stored mean = As::store(total[i] / divisor);
     out[i] = run.add ? As::store(As::load(out[i]) + As::load(mean)) : mean;
   }
 }

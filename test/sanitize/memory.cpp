@@ -127,8 +127,8 @@ void check_other_kernels(const Kernels& kernels, std::int64_t numel) {
     kernels.convert({numel, floats.as<void>(), to.as<void>(), Format::kFloat32, format});
     require(format == Format::kFloat16 || to.same(to), "no value");
     const void* sources[] = {from.as<void>(), other.as<void>(), from.as<void>()};
-    kernels.mean({numel, 3, format, false, sources, to.as<void>()});
-    kernels.mean({numel, 2, format, true, sources, to.as<void>()});
+    kernels.mean({numel, 3, 3, format, false, sources, to.as<void>()});
+    kernels.mean({numel, 2, 2, format, true, sources, to.as<void>()});
   }
   Array a(numel, 4, 1), b(numel, 4, 2), c(numel, 4, 3), d(numel, 4, 4);
   kernels.fma({numel, a.as<float>(), b.as<float>(), c.as<float>(), d.as<float>()});
