@@ -140,13 +140,11 @@ class HostRanks:
 
     ``ident`` is (step, epoch, sequence), each from 0 and below 2^64; of two exchanges the later one's is greater. Both
     methods release the GIL and return (slot, 2 if a peer skipped the exchange or 3 if it has not come yet, that peer,
-    pieces published): after a 3 they are called again with what was published. ``divisor``: what sums over the ranks are
+    pieces published): after a 3 they are called again with what was published. ``divisor``: what sums over ranks are
     divided by, if not their number.
     """
 
-    def __init__(
-        self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int, divisor: int = 0
-    ) -> None: ...
+    def __init__(self, rank: int, arenas: Sequence[int], data_at: int, slot_bytes: int, divisor: int = 0) -> None: ...
     def reduce(
         self, ident: tuple[int, int, int], bucket: HostBucket, shard: int, published: int, patience_s: float
     ) -> tuple[int, int, int]: ...

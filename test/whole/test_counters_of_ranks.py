@@ -33,7 +33,7 @@ def _train(rank: int, world_size: int, exchange: str, counter: str, start: int) 
     if counter == "step":
         engine.count.step = start
     if counter == "tags":
-        headed = engine.parts.exchanges["cpu"]._headed
+        headed = engine.parts.exchanges["cpu"].headed
         headed._sent = dict.fromkeys(headed._sent, start)
         for inbox in headed._inbox.values():
             inbox._count = start

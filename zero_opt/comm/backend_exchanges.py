@@ -125,7 +125,7 @@ def build_exchange(
 
     Args:
         groups: for control, reduction and gather.
-        host_bytes: size of the largest bucket, to exchange through shared memory where all ranks are on one host;
+        host_bytes: size of the largest bucket, to exchange through shared memory as far as ranks are on one host;
             0 to leave it to torch.distributed.
     """
     control, reduce_group, gather_group = groups
@@ -135,7 +135,6 @@ def build_exchange(
         return ListExchange(reduce_group, gather_group, pool)
     if reduce_group.backend == FAKE or device.type in reduce_group.device_backends:
         return BackendExchange(reduce_group, pool)
-    host: Exchange = PairwiseExchange(reduce_group, gather_group, pool)
-    if host_bytes:
-        host = build_host_exchange(control, host, pool, host_bytes)
+    messages = PairwiseExchange(reduce_group, gather_group, pool)
+    host = build_host_exchange(control, messages, pool, host_bytes) if host_bytes else messages
     return host if is_host(device) else RelayExchange(reduce_group.rank, host, pool)

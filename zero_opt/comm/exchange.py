@@ -30,7 +30,7 @@ NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtyp
 
 
 # The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
-# that need it has uses 0 and 1, sharding/buckets 2, PairwiseExchange 3 to 5.
+# that need it has uses 0 and 1, sharding/buckets 2, exchanges by messages 3 to 5.
 MEAN = 6
 
 
@@ -108,23 +108,26 @@ def in_tree_order(parts: Iterable[_Part], add: Callable[[_Part, _Part], _Part]) 
     return total
 
 
-def mean_in_tree_order(parts: Sequence[Tensor], out: Tensor) -> None:
+def mean_in_tree_order(parts: Sequence[Tensor], out: Tensor, count: int = 0) -> None:
     """Write the sum of one tensor per rank, added in tree order, divided by their number, to ``out``.
 
     bf16 and fp16 are accumulated in fp32 and rounded once.
+
+    Args:
+        count: the number of ranks, if the parts are sums over several each.
     """
     wide = [part.float() for part in parts] if out.dtype in HALVES else parts
-    out.copy_(in_tree_order(wide, torch.add) / len(parts))
+    out.copy_(in_tree_order(wide, torch.add) / (count or len(parts)))
 
 
-def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool) -> None:
+def add_mean(parts: Sequence[Tensor], out: Tensor, *, add: bool, count: int = 0) -> None:
     """Write the mean of one chunk per rank, as :func:`mean_in_tree_order` does, to ``out``, or add it to ``out``."""
     if out.is_cpu and out.dtype in NATIVE_DTYPES and native_available():
         addresses = [part.data_ptr() for part in parts]
-        native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add)
+        native.mean(out.numel(), NATIVE_DTYPES[out.dtype], addresses, out.data_ptr(), add, count)
         return
     mean = torch.empty_like(out) if add else out
-    mean_in_tree_order(parts, mean)
+    mean_in_tree_order(parts, mean, count)
     if add:
         out.add_(mean)
 

@@ -81,13 +81,13 @@ class HeadedMessages:
         self._messages = messages
         self._inbox = {peer: _Inbox(messages, peer) for peer in peers}
         self._sent = dict.fromkeys(self._inbox, 0)
-        self._under_way: list[Any] = []
+        self._under_way: dict[int, list[Any]] = {peer: [] for peer in self._inbox}
 
     def announce(self, peer: int, ident: Ident, sizes: Sequence[int]) -> None:
         """Start sending a peer the header of an exchange; ``sizes``: of its messages, in bytes, none of them empty."""
         padded = [*sizes] + [0] * (MOST_MESSAGES - len(sizes))
         header = torch.tensor([*ident, *padded], dtype=torch.int64, device="cpu")
-        self._under_way.append(self._messages.send_to(header, peer, 2 * self._sent[peer]))
+        self._under_way[peer].append(self._messages.send_to(header, peer, 2 * self._sent[peer]))
         self._sent[peer] = (self._sent[peer] + 1) % TAG_MODULUS
 
     def is_in(self, peer: int, ident: Ident) -> bool:
@@ -101,13 +101,15 @@ class HeadedMessages:
     def send(self, peer: int, tensors: Iterable[Tensor]) -> None:
         """Start sending a peer the data of the exchange that was announced last."""
         tag = 2 * ((self._sent[peer] - 1) % TAG_MODULUS) + 1
-        self._under_way += [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
+        self._under_way[peer] += [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
 
-    def end(self) -> None:
-        """Wait until all is sent, at the end of an exchange that no rank has skipped.
+    def end(self, peers: Iterable[int]) -> None:
+        """Wait until all is sent to peers that are in the exchange that was announced last.
 
-        What is sent to a rank that has skipped an exchange is read only when that rank gets to a later one, for which
-        it may need this rank to get there first.
+        What is sent to a peer that has skipped it is read only when that peer gets to a later exchange, for which it
+        may need this rank to get there first.
         """
-        wait_all(self._under_way)
-        self._under_way.clear()
+        for peer in peers:
+            # gloo allows one wait for each message.
+            sends, self._under_way[peer] = self._under_way[peer], []
+            wait_all(sends)

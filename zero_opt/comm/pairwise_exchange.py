@@ -35,8 +35,8 @@ _LEAST_BYTES = 1 << 20
 # No shard is cut into more messages: a run that is sent by itself has at least 1/12 of it.
 _MOST_DIRECT = (MOST_MESSAGES - 1) // 2
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
-_SENT, _RECEIVED, _ZEROS = 3, 4, 5
-_GATHERED = (_SENT, _RECEIVED)
+SENT, RECEIVED, _ZEROS = 3, 4, 5
+_GATHERED = (SENT, RECEIVED)
 # Tags of the gather's messages: of elements, and of the last step that failed.
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
@@ -85,11 +85,43 @@ class _Stretches:
         return put_together(self._runs, span, self.room(span.numel)) if here is None else here
 
 
+class Gathering:
+    """The shards of some ranks, on their way into this rank's runs."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._sends, self._receives = list[Any](), dict[int, list[Any]]()
+        self._staged: dict[int, list[tuple[Span, Tensor]]] = {}
+
+    def receive(self, peer: int, work: Any, span: Span, staged: Tensor | None) -> None:
+        """Add a message from a peer; ``staged``: where it arrives, if that is not where it is wanted."""
+        self._receives.setdefault(peer, []).append(work)
+        if staged is not None:
+            self._staged.setdefault(peer, []).append((span, staged))
+
+    def send(self, work: Any) -> None:
+        """Add a message to a peer."""
+        self._sends.append(work)
+
+    def arrive(self, peer: int) -> None:
+        """Wait for a peer's shard."""
+        wait_all(self._receives.get(peer, ()))
+        for span, staged in self._staged.get(peer, ()):
+            copy_all(*paired(self._runs, span, staged))
+
+    def end(self) -> None:
+        """Wait until this rank's shard is sent."""
+        wait_all(self._sends)
+
+
 class PairwiseExchange(Exchange):
     """The exchange by messages.
 
     The ident of a reduction goes ahead of its elements. So a rank that left a backward early, by an exception, is
     noticed: its next bucket is not added to this one.
+
+    Attributes:
+        headed: the messages of reductions.
     """
 
     gathers_ahead = 1
@@ -97,35 +129,35 @@ class PairwiseExchange(Exchange):
     def __init__(self, for_reduce: PeerMessages, for_gather: PeerMessages, pool: StagingPool) -> None:
         super().__init__(pool)
         self._reduce, self._gather = for_reduce, for_gather
-        self._rank, self._world_size = for_reduce.rank, for_reduce.world_size
-        self._peers = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
-        self._headed = HeadedMessages(for_reduce, self._peers)
+        self.rank, self.world_size = for_reduce.rank, for_reduce.world_size
+        self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self.headed = HeadedMessages(for_reduce, self._peers)
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, _ = reduction
-        item, own = out.element_size(), Span(bounds[self._rank], bounds[self._rank + 1])
+        item, own = out.element_size(), Span(bounds[self.rank], bounds[self.rank + 1])
         plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], item) for peer in self._peers}
         for peer, plan in plans.items():
-            self._headed.announce(peer, ident, [span.numel * item for span in plan])
+            self.headed.announce(peer, ident, [span.numel * item for span in plan])
         shards, works, complete = self._room_for(own, out), list[Any](), True
-        stretches = _Stretches(self._pool, _SENT, out, runs, plans.values())
+        stretches = _Stretches(self._pool, SENT, out, runs, plans.values())
         to_receive = plan_messages(runs, *own, item)
         for peer, plan in plans.items():
-            if self._headed.is_in(peer, ident):
+            if self.headed.is_in(peer, ident):
                 into = [shards[peer][low - own.start : high - own.start] for low, high in to_receive]
-                works += self._headed.receive(peer, into)
+                works += self.headed.receive(peer, into)
             else:
                 complete = False
-            self._headed.send(peer, [stretches.filled(span) for span in plan])
+            self.headed.send(peer, [stretches.filled(span) for span in plan])
         wait_all(works)
         if complete:
             self._add_up(runs, own, shards, out)
-            self._headed.end()
+            self.headed.end(self._peers)
         return complete
 
     def _room_for(self, own: Span, like: Tensor) -> dict[int, Tensor]:
         """Return room for this rank's shard as every peer has it."""
-        room = self._pool.buffer(_RECEIVED, len(self._peers) * own.numel, like.dtype, like.device)
+        room = self._pool.buffer(RECEIVED, len(self._peers) * own.numel, like.dtype, like.device)
         return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(self._peers)}
 
     def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:
@@ -136,41 +168,43 @@ class PairwiseExchange(Exchange):
                 values = self._pool.buffer(_ZEROS, high - low, out.dtype, out.device).zero_()
             else:
                 values = run.values[low - run.start : high - run.start]
-            parts = [values if rank == self._rank else shards[rank][there] for rank in range(self._world_size)]
+            parts = [values if rank == self.rank else shards[rank][there] for rank in range(self.world_size)]
             add_mean(parts, out[there], add=run.add)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
-        like = runs.first
-        plans = [
-            plan_messages(runs, bounds[rank], bounds[rank + 1], like.element_size()) for rank in range(self._world_size)
-        ]
-        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], like, runs, plans)
-        works, later = [], []
-        for peer in reversed(self._peers):
-            for span in plans[peer]:
-                into = _in_place(runs, span)
-                if into is None:
-                    into = stretches.room(span.numel)
-                    later.append((span, into))
-                works.append(self._gather.receive_from(into, peer, _ELEMENTS))
-        for span in plans[self._rank]:
-            own = stretches.filled(span)
-            works += [self._gather.send_to(own, peer, _ELEMENTS) for peer in self._peers]
+        gathering = self.start_gather(ident, runs, bounds, self._peers)
 
         def finish() -> None:
-            wait_all(works)
-            for span, into in later:
-                values, arrived = paired(runs, span, into)
-                copy_all(values, arrived)
+            for peer in reversed(self._peers):
+                gathering.arrive(peer)
+            gathering.end()
 
         return finish
+
+    def start_gather(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int], peers: Sequence[int]) -> Gathering:
+        """Start to exchange shards with some peers, which must start the same with this rank."""
+        item = runs.first.element_size()
+        plans = {rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in (*peers, self.rank)}
+        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], runs.first, runs, plans.values())
+        gathering = Gathering(runs)
+        for peer in reversed(peers):
+            for span in plans[peer]:
+                wanted = _in_place(runs, span)
+                into = stretches.room(span.numel) if wanted is None else wanted
+                staged = into if wanted is None else None
+                gathering.receive(peer, self._gather.receive_from(into, peer, _ELEMENTS), span, staged)
+        for span in plans[self.rank]:
+            own = stretches.filled(span)
+            for peer in peers:
+                gathering.send(self._gather.send_to(own, peer, _ELEMENTS))
+        return gathering
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""
         failed = torch.tensor([self._failed_step], dtype=torch.int64, device="cpu")
-        words = {rank: failed.clone() for rank in range(self._world_size)}
+        words = {rank: failed.clone() for rank in range(self.world_size)}
         works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
-        works += [self._gather.send_to(words[self._rank], peer, _FAILURES) for peer in self._peers]
+        works += [self._gather.send_to(words[self.rank], peer, _FAILURES) for peer in self._peers]
 
         def finish() -> list[int]:
             wait_all(works)

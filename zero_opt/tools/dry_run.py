@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from ..comm.exchange import (
     StagingPool,
     nothing_left,
 )
+from ..comm.hierarchical_exchange import HierarchicalExchange
 from ..comm.pairwise_exchange import PairwiseExchange
-from ..comm.shared_memory_exchange import own_nbytes
+from ..comm.shared_memory_exchange import own_nbytes, ranks_per_host
 from ..comm.single_rank_exchange import AloneExchange
 from ..errors import UnsupportedParam
 from ..policies import AlreadyReduced
@@ -86,6 +87,24 @@ class _Silent:
         """Nothing is under way."""
 
 
+class _SilentMemory:
+    """Memory that ranks of a host share, in which nothing is exchanged."""
+
+    nbytes = 0
+
+    def reduce(self, ident: Ident, bucket: Any, address: int) -> bool:  # noqa: ARG002
+        return True
+
+    def gather(self, ident: Ident, bucket: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def leave(self) -> None:
+        """Leave nothing."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
 class _Backend(StagedExchange):
     """An accelerator's own collectives, which take whole buckets of staging."""
 
@@ -113,13 +132,13 @@ class _SharedMemory(PairwiseExchange):
 
 
 def staging_nbytes(
-    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: ReductionPolicy, *, one_host: bool
+    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: ReductionPolicy, *, ranks_per_host: int
 ) -> int:
     """Bytes of staging that a step takes of ``rank``'s buckets, which have all the shards they need after it.
 
     Args:
         buckets: on the meta device, except that the layout says where their parameters will be.
-        one_host: whether all ranks are on one host.
+        ranks_per_host: ranks with consecutive numbers.
     """
     by_device: dict[torch.device, list[GradBucket]] = {}
     for bucket in buckets:
@@ -127,23 +146,32 @@ def staging_nbytes(
     total = 0
     for device, there in by_device.items():
         pool = StagingPool()
-        shared = one_host and reduction.exchange == "auto" and native_available()
-        exchange = _exchange(device, rank, world_size, pool, shared=shared)
+        shared = reduction.exchange == "auto" and native_available()
+        per_host = _sharing(world_size, ranks_per_host) if shared else 1
+        exchange = _exchange(device, rank, world_size, pool, per_host)
         _play_step(device, there, exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
         total += pool.nbytes
-        if isinstance(exchange, _SharedMemory):
+        if isinstance(exchange, (_SharedMemory, HierarchicalExchange)):
             total += own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there))
     return total
 
 
-def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, *, shared: bool) -> Exchange:
-    """Return the exchange that the ranks use, in shared memory on the host if they can share it."""
+def _sharing(world_size: int, most_per_host: int) -> int:
+    """Return how many ranks exchange through the memory of each host."""
+    return ranks_per_host([str(rank // max(most_per_host, 1)) for rank in range(world_size)])
+
+
+def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, per_host: int) -> Exchange:
+    """Return the exchange of the ranks, so many of which share memory."""
     if world_size == 1:
         return AloneExchange(pool, blocks=is_host(device))
     if not is_host(device):
         return _Backend(rank, pool)
     post = _Silent(rank, world_size)
-    return (_SharedMemory if shared else PairwiseExchange)(post, post, pool)
+    if per_host == world_size:
+        return _SharedMemory(post, post, pool)
+    messages = PairwiseExchange(post, post, pool)
+    return messages if per_host == 1 else HierarchicalExchange(_SilentMemory(), messages, per_host, pool)
 
 
 def _play_step(

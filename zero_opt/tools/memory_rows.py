@@ -111,8 +111,10 @@ class Sizing:
                 tally["state", DEVICE, key] += nbytes
 
     def _add_sharded(self, tally: Tally, rank: int) -> None:
-        buckets, one_host = self.buckets(rank), self.ranks_per_host >= self.world_size
-        staging = staging_nbytes(buckets, rank, self.world_size, self.config.reduction, one_host=one_host)
+        buckets = self.buckets(rank)
+        staging = staging_nbytes(
+            buckets, rank, self.world_size, self.config.reduction, ranks_per_host=self.ranks_per_host
+        )
         tally["staging", DEVICE, "staging"] = staging
         for bucket in buckets:  # nothing of them is allocated any more
             bucket.device = torch.device(bucket.layout.device)

@@ -1,0 +1,261 @@
+"""The exchange in two stages, between threads, each of which plays a rank."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_opt.comm import pairwise_exchange
+from zero_opt.comm.exchange import BucketReduction, Exchange, Ident, ParamRuns, Run, StagingPool
+from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
+from zero_opt.comm.pairwise_exchange import PairwiseExchange
+from zero_opt.comm.shared_memory_exchange import ranks_per_host
+
+_native: Any = pytest.importorskip("zero_opt._native")
+
+SLOT_BYTES, DATA_AT, PATIENCE_S = 256, 256, 30.0
+PASSED, NOT_YET = 2, 3
+Layout = tuple[int, int]  # hosts, and ranks of each
+LAYOUTS: list[Layout] = [(2, 2), (4, 2), (2, 4), (3, 2)]
+# Elements of a bucket's runs, with a gap after each.
+NUMELS, GAP = (300, 0, 7, 129, 1000), 3
+TOTAL = sum(NUMELS) + GAP * len(NUMELS)
+Queues = dict[tuple[int, ...], "queue.Queue[Tensor]"]
+
+
+class Messages:
+    """The messages of one thread."""
+
+    def __init__(self, rank: int, world_size: int, queues: Queues) -> None:
+        self.rank, self.world_size, self._queues = rank, world_size, queues
+        self.sent_nbytes: dict[int, int] = defaultdict(int)
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Waiting:
+        self._queue(self.rank, dst, tag).put(tensor.detach().clone().view(-1).view(torch.uint8))
+        self.sent_nbytes[dst] += tensor.numel() * tensor.element_size()
+        return Waiting(lambda: None)
+
+    def _queue(self, *key: int) -> queue.Queue[Tensor]:
+        return self._queues.setdefault(key, queue.Queue())
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Waiting:
+        arriving = self._queue(src, self.rank, tag)
+        return Waiting(lambda: tensor.view(torch.uint8).copy_(arriving.get(timeout=PATIENCE_S)))
+
+
+class Waiting:
+    """A message under way."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end: Callable[[], object] | None = end
+
+    def wait(self) -> None:
+        assert self._end is not None, "gloo hangs in a second wait for a message"
+        self._end()
+        self._end = None
+
+
+class Memory:
+    """What a thread shares with the threads of its host."""
+
+    nbytes = 0
+
+    def __init__(self, place: int, arenas: Sequence[Tensor]) -> None:
+        self._ranks = _native.HostRanks(place, [arena.data_ptr() for arena in arenas], DATA_AT, SLOT_BYTES, 1)
+
+    def reduce(self, ident: Ident, bucket: Any, address: int) -> bool:
+        return self._to_the_end(partial(self._ranks.reduce, ident, bucket, address))
+
+    def gather(self, ident: Ident, bucket: Any) -> bool:
+        return self._to_the_end(partial(self._ranks.gather, ident, bucket))
+
+    def _to_the_end(self, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
+        published, state = 0, NOT_YET
+        for _ in range(int(PATIENCE_S / 0.05)):
+            state, _, published = advance(published, 0.05)
+            if state != NOT_YET:
+                return state != PASSED
+        raise TimeoutError("another thread has not come")
+
+    def leave(self) -> None:
+        """Leave nothing."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+class Ranks:
+    """An exchange for each rank of a layout."""
+
+    def __init__(self, layout: Layout, *, flat: bool = False) -> None:
+        (hosts, count), world_size = layout, layout[0] * layout[1]
+        reductions, gathers = Queues(), Queues()
+        self.messages = [Messages(rank, world_size, reductions) for rank in range(world_size)]
+        self.exchanges: list[Exchange] = []
+        self._arenas = [torch.zeros(count, DATA_AT + 2 * SLOT_BYTES, dtype=torch.uint8) for _ in range(hosts)]
+        for rank, messages in enumerate(self.messages):
+            pool = StagingPool()
+            pairwise = PairwiseExchange(messages, Messages(rank, world_size, gathers), pool)
+            memory = Memory(rank % count, list(self._arenas[rank // count]))
+            self.exchanges.append(pairwise if flat else HierarchicalExchange(memory, pairwise, count, pool))
+
+    def at_once(self, call: Callable[[int, Exchange], Any]) -> list[Any]:
+        """What the call returns on each rank."""
+        with ThreadPoolExecutor(len(self.exchanges)) as pool:
+            return list(pool.map(call, range(len(self.exchanges)), self.exchanges))
+
+
+def runs_of(rank: int, seed: int, dtype: torch.dtype, *, add: bool = False) -> list[Run]:
+    """Gradients of a rank, of very different sizes, one of which some ranks lack."""
+    generator, runs, start = torch.Generator().manual_seed(100 * seed + rank), [], 0
+    for position, numel in enumerate(NUMELS):
+        values = (torch.randn(numel, generator=generator) * 10.0 ** (rank % 5 - 2)).to(dtype)
+        runs.append(Run(start, numel, None if position == 3 and rank % 3 == 1 else values, add and position % 2 == 0))
+        start += numel + GAP
+    return runs
+
+
+def bounds_of(world_size: int) -> list[int]:
+    """Uneven shards, one of them empty."""
+    inner = [TOTAL * rank // world_size + rank % 3 for rank in range(2, world_size)]
+    return [0, 0, *inner, TOTAL]
+
+
+def covered(shard: Tensor, first: int) -> list[Tensor]:
+    """The elements of a shard that runs cover."""
+    ends = list(itertools.accumulate((numel + GAP for numel in NUMELS), initial=0))
+    spans = [(max(start - first, 0), start + n - first) for start, n in zip(ends, NUMELS, strict=False)]
+    return [shard[low:high] for low, high in spans if high > low]
+
+
+def reduced(rank: int, exchange: Exchange, world_size: int, dtype: torch.dtype) -> list[Tensor]:
+    bounds, outs = bounds_of(world_size), []
+    for seed in range(3):
+        out = torch.full((bounds[rank + 1] - bounds[rank],), 0.5, dtype=dtype)
+        runs = runs_of(rank, seed, dtype, add=seed == 2)
+        assert exchange.reduce_runs(BucketReduction(Ident(1, 0, seed), runs, bounds, out))
+        outs += covered(out, bounds[rank])
+    return outs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_reduction_has_the_bits_of_one_stage(layout: Layout, dtype: torch.dtype) -> None:
+    world_size = layout[0] * layout[1]
+    call = partial(reduced, world_size=world_size, dtype=dtype)
+    for ours, flat in zip(Ranks(layout).at_once(call), Ranks(layout, flat=True).at_once(call), strict=True):
+        assert len(ours) == len(flat)
+        assert all(torch.equal(a, b) for a, b in zip(ours, flat, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gathered_shards_are_those_of_their_owners(
+    layout: Layout, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairwise_exchange, "_LEAST_BYTES", 64)
+    world_size = layout[0] * layout[1]
+    bounds = bounds_of(world_size)
+
+    def gathered(rank: int, exchange: Exchange) -> list[Tensor]:
+        buckets = [
+            ParamRuns(run._replace(tensor=torch.full((run.numel,), rank, dtype=dtype)) for run in runs_of(0, 0, dtype))
+            for _ in range(3)
+        ]
+        finishes = [exchange.gather_runs(Ident(1, 5, turn), runs, bounds) for turn, runs in enumerate(buckets[:2])]
+        finishes[0]()
+        finishes.append(exchange.gather_runs(Ident(1, 5, 2), buckets[2], bounds))
+        finishes[1]()
+        finishes[2]()
+        return [run.tensor for runs in buckets for run in runs if run.tensor is not None]
+
+    owners = torch.cat([torch.full((high - low,), rank) for rank, (low, high) in enumerate(itertools.pairwise(bounds))])
+    starts = [run.start for run in runs_of(0, 0, dtype)] * 3
+    for tensors in Ranks(layout).at_once(gathered):
+        for start, tensor in zip(starts, tensors, strict=True):
+            assert torch.equal(tensor, owners[start : start + tensor.numel()].to(dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_each_element_leaves_a_host_once_for_each_other_host(layout: Layout) -> None:
+    (hosts, count), ranks, numel = layout, Ranks(layout), 64 * layout[0] * layout[1] * 100
+    bounds = range(0, numel + 1, numel // (hosts * count))
+
+    def reduce(rank: int, exchange: Exchange) -> bool:
+        out = torch.zeros(bounds[1])
+        return exchange.reduce_runs(BucketReduction(Ident(0, 0, 0), [Run(0, numel, torch.ones(numel))], bounds, out))
+
+    assert all(ranks.at_once(reduce))
+    for host in range(hosts):
+        sent = sum(sum(messages.sent_nbytes.values()) for messages in ranks.messages[host * count : (host + 1) * count])
+        assert sent <= 1.02 * 4 * numel * (hosts - 1) / hosts
+    assert all(peer % count == rank % count for rank, m in enumerate(ranks.messages) for peer in m.sent_nbytes)
+
+
+# Which exchanges each rank skips: one rank, ranks of two hosts at different places, all of a host.
+SKIPPED: list[dict[int, set[int]]] = [
+    {1: {1}},
+    {0: {1}, 3: {1}},
+    {1: {1, 2}, 2: {2, 3}},
+    {0: {2}, 1: {2}},
+    {0: {0, 1, 2}},
+]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("skipped", SKIPPED, ids=str)
+def test_an_exchange_that_a_rank_skips_is_void_on_all(
+    skipped: dict[int, set[int]], layout: Layout, mixed: bool
+) -> None:
+    world_size = layout[0] * layout[1]
+    bounds = bounds_of(world_size)
+    void = set().union(*skipped.values())
+
+    def train(rank: int, exchange: Exchange) -> list[int]:
+        complete = []
+        for number in range(6):
+            dtype = torch.bfloat16 if mixed and number % 2 else torch.float32
+            if number not in skipped.get(rank, ()):
+                out = torch.zeros(bounds[rank + 1] - bounds[rank], dtype=dtype)
+                runs = runs_of(rank, number, dtype)
+                if exchange.reduce_runs(BucketReduction(Ident(0, 0, number), runs, bounds, out)):
+                    complete.append(number)
+        return complete
+
+    for complete in Ranks(layout).at_once(train):
+        assert complete == [number for number in range(6) if number not in void]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aaaa", 4),
+        ("aabb", 2),
+        ("aaaabbbb", 4),
+        ("aabbcc", 2),
+        ("abab", 1),
+        ("aaab", 1),
+        ("abcd", 1),
+        ("aabbaa", 1),
+        ("aaabbb", 1),
+        ("aab", 1),
+    ],
+)
+def test_ranks_add_up_first_on_hosts_that_are_equal_aligned_blocks(hosts: str, expected: int) -> None:
+    assert ranks_per_host(list(hosts)) == expected
+
+
+def test_a_host_without_a_name_may_be_any_host() -> None:
+    assert ranks_per_host(["", "a"]) == 2
+    assert ranks_per_host(["a", "a", "b", ""]) == 1
+    assert ranks_per_host(["a", "", "b", "b"]) == 1
