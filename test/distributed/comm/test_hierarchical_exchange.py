@@ -1,0 +1,145 @@
+"""The exchange in two stages between real processes, on hosts that are told apart by a patched name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from zero_opt.comm import process_identity, shared_memory_exchange
+from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
+from zero_opt.comm.pairwise_exchange import PairwiseExchange
+from zero_opt.tools.estimate import estimate
+
+SIZES = [(33, 9), (65,), (1000,), (), (7, 64)]
+
+
+def make(exchange: str, dtypes: list[torch.dtype]) -> tuple[Any, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    params: list[Tensor] = [
+        torch.nn.Parameter(torch.randn(size, generator=generator).to(dtypes[i % len(dtypes)]))
+        for i, size in enumerate(SIZES)
+    ]
+    policy = zero_opt.Overlapped(bucket_mb=0.001, exchange=exchange)
+    return zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9, reduction=policy), params
+
+
+def on_hosts_of(count: int, rank: int) -> None:
+    """Have every so many ranks say that they are on a host of their own."""
+    pytest.MonkeyPatch().setattr(process_identity, "host_id", lambda: f"host {rank // count}")
+
+
+def backward(params: list[Tensor], rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(step * 97 + rank * 11)
+    losses = [(p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum().abs().float() for p in params]
+    torch.stack(losses).sum().backward()
+
+
+def train(opt: Any, params: list[Tensor], rank: int, steps: int) -> None:
+    for step in range(steps):
+        for part in range(1 + step % 2):
+            backward(params, rank, 2 * step + part)
+        opt.step()
+        opt.zero_grad()
+
+
+def exchange_of(opt: Any) -> Any:
+    return opt._engine.parts.exchanges["cpu"]
+
+
+def trained(
+    rank: int, world_size: int, exchange: str, count: int, dtypes: list[torch.dtype], leave: bool
+) -> tuple[str, list[Tensor]]:
+    """``leave``: ranks leave three backwards early, which every rank then gives up."""
+    on_hosts_of(count, rank)
+    opt, params = make(exchange, dtypes)
+    train(opt, params, rank, 1)
+    for attempt in range(3 if leave else 0):
+        if rank in (attempt, 3 - attempt):
+            handle = params[2].register_hook(raise_here)
+            with pytest.raises(ZeroDivisionError):
+                backward(params, rank, 50)
+            handle.remove()
+        else:
+            backward(params, rank, 50)
+        opt.zero_grad()
+    train(opt, params, rank, 3)
+    kind = type(exchange_of(opt)).__name__
+    opt.close()
+    return kind, [p.detach().clone() for p in params]
+
+
+def raise_here(grad: Tensor) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+FLOATS, MIXED = [torch.float32], [torch.float32, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("dtypes", [FLOATS, MIXED], ids=["float32", "mixed"])
+def test_same_bits_as_in_one_stage(dtypes: list[torch.dtype], leave: bool) -> None:
+    ours = run_processes(4, trained, "auto", 2, dtypes, leave)
+    flat = run_processes(4, trained, "backend", 2, dtypes, False)
+    for (kind, params), (other, theirs) in zip(ours, flat, strict=True):
+        assert (kind, other) == (HierarchicalExchange.__name__, PairwiseExchange.__name__)
+        assert_bitwise(params, theirs)
+
+
+def staging(rank: int, world_size: int) -> tuple[int, int]:
+    on_hosts_of(2, rank)
+    opt, params = make("auto", FLOATS)
+    like = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    policy = zero_opt.Overlapped(bucket_mb=0.001)
+    estimated = estimate(like, world_size, torch.optim.SGD, momentum=0.9, reduction=policy).on_rank(rank)
+    train(opt, params, rank, 1)
+    found = opt.memory_report()["staging"]
+    opt.close()
+    return found, estimated.on_hosts_of(2).nbytes("staging")
+
+
+def test_estimate_knows_its_memory() -> None:
+    for found, estimated in run_processes(4, staging):
+        assert found == estimated
+
+
+def refuse(*_: object) -> Any:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def cannot_map(rank: int, world_size: int) -> str:
+    on_hosts_of(2, rank)
+    if rank == 3:
+        pytest.MonkeyPatch().setattr(shared_memory_exchange, "_map_peers", refuse)
+    opt, params = make("auto", FLOATS)
+    train(opt, params, rank, 2)
+    kind = type(exchange_of(opt)).__name__
+    opt.close()
+    return kind
+
+
+def test_a_rank_that_cannot_map_its_hosts_memory_makes_all_use_messages() -> None:
+    assert run_processes(4, cannot_map) == [PairwiseExchange.__name__] * 4
+
+
+def lose(rank: int, world_size: int, lost: int) -> str:
+    on_hosts_of(2, rank)
+    opt, params = make("auto", FLOATS)
+    train(opt, params, rank, 2)
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        train(opt, params, rank, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_rank_that_is_killed_is_named_on_every_host(lost: int) -> None:
+    results = run_processes(4, lose, lost, expect_errors=True)
+    assert all(f"rank {lost} " in str(text) for rank, text in enumerate(results) if rank != lost), results
