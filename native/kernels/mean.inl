@@ -43,9 +43,9 @@ void mean_of_two(const MeanRun& run) {
   const Stored* first = static_cast<const Stored*>(run.sources[0]);
   const Stored* second = static_cast<const Stored*>(run.sources[1]);
   Stored* __restrict__ out = static_cast<Stored*>(run.out);
-  const typename As::Sum divisor = static_cast<typename As::Sum>(run.divisor);
+  const typename As::Sum count = 2;
   for (std::int64_t i = 0; i < run.numel; ++i) {  // vectorise
-    out[i] = As::store((As::load(first[i]) + As::load(second[i])) / divisor);
+    out[i] = As::store((As::load(first[i]) + As::load(second[i])) / count);
   }
 }
 
@@ -102,7 +102,7 @@ void mean_block(const MeanRun& run, const Stretch& stretch) {
 
 template <typename As>
 void mean_loop(const MeanRun& run) {
-  if (run.count == 2 && !run.add) return mean_of_two<As>(run);
+  if (run.count == 2 && run.divisor == 2 && !run.add) return mean_of_two<As>(run);
   for (std::int64_t start = 0; start < run.numel; start += kMeanBlock) {
     mean_block<As>(run, {start, run.numel - start < kMeanBlock ? run.numel - start : kMeanBlock});
   }
