@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import platform
 from typing import NamedTuple
@@ -22,17 +21,13 @@ def host_id() -> str:
         OSError: no descriptor or no memory is left to read the name with.
     """
     try:
-        return _boot_id(_BOOT_ID)
+        # Read each time: a fork may have moved to another host's namespaces.
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
         return platform.node()
-
-
-@functools.cache
-def _boot_id(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read().strip()
 
 
 def host_if_known() -> str:

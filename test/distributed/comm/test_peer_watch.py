@@ -463,7 +463,6 @@ def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
     assert process_identity.ProcessIdentity(here.host, 2**22 + 1, 5).state() == "X"
     with _no_descriptors():
         assert here.state() == "?"
-        process_identity._boot_id.cache_clear()
         nameless = process_identity.ProcessIdentity.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)
 
