@@ -15,6 +15,7 @@ from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import process_identity, shared_memory_exchange
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
+from zero_opt.comm.shared_memory_exchange import HostExchange
 from zero_opt.tools.estimate import estimate
 
 SIZES = [(33, 9), (65,), (1000,), (), (7, 64)]
@@ -89,6 +90,13 @@ def test_same_bits_as_in_one_stage(dtypes: list[torch.dtype], leave: bool) -> No
     flat = run_processes(4, trained, "backend", 2, dtypes, False)
     for (kind, params), (other, theirs) in zip(ours, flat, strict=True):
         assert (kind, other) == (HierarchicalExchange.__name__, PairwiseExchange.__name__)
+        assert_bitwise(params, theirs)
+
+
+def test_a_backward_left_early_on_one_host_with_params_that_go_through_messages() -> None:
+    ours, flat = [run_processes(4, trained, exchange, 4, MIXED, exchange == "auto") for exchange in ("auto", "backend")]
+    for (kind, params), (_, theirs) in zip(ours, flat, strict=True):
+        assert kind == HostExchange.__name__
         assert_bitwise(params, theirs)
 
 
