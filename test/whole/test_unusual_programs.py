@@ -331,6 +331,33 @@ def test_a_graph_that_was_kept_over_a_step_is_stale(world_size: int, offload: An
     run_processes(world_size, _stale_graphs, options)
 
 
+# -- gradients of another dtype --------------------------------------------------------------------------------------
+
+
+def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
+    model = _net().bfloat16()
+    model[2].bias.grad_dtype = torch.float32
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 3 .* with grad_dtype=torch\.float32"):
+        _made(model, reduction=reduction, offload=offload)
+    model[2].bias.grad_dtype = torch.bfloat16
+    optimizer = _made(model, reduction=reduction, offload=offload)
+    model[2].bias.grad_dtype = torch.float32
+
+    def one_step() -> None:
+        model(_inputs(0, rank).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 3 .* with grad_dtype=torch\.float32"):
+        one_step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+@pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP])
+def test_gradients_of_another_dtype_than_their_parameter_are_refused(reduction: Any, offload: Any) -> None:
+    run_processes(2, _with_grad_dtype, reduction, offload)
+
+
 # -- inference mode ---------------------------------------------------------------------------------------------------
 
 

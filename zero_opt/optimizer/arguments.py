@@ -20,7 +20,7 @@ from ..errors import (
 )
 from ..kernels.checks import shared_pair
 from ..policies import AdamState
-from ..sharding.flat_param import check_memory, is_dtensor
+from ..sharding.flat_param import check_grad_dtype, check_memory, is_dtensor
 from ..sharding.wrapped_class import needs_closure
 
 
@@ -119,6 +119,7 @@ def checked_groups(
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
+        check_grad_dtype(param, describe(index))
     _check_apart(params, describe)
 
 

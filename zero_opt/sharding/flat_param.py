@@ -35,6 +35,20 @@ def check_memory(param: Tensor, label: str) -> None:
         )
 
 
+def check_grad_dtype(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the parameter, if its gradients have a dtype of their own."""
+    if _has_other_grads(param):
+        raise UnsupportedParam(
+            f"{label} is {param.dtype} with grad_dtype={param.grad_dtype}, but its gradient is kept and stepped as "
+            f"{param.dtype}; leave grad_dtype as it is. precision=MixedPrecision(reduce_dtype=torch.float32) gives "
+            "gradients more bits on their way, and master_dtype=torch.float32 gives them to the step"
+        )
+
+
+def _has_other_grads(param: Tensor) -> bool:
+    return param.is_leaf and param.grad_dtype is not param.dtype and param.grad_dtype is not None
+
+
 def element_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of the storage order that elements are cut in, alike for layouts with the same order."""
     dense = shape.numel() > 0 and is_dense(shape, strides)
@@ -107,8 +121,9 @@ class FlatParam:
 
         Raises:
             UnsupportedParam: shape, order of elements, dtype or device changed, so that the plan no longer fits; or
-                elements share memory now.
+                elements share memory now, or gradients have another dtype.
         """
+        check_grad_dtype(self.param, self.label)
         if place_of(self.param) == self._where:
             return False
         if self._identity() != self._planned:
@@ -173,7 +188,9 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
     """Return the keys of the parameters that have :meth:`FlatParam.moved`; raise what that raises."""
-    elsewhere = [key for key, flat in flats.items() if place_of(flat.param) != flat._where]
+    elsewhere = [
+        key for key, flat in flats.items() if place_of(flat.param) != flat._where or _has_other_grads(flat.param)
+    ]
     return [key for key in elsewhere if flats[key].moved()]
 
 
