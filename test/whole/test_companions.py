@@ -307,31 +307,6 @@ def test_an_overflow_on_one_rank_keeps_every_rank_from_stepping(unscale: bool) -
         assert_bitwise(bits, _bits(model))  # scales are powers of two: exact
 
 
-def _overflow_at_step(rank: int, world_size: int) -> str:
-    model = _layers(2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, reduction=zero_opt.AtStep())
-    before = _bits(model)
-    for step in range(2):
-        loss = _scaled_loss(model, step, rank) * (float("inf") if rank == step else 1.0)
-        scaler.scale(loss).backward()
-        try:
-            scaler.step(optimizer)
-        except zero_opt.StepDesync as error:
-            assert_bitwise(_bits(model), before)
-            optimizer.close()
-            return str(error)
-        scaler.update()
-        optimizer.zero_grad()
-    return "went on"
-
-
-def test_at_step_with_a_scaler_ranks_that_disagree_on_an_overflow_are_told() -> None:
-    """p.grad is plain, so GradScaler looks at each rank's own; here each rank in turn does not step."""
-    for message in run_processes(2, _overflow_at_step):
-        assert "with GradScaler use reduction=zero_opt.Overlapped()" in message
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # DistributedDataParallel
 

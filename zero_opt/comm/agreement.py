@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<qqqBddQqQ")
 # Parameters that an error names.
 _NAMED = 3
 # Of the header's flags.
-_FAILED, _ABSENT, _CLIPS, _UNSCALES = 1, 2, 4, 8
+_FAILED, _ABSENT, _CLIPS, _UNSCALES, _SCALED, _OVERFLOWS = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class StepReport:
         restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
-        unscales: GradScaler is about to unscale the gradients. inv_scale: what they are multiplied by then, or in the
-            step where GradScaler leaves that to the step: one over the loss scale.
+        unscales: GradScaler is about to unscale the gradients. scaled: it has left that to the step.
+        overflows: GradScaler has found a gradient on this rank that is not finite, so the step is to be left out.
+        inv_scale: one over the loss scale; 1 without GradScaler.
         hypers: a digest of the hyperparameters.
         edits: a digest of which parameters the user has written to here since the last agreement, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
@@ -55,6 +56,8 @@ class StepReport:
     absent: bool = False
     clip_to: float | None = None
     unscales: bool = False
+    scaled: bool = False
+    overflows: bool = False
     inv_scale: float = 1.0
     hypers: int = 0
     abandoned: int = 0
@@ -68,7 +71,7 @@ class StepReport:
     def pack(self, mask_bytes: int, *, failed: bool) -> bytes:
         """Return the report as bytes, with masks of a given size, and whether something went wrong on this rank."""
         flags = failed * _FAILED | self.absent * _ABSENT | (self.clip_to is not None) * _CLIPS
-        flags |= self.unscales * _UNSCALES
+        flags |= self.unscales * _UNSCALES | self.scaled * _SCALED | self.overflows * _OVERFLOWS
         numbers = (self.clip_to or 0.0, self.inv_scale, self.hypers, self.abandoned, self.edits)
         header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, *numbers)
         masks = (self.used, self.trainable, self.restarted)
@@ -81,7 +84,8 @@ class StepReport:
         starts = [_HEADER.size + place * mask_bytes for place in range(3)]
         used, trainable, restarted = (int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts)
         absent, unscales, limit = bool(flags & _ABSENT), bool(flags & _UNSCALES), clip_to if flags & _CLIPS else None
-        report = cls(step, epoch, rounds, used, trainable, restarted, absent, limit, unscales, *others)
+        told = (absent, limit, unscales, bool(flags & _SCALED), bool(flags & _OVERFLOWS))
+        report = cls(step, epoch, rounds, used, trainable, restarted, *told, *others)
         return report, bool(flags & _FAILED)
 
 
@@ -91,7 +95,9 @@ class StepAgreement:
 
     Attributes:
         reports: by rank.
-        epoch, clip_to, inv_scale: of the ranks that have inputs. absent: those that have none.
+        epoch, clip_to: of the ranks that have inputs. absent: those that have none.
+        grad_scale: what the step multiplies gradients by, for GradScaler. overflows: GradScaler has found a gradient
+            that is not finite on some rank.
         same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
             have written to the same parameters equally often.
     """
@@ -102,10 +108,11 @@ class StepAgreement:
     trainable: int
     epoch: int
     clip_to: float | None
-    inv_scale: float
+    grad_scale: float
     absent: Sequence[int]
     same_hypers: bool
     same_edits: bool
+    overflows: bool = False
 
 
 # In place of a digest: this rank could not compute one.
@@ -157,10 +164,11 @@ class Agreement:
             trainable=mine.trainable,
             epoch=first.epoch,
             clip_to=first.clip_to,
-            inv_scale=first.inv_scale,
+            grad_scale=first.inv_scale if first.scaled else 1.0,
             absent=[rank for rank, report in enumerate(reports) if report.absent],
             same_hypers=all(reports[rank].hypers == first.hypers for rank in present),
             same_edits=all(report.edits == first.edits for report in reports),
+            overflows=any(report.overflows for report in reports),
         )
 
     def _require_same_step(self, reports: Sequence[StepReport], present: Sequence[int]) -> None:
@@ -174,8 +182,7 @@ class Agreement:
             if rank in present and report.epoch != first.epoch:
                 raise StepDesync(
                     f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "
-                    f"{present[0]} {first.epoch} times; after an exception every rank must call it, or none; with "
-                    "GradScaler use reduction=zero_opt.Overlapped(), under which the ranks agree on what overflows",
+                    f"{present[0]} {first.epoch} times; after an exception every rank must call it, or none",
                     epoch=max(r.epoch for r in reports),
                 )
 

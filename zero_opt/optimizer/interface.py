@@ -42,6 +42,11 @@ class Engine(Protocol):
     def unscales(self) -> bool:
         """Whether :meth:`step` multiplies gradients by what GradScaler has set on the optimizer."""
 
+    @property
+    def grads_are_local(self) -> bool:
+        """Whether ``p.grad`` has this rank's own gradients until the step."""
+        return False
+
     # -- the wrapped optimizer ----------------------------------------------------------------------------------------
 
     def attach(self, user: torch.optim.Optimizer) -> None:  # noqa: ARG002  (of the protocol)

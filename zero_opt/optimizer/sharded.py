@@ -47,7 +47,7 @@ from ..system.log import log
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .join import ends_join, follow_hypers
-from .loss_scale import overflowed, unscaling
+from .loss_scale import inverse_scale, leaves_scaled, overflowed, tell_scaler
 from .one_call import one_call
 
 
@@ -62,9 +62,8 @@ class ShardedEngine(BetweenSteps):
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        if not overflowed(self._user):
-            with torch.no_grad(), self._of_all_ranks():
-                self._update(*self.reduce())
+        with torch.no_grad(), self._of_all_ranks():
+            self._update(*self.reduce())
         return loss
 
     def reduce(
@@ -168,7 +167,9 @@ class ShardedEngine(BetweenSteps):
             used=mask_of_flags([param.grad is not None for param in params]),
             trainable=mask_of_flags([param.requires_grad for param in params]),
             restarted=mask_of(own.restarted),
-            inv_scale=unscaling(self._user),
+            inv_scale=inverse_scale(self._user),
+            scaled=leaves_scaled(self._user),
+            overflows=overflowed(self._user),
             hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
             abandoned=own.abandoned,
             edits=edits_digest(edits),
@@ -192,9 +193,11 @@ class ShardedEngine(BetweenSteps):
         """
         measured = cache(partial(self.measure, shards))  # collective, once, and only if asked for
         limit = self._config.max_grad_norm
-        grad_scale = agreed.inv_scale * self.reduction.step_factor
-        if skips_step(self._config.checks, measured, self._describe):  # the window goes on; zero_grad() voids its grads
-            self.skips, self.join_notified = self.skips + 1, False
+        grad_scale = agreed.grad_scale * self.reduction.step_factor
+        tell_scaler(self._user, overflows=agreed.overflows)
+        skips = not agreed.overflows and skips_step(self._config.checks, measured, self._describe)
+        if agreed.overflows or skips:  # the window goes on; zero_grad() voids its gradients
+            self.skips, self.join_notified = self.skips + skips, False
             return
         if limit is not None:
             grad_scale *= float(clip_factor(measured().norm * grad_scale, limit))
@@ -300,6 +303,10 @@ class ShardedEngine(BetweenSteps):
     @property
     def unscales(self) -> bool:
         return any(param.dtype is torch.float16 for param in self.parts.params)
+
+    @property
+    def grads_are_local(self) -> bool:
+        return self.reduction.grads_are_local
 
     def zero_grad(self) -> None:
         self.reduction.reset()

@@ -29,7 +29,7 @@ from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
 from .join import UnevenInputs
 from .loading import asked_by_load, joined, with_places
-from .loss_scale import forgets_scale, unscaling
+from .loss_scale import forgets_scale, leaves_scaled, note_scaler
 from .offload_state import Parked
 from .one_call import OneCall, one_call
 from .process_groups import OwnGroups
@@ -165,7 +165,7 @@ class ShardedOptimizer(UnevenInputs):
         mesh = mesh_of(self.param_groups, self._config, self._process_group)
         if mesh is None or steps_apart(self._config):
             self._config.check_params(self.param_groups, self._describe)
-        elif unscaling(self) != 1.0:
+        elif leaves_scaled(self):
             raise ConfigConflict(
                 "GradScaler has left fp16 gradients scaled; construct the optimizer after fully_shard()"
             )
@@ -392,8 +392,10 @@ class ShardedOptimizer(UnevenInputs):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``step()`` unscales; gradients other than fp16 GradScaler may unscale by itself."""
-        return self._engine.unscales
+        """Whether GradScaler calls ``step()`` after an overflow too, and leaves fp16 gradients to be unscaled there."""
+        unscales, local = self._engine.unscales, self._engine.grads_are_local
+        asks = note_scaler(self, unscaled=local and not unscales)
+        return unscales or (asks and local)
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this one lacks."""

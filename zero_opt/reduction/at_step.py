@@ -51,6 +51,8 @@ class AtStepReduction(GradReduction):
     Where the engine collects several times before the step (to clip, to unscale), unchanged gradients are reduced once.
     """
 
+    grads_are_local = True
+
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._sparse = SparseGrads(parts)

@@ -134,9 +134,11 @@ class GradReduction(ABC):
 
     Attributes:
         step_factor: factor by which the step multiplies the reduced gradients.
+        grads_are_local: whether ``p.grad`` has this rank's own gradients until the engine collects them.
     """
 
     step_factor = 1.0
+    grads_are_local = False
 
     def __init__(self, parts: ReductionParts) -> None:
         self._parts, self._partition = parts, parts.partition

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -154,13 +155,21 @@ def test_ranks_that_differ_in_a_step_are_told_how(theirs: StepReport, kind: type
 
 
 def test_loss_scales_of_nan_are_alike() -> None:
-    mine = StepReport(3, 0, 0, 0, 3, inv_scale=math.nan)
-    assert math.isnan(agreement(step_of_rank_1(mine, 2)).agree_on_step(mine, 2).inv_scale)
+    mine = StepReport(3, 0, 0, 0, 3, inv_scale=math.nan, scaled=True)
+    assert math.isnan(agreement(step_of_rank_1(mine, 2)).agree_on_step(mine, 2).grad_scale)
 
 
 def test_a_rank_without_inputs_has_the_loss_scale_of_the_others() -> None:
-    group = step_of_rank_1(StepReport(3, 0, 0, 0, 3, inv_scale=0.25), 2)
-    assert agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2).inv_scale == 0.25
+    for scaled, factor in ((True, 0.25), (False, 1.0)):
+        group = step_of_rank_1(StepReport(3, 0, 0, 0, 3, inv_scale=0.25, scaled=scaled), 2)
+        assert agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, absent=True), 2).grad_scale == factor
+
+
+def test_an_overflow_on_one_rank_is_known_to_all() -> None:
+    for mine, theirs in product((False, True), repeat=2):
+        group = step_of_rank_1(StepReport(3, 0, 0, 0, 3, overflows=theirs), 2)
+        agreed = agreement(group).agree_on_step(StepReport(3, 0, 0, 0, 3, overflows=mine), 2)
+        assert agreed.overflows is (mine or theirs)
 
 
 def test_every_rank_is_told_that_gradients_cannot_be_unscaled_without_one() -> None:
