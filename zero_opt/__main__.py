@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
     sizes.add_argument("--reduce-dtype", type=_dtype, help="of gradients on their way (default: the parameters')")
     sizes.add_argument("--accumulate-dtype", type=_dtype, help="of the sum over several backwards (default: as sent)")
+    sizes.add_argument("--between-hosts-dtype", type=_dtype, help="of fp32 gradients between hosts (default: as sent)")
     sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
     sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
@@ -126,7 +127,7 @@ def _print_estimate(given: argparse.Namespace) -> None:
         given.optimizer,
         reduction=_REDUCTIONS[given.reduction](**sized),
         offload=_offload(given),
-        precision=MixedPrecision(given.master, given.reduce_dtype, given.accumulate_dtype),
+        precision=MixedPrecision(given.master, given.reduce_dtype, given.accumulate_dtype, given.between_hosts_dtype),
         param_dtype=given.param_dtype,
         device=given.device,
         **dict(given.option),

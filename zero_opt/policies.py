@@ -352,11 +352,16 @@ class MixedPrecision:
         reduce_dtype: dtype gradients are sent in; ``None`` is the parameter's own dtype (bf16 and fp16 are still summed
             in fp32 and rounded once per reduction). Complex parameters need ``None``.
         accumulate_dtype: dtype in which the means of several backwards are added up; ``None`` is that they are sent in.
+        between_hosts_dtype: ``torch.bfloat16``: what a host has added up of fp32 gradients is rounded to bf16 before it
+            leaves for another host, and added to what is there in fp32. Gradients that are sent in another dtype, and
+            ranks of one host, go on as without it. Then the bits depend on which ranks share a host, and on
+            ``bucket_mb``. Not over a backend's own collectives, as NCCL's. ``None``: nothing is rounded.
     """
 
     master_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
+    between_hosts_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         is_text = isinstance(self.master_dtype, str)
@@ -368,6 +373,22 @@ class MixedPrecision:
             )
         check_dtype("MixedPrecision.reduce_dtype", self.reduce_dtype)
         check_dtype("MixedPrecision.accumulate_dtype", self.accumulate_dtype)
+        self._check_between_hosts()
+
+    def _check_between_hosts(self) -> None:
+        if self.between_hosts_dtype is None:
+            return
+        check_dtype("MixedPrecision.between_hosts_dtype", self.between_hosts_dtype)
+        if str(self.between_hosts_dtype) != "torch.bfloat16":
+            raise ConfigError(
+                "MixedPrecision.between_hosts_dtype must be torch.bfloat16, the narrow dtype with the range of fp32, "
+                f"got {quoted(self.between_hosts_dtype)}"
+            )
+        if self.reduce_dtype is not None and str(self.reduce_dtype) != "torch.float32":
+            raise ConfigConflict(
+                f"MixedPrecision.between_hosts_dtype rounds fp32 gradients, and reduce_dtype={self.reduce_dtype} sends "
+                "none; leave one of them None"
+            )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.machine import command, load, machine, spread, today, write_result
@@ -58,12 +59,13 @@ def ddp(model: LanguageModel, _: Batch) -> Trainer:
     return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
-def ours(model: LanguageModel, _: Batch, bucket_mb: float, *, late: bool) -> Trainer:
-    """zero_opt; ``late`` gathers parameters in the background."""
-    reduction = zero_opt.Overlapped(bucket_mb, overlap_param_gather=model if late else None)
-    return trainer(
-        model, zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=reduction, **HYPERS)
-    )
+def ours(model: LanguageModel, _: Batch, bucket_mb: float, *, late: bool, dtype: torch.dtype | None = None) -> Trainer:
+    """zero_opt; ``late`` gathers parameters in the background, ``dtype`` is that of gradients between hosts."""
+    given: dict[str, Any] = {
+        "reduction": zero_opt.Overlapped(bucket_mb, overlap_param_gather=model if late else None),
+        "precision": zero_opt.MixedPrecision(between_hosts_dtype=dtype),
+    }
+    return trainer(model, zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **given, **HYPERS))
 
 
 def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
@@ -78,6 +80,8 @@ def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
         more = "overlap_param_gather=model" + (f", {own}" if own else "")
         found[f"Overlapped({own})"] = System(partial(ours, bucket_mb=size, late=False), ours=True)
         found[f"Overlapped({more})"] = System(partial(ours, bucket_mb=size, late=True), ours=True)
+        rounded = partial(ours, bucket_mb=size, late=True, dtype=torch.bfloat16)
+        found[f"Overlapped({more}), between_hosts_dtype=torch.bfloat16"] = System(rounded, ours=True)
     return found
 
 

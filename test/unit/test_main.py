@@ -30,7 +30,7 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "estimate 2e6 --world 3 --optimizer Adam --option amsgrad=True --option lr=0.1 --param-dtype bfloat16 "
         "--reduce-dtype float32 --device cuda --reduction at-step --bucket-mb 2 --offload worker --delay 1 --rank 2 "
-        "--ranks-per-host 2"
+        "--ranks-per-host 2 --between-hosts-dtype bf16"
     )
     assert main(words.split()) == 0
     same = zero_opt.estimate(
@@ -39,7 +39,7 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         torch.optim.Adam,
         reduction=zero_opt.AtStep(bucket_mb=2.0),
         offload=zero_opt.WorkerOffload(delay=1),
-        precision=zero_opt.MixedPrecision(reduce_dtype=torch.float32),
+        precision=zero_opt.MixedPrecision(reduce_dtype=torch.float32, between_hosts_dtype=torch.bfloat16),
         param_dtype=torch.bfloat16,
         device="cuda",
         amsgrad=True,

@@ -130,6 +130,22 @@ def test_a_reduce_dtype_that_cannot_work_is_quoted() -> None:
             MixedPrecision(reduce_dtype=dtype)
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_fp32_gradients_can_be_bf16_between_hosts(reduce_dtype: torch.dtype | None) -> None:
+    precision = MixedPrecision(reduce_dtype=reduce_dtype, between_hosts_dtype=torch.bfloat16)
+    assert precision.between_hosts_dtype is torch.bfloat16
+
+
+def test_what_gradients_cannot_be_between_hosts() -> None:
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        with pytest.raises(ConfigError, match=rf"between_hosts_dtype must be torch\.bfloat16.*got {dtype}"):
+            MixedPrecision(between_hosts_dtype=dtype)
+    with pytest.raises(ConfigTypeError, match=r"between_hosts_dtype must be a torch\.dtype, got 'bf16'"):
+        MixedPrecision(between_hosts_dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigConflict, match=r"reduce_dtype=torch\.bfloat16 sends none"):
+        MixedPrecision(reduce_dtype=torch.bfloat16, between_hosts_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ..errors import StepDesync
+from ..errors import ConfigConflict, StepDesync
 from ..system.devices import HOST, is_host
+from . import process_identity
 from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_tree_order, wait_all
 from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
 from .pairwise_exchange import PairwiseExchange
@@ -118,8 +119,20 @@ def ddp_average(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.F
     return allreduce_hook(group, bucket)  # type: ignore[arg-type]  # which it says cannot be None, and means by it all
 
 
+def _on_other_hosts(group: Group) -> list[int]:
+    """Return the ranks that are on other hosts than this one, or may be. Collective."""
+    here = process_identity.host_if_known()
+    hosts = [said.decode() for said in group.all_gather_bytes(here.encode())]
+    return [rank for rank, host in enumerate(hosts) if rank != group.rank and not here == host != ""]
+
+
 def build_exchange(
-    device: torch.device, groups: tuple[Group, Group, Group], pool: StagingPool, *, host_bytes: int
+    device: torch.device,
+    groups: tuple[Group, Group, Group],
+    pool: StagingPool,
+    *,
+    host_bytes: int,
+    between_hosts: torch.dtype | None,
 ) -> Exchange:
     """Return the fastest exchange that the ranks can use for tensors of one type of device. Collective.
 
@@ -127,6 +140,10 @@ def build_exchange(
         groups: for control, reduction and gather.
         host_bytes: size of the largest bucket, to exchange through shared memory as far as ranks are on one host;
             0 to leave it to torch.distributed.
+        between_hosts: as ``between_hosts_dtype`` of :class:`MixedPrecision`.
+
+    Raises:
+        ConfigConflict: the backend's collectives cannot round what leaves a host.
     """
     control, reduce_group, gather_group = groups
     if control.backend == ALONE:
@@ -134,7 +151,13 @@ def build_exchange(
     if reduce_group.backend == THREADED:
         return ListExchange(reduce_group, gather_group, pool)
     if reduce_group.backend == FAKE or device.type in reduce_group.device_backends:
+        if between_hosts is not None:
+            raise ConfigConflict(
+                "MixedPrecision.between_hosts_dtype rounds what leaves a host, which the collectives of the process "
+                f"group's backend for {device.type} add up as it is; leave it None, or use reduce_dtype"
+            )
         return BackendExchange(reduce_group, pool)
-    messages = PairwiseExchange(reduce_group, gather_group, pool)
+    rounded = {} if between_hosts is None else dict.fromkeys(_on_other_hosts(control), between_hosts)
+    messages = PairwiseExchange(reduce_group, gather_group, pool, rounded)
     host = build_host_exchange(control, messages, pool, host_bytes) if host_bytes else messages
     return host if is_host(device) else RelayExchange(reduce_group.rank, host, pool)

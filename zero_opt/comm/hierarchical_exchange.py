@@ -30,6 +30,7 @@ from .exchange import (
     StagingPool,
     add_mean,
     chunks_of,
+    copy_all,
     parts_within,
     wait_all,
 )
@@ -122,11 +123,13 @@ class HierarchicalExchange(Exchange):
         """Reduce a bucket, as :meth:`reduce_runs` does."""
         ident, runs, bounds, out, _ = reduction
         headed, numels = self._messages.headed, [bounds[rank + 1] - bounds[rank] for rank in self._counterparts]
-        sums = self._rooms(SENT, numels, out)
-        arriving = self._rooms(RECEIVED, [numels[self._host]] * len(numels), out)
         others = self._order[:-1]
+        sent_as = self._messages.sent_as(out.dtype, self._counterparts[others[0]])
+        sums = self._rooms(SENT, numels, out)
+        leaving = sums if sent_as is out.dtype else self._rooms(SENT, numels, out.new_empty(0, dtype=sent_as))
+        arriving = self._rooms(RECEIVED, [numels[self._host]] * len(numels), leaving[0].values)
         for host in others:
-            sizes = [tensor.numel() * tensor.element_size() for tensor in sums[host].messages]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in leaving[host].messages]
             headed.announce(self._counterparts[host], ident, sizes)
         here, met, works = True, list[int](), list[Any]()
         for turn, host in enumerate(self._order):
@@ -138,16 +141,26 @@ class HierarchicalExchange(Exchange):
                 for other in met:
                     works += headed.receive(self._counterparts[other], arriving[other].messages)
             if host != self._host:
-                sums[host].void.fill_(not here)
-                headed.send(self._counterparts[host], sums[host].messages)
+                if leaving is not sums:
+                    leaving[host].values.copy_(sums[host].values)
+                leaving[host].void.fill_(not here)
+                headed.send(self._counterparts[host], leaving[host].messages)
         wait_all(works)
         # Before their memory is used again, also where they are void.
         headed.end(self._counterparts[host] for host in met)
         if not here or len(met) < len(others) or any(arriving[host].void.item() for host in others):
             return False
         arriving[self._host] = sums[self._host]
-        self._add_up(reduction, [of_host.values for of_host in arriving])
+        self._add_up(reduction, self._widened([of_host.values for of_host in arriving], out))
         return True
+
+    def _widened(self, sums: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
+        """Return the sums over each host in one dtype; those of other hosts may have come in a narrower one."""
+        if all(of_host.dtype is like.dtype for of_host in sums):
+            return sums
+        wide = [room.values for room in self._rooms(RECEIVED, [like.numel()] * len(sums), like)]
+        copy_all(wide, list(sums))
+        return wide
 
     def _rooms(self, slot: int, numels: Sequence[int], like: Tensor) -> list[_Sums]:
         """Return room for one shard per host."""

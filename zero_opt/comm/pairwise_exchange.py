@@ -56,23 +56,29 @@ def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> li
     return messages
 
 
-def _in_place(runs: Sequence[Run], span: Span) -> Tensor | None:
-    """Return a view of the span where it is, if its elements lie together in memory."""
+def _in_place(runs: Sequence[Run], span: Span, dtype: torch.dtype) -> Tensor | None:
+    """Return a view of the span where it is, if its elements lie together in memory, in this dtype."""
     for run, part in parts_within(runs, span):
-        if run.values is not None and part == span:
+        if run.values is not None and part == span and run.values.dtype is dtype:
             return run.values[part.start - run.start : part.stop - run.start]
     return None
 
 
 class _Stretches:
-    """A pooled buffer, for the spans of one exchange that do not lie together."""
+    """A pooled buffer, for the spans of one exchange that do not lie together in the dtype in which they travel."""
 
     def __init__(
-        self, pool: StagingPool, slot: int, like: Tensor, runs: Sequence[Run], plans: Iterable[Sequence[Span]]
+        self,
+        pool: StagingPool,
+        slot: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        runs: Sequence[Run],
+        plans: Iterable[Sequence[Span]],
     ) -> None:
-        """``plans``: all spans of the exchange."""
-        numel = sum(span.numel for plan in plans for span in plan if _in_place(runs, span) is None)
-        self._runs, self._buffer, self._used = runs, pool.buffer(slot, numel, like.dtype, like.device), 0
+        """``plans``: all spans of the exchange that travel in this dtype."""
+        numel = sum(span.numel for plan in plans for span in plan if _in_place(runs, span, dtype) is None)
+        self._runs, self._buffer, self._used = runs, pool.buffer(slot, numel, dtype, device), 0
 
     def room(self, numel: int) -> Tensor:
         """Return the next elements of the buffer."""
@@ -81,7 +87,7 @@ class _Stretches:
 
     def filled(self, span: Span) -> Tensor:
         """Return a span's elements, in place or put together here, with zeros where there are none."""
-        here = _in_place(self._runs, span)
+        here = _in_place(self._runs, span, self._buffer.dtype)
         return put_together(self._runs, span, self.room(span.numel)) if here is None else here
 
 
@@ -126,39 +132,59 @@ class PairwiseExchange(Exchange):
 
     gathers_ahead = 1
 
-    def __init__(self, for_reduce: PeerMessages, for_gather: PeerMessages, pool: StagingPool) -> None:
+    def __init__(
+        self,
+        for_reduce: PeerMessages,
+        for_gather: PeerMessages,
+        pool: StagingPool,
+        rounded: Mapping[int, torch.dtype] | None = None,
+    ) -> None:
+        """``rounded``: by peer, what fp32 gradients are rounded to on their way to it and from it."""
         super().__init__(pool)
-        self._reduce, self._gather = for_reduce, for_gather
+        self._reduce, self._gather, self._rounded = for_reduce, for_gather, rounded or {}
         self.rank, self.world_size = for_reduce.rank, for_reduce.world_size
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.headed = HeadedMessages(for_reduce, self._peers)
 
+    def sent_as(self, dtype: torch.dtype, peer: int) -> torch.dtype:
+        """Return the dtype in which gradients of a dtype travel to a peer, and from it."""
+        return self._rounded.get(peer, dtype) if dtype is torch.float32 else dtype
+
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, _ = reduction
-        item, own = out.element_size(), Span(bounds[self.rank], bounds[self.rank + 1])
-        plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], item) for peer in self._peers}
-        for peer, plan in plans.items():
-            self.headed.announce(peer, ident, [span.numel * item for span in plan])
-        shards, works, complete = self._room_for(own, out), list[Any](), True
-        stretches = _Stretches(self._pool, SENT, out, runs, plans.values())
-        to_receive = plan_messages(runs, *own, item)
-        for peer, plan in plans.items():
+        own, plans = Span(bounds[self.rank], bounds[self.rank + 1]), dict[int, list[Span]]()
+        dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}
+        for peer, dtype in dtypes.items():
+            plans[peer] = plan_messages(runs, bounds[peer], bounds[peer + 1], dtype.itemsize)
+            self.headed.announce(peer, ident, [span.numel * dtype.itemsize for span in plans[peer]])
+        shards, works, complete = self._room_for(own, self._peers, out), list[Any](), True
+        arriving, to_receive, stretches = dict(shards), dict[torch.dtype, list[Span]](), dict[torch.dtype, _Stretches]()
+        for dtype in set(dtypes.values()):
+            alike = [peer for peer in self._peers if dtypes[peer] is dtype]
+            stretches[dtype] = _Stretches(self._pool, SENT, dtype, out.device, runs, [plans[peer] for peer in alike])
+            to_receive[dtype] = plan_messages(runs, *own, dtype.itemsize)
+            if dtype is not out.dtype:
+                arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype))
+        for peer, dtype in dtypes.items():
             if self.headed.is_in(peer, ident):
-                into = [shards[peer][low - own.start : high - own.start] for low, high in to_receive]
+                into = [arriving[peer][low - own.start : high - own.start] for low, high in to_receive[dtype]]
                 works += self.headed.receive(peer, into)
             else:
                 complete = False
-            self.headed.send(peer, [stretches.filled(span) for span in plan])
+            self.headed.send(peer, [stretches[dtype].filled(span) for span in plans[peer]])
         wait_all(works)
         if complete:
+            for peer, shard in shards.items():
+                if arriving[peer] is not shard:
+                    shard.copy_(arriving[peer])
             self._add_up(runs, own, shards, out)
             self.headed.end(self._peers)
         return complete
 
-    def _room_for(self, own: Span, like: Tensor) -> dict[int, Tensor]:
-        """Return room for this rank's shard as every peer has it."""
-        room = self._pool.buffer(RECEIVED, len(self._peers) * own.numel, like.dtype, like.device)
-        return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(self._peers)}
+    def _room_for(self, own: Span, peers: Sequence[int], like: Tensor) -> dict[int, Tensor]:
+        """Return room for this rank's shard as some peers have it."""
+        room = self._pool.buffer(RECEIVED, len(peers) * own.numel, like.dtype, like.device)
+        return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(peers)}
 
     def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:
         """Add up this rank's shard and what the peers have sent of it."""
@@ -183,13 +209,14 @@ class PairwiseExchange(Exchange):
 
     def start_gather(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int], peers: Sequence[int]) -> Gathering:
         """Start to exchange shards with some peers, which must start the same with this rank."""
-        item = runs.first.element_size()
+        like, slot = runs.first, _GATHERED[ident.sequence % 2]
+        item = like.element_size()
         plans = {rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in (*peers, self.rank)}
-        stretches = _Stretches(self._pool, _GATHERED[ident.sequence % 2], runs.first, runs, plans.values())
+        stretches = _Stretches(self._pool, slot, like.dtype, like.device, runs, plans.values())
         gathering = Gathering(runs)
         for peer in reversed(peers):
             for span in plans[peer]:
-                wanted = _in_place(runs, span)
+                wanted = _in_place(runs, span, like.dtype)
                 into = stretches.room(span.numel) if wanted is None else wanted
                 staged = into if wanted is None else None
                 gathering.receive(peer, self._gather.receive_from(into, peer, _ELEMENTS), span, staged)

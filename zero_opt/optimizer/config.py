@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigConflict
 from ..placement import Offload, PlacementInputs, PlacementPolicy, placement_policy
-from ..policies import Checks, MixedPrecision
+from ..policies import AlreadyReduced, Checks, MixedPrecision
 from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
@@ -47,6 +48,11 @@ class Config:
         object.__setattr__(self, "placement", placement_policy(self.offload, inputs))
         check_type("precision", self.precision, MixedPrecision)
         check_type("checks", self.checks, Checks)
+        if self.precision.between_hosts_dtype is not None and isinstance(self.reduction, AlreadyReduced):
+            raise ConfigConflict(
+                "MixedPrecision.between_hosts_dtype rounds gradients on their way, and under AlreadyReduced() this "
+                "optimizer sends none; use another reduction, or DDP's own bf16_compress_hook"
+            )
         check_wrapped_class(self.optimizer_class)
         if self.max_grad_norm is not None:
             object.__setattr__(self, "max_grad_norm", check_max_norm(self.max_grad_norm, "max_grad_norm"))

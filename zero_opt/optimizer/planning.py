@@ -113,5 +113,8 @@ class Planner:
                 sizes = (b.staging_nbytes for b in parts.partition.buckets if b.device.type == device_type)
                 host_bytes = max(sizes) if parts.config.reduction.exchange == "auto" else 0
                 used = (groups.control, groups.reduce, groups.gather)
-                made = build_exchange(by_type[device_type], used, parts.pool, host_bytes=host_bytes)
+                between_hosts = parts.config.precision.between_hosts_dtype
+                made = build_exchange(
+                    by_type[device_type], used, parts.pool, host_bytes=host_bytes, between_hosts=between_hosts
+                )
                 parts.exchanges[device_type] = made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ..comm.pairwise_exchange import PairwiseExchange
 from ..comm.shared_memory_exchange import own_nbytes, ranks_per_host
 from ..comm.single_rank_exchange import AloneExchange
 from ..errors import UnsupportedParam
-from ..policies import AlreadyReduced
+from ..policies import AlreadyReduced, MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
@@ -132,7 +132,13 @@ class _SharedMemory(PairwiseExchange):
 
 
 def staging_nbytes(
-    buckets: Sequence[GradBucket], rank: int, world_size: int, reduction: ReductionPolicy, *, ranks_per_host: int
+    buckets: Sequence[GradBucket],
+    rank: int,
+    world_size: int,
+    reduction: ReductionPolicy,
+    precision: MixedPrecision,
+    *,
+    ranks_per_host: int,
 ) -> int:
     """Bytes of staging that a step takes of ``rank``'s buckets, which have all the shards they need after it.
 
@@ -148,7 +154,10 @@ def staging_nbytes(
         pool = StagingPool()
         shared = reduction.exchange == "auto" and native_available()
         per_host = _sharing(world_size, ranks_per_host) if shared else 1
-        exchange = _exchange(device, rank, world_size, pool, per_host)
+        elsewhere = [other for other in range(world_size) if other // ranks_per_host != rank // ranks_per_host]
+        dtype = precision.between_hosts_dtype
+        rounded = {} if dtype is None else dict.fromkeys(elsewhere, dtype)
+        exchange = _exchange(device, _Silent(rank, world_size), pool, per_host, rounded)
         _play_step(device, there, exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
         total += pool.nbytes
         if isinstance(exchange, (_SharedMemory, HierarchicalExchange)):
@@ -161,16 +170,17 @@ def _sharing(world_size: int, most_per_host: int) -> int:
     return ranks_per_host([str(rank // max(most_per_host, 1)) for rank in range(world_size)])
 
 
-def _exchange(device: torch.device, rank: int, world_size: int, pool: StagingPool, per_host: int) -> Exchange:
+def _exchange(
+    device: torch.device, post: _Silent, pool: StagingPool, per_host: int, rounded: Mapping[int, torch.dtype]
+) -> Exchange:
     """Return the exchange of the ranks, so many of which share memory."""
-    if world_size == 1:
+    if post.world_size == 1:
         return AloneExchange(pool, blocks=is_host(device))
     if not is_host(device):
-        return _Backend(rank, pool)
-    post = _Silent(rank, world_size)
-    if per_host == world_size:
+        return _Backend(post.rank, pool)
+    if per_host == post.world_size:
         return _SharedMemory(post, post, pool)
-    messages = PairwiseExchange(post, post, pool)
+    messages = PairwiseExchange(post, post, pool, rounded)
     return messages if per_host == 1 else HierarchicalExchange(_SilentMemory(), messages, per_host, pool)
 
 

@@ -111,9 +111,9 @@ class Sizing:
                 tally["state", DEVICE, key] += nbytes
 
     def _add_sharded(self, tally: Tally, rank: int) -> None:
-        buckets = self.buckets(rank)
+        buckets, config = self.buckets(rank), self.config
         staging = staging_nbytes(
-            buckets, rank, self.world_size, self.config.reduction, ranks_per_host=self.ranks_per_host
+            buckets, rank, self.world_size, config.reduction, config.precision, ranks_per_host=self.ranks_per_host
         )
         tally["staging", DEVICE, "staging"] = staging
         for bucket in buckets:  # nothing of them is allocated any more

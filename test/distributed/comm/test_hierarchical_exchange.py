@@ -21,14 +21,23 @@ from zero_opt.tools.estimate import estimate
 SIZES = [(33, 9), (65,), (1000,), (), (7, 64)]
 
 
-def make(exchange: str, dtypes: list[torch.dtype]) -> tuple[Any, list[Tensor]]:
+FULL = zero_opt.MixedPrecision()
+ROUNDED = zero_opt.MixedPrecision(between_hosts_dtype=torch.bfloat16)
+
+
+def make(
+    exchange: str, dtypes: list[torch.dtype], precision: zero_opt.MixedPrecision = FULL
+) -> tuple[Any, list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     params: list[Tensor] = [
         torch.nn.Parameter(torch.randn(size, generator=generator).to(dtypes[i % len(dtypes)]))
         for i, size in enumerate(SIZES)
     ]
     policy = zero_opt.Overlapped(bucket_mb=0.001, exchange=exchange)
-    return zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9, reduction=policy), params
+    opt = zero_opt.ShardedOptimizer(
+        params, torch.optim.SGD, lr=0.1, momentum=0.9, reduction=policy, precision=precision
+    )
+    return opt, params
 
 
 def on_hosts_of(count: int, rank: int) -> None:
@@ -100,21 +109,49 @@ def test_a_backward_left_early_on_one_host_with_params_that_go_through_messages(
         assert_bitwise(params, theirs)
 
 
-def staging(rank: int, world_size: int) -> tuple[int, int]:
-    on_hosts_of(2, rank)
-    opt, params = make("auto", FLOATS)
+def staging(rank: int, world_size: int, count: int, precision: zero_opt.MixedPrecision) -> tuple[int, int]:
+    on_hosts_of(count, rank)
+    opt, params = make("auto", MIXED, precision)
     like = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    policy = zero_opt.Overlapped(bucket_mb=0.001)
-    estimated = estimate(like, world_size, torch.optim.SGD, momentum=0.9, reduction=policy).on_rank(rank)
+    given: Any = {"momentum": 0.9, "reduction": zero_opt.Overlapped(bucket_mb=0.001), "precision": precision}
+    estimated = estimate(like, world_size, torch.optim.SGD, **given).on_rank(rank)
     train(opt, params, rank, 1)
     found = opt.memory_report()["staging"]
     opt.close()
-    return found, estimated.on_hosts_of(2).nbytes("staging")
+    return found, estimated.on_hosts_of(count).nbytes("staging")
 
 
-def test_estimate_knows_its_memory() -> None:
-    for found, estimated in run_processes(4, staging):
+@pytest.mark.parametrize("precision", [FULL, ROUNDED], ids=["fp32", "bf16 between hosts"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_estimate_knows_its_memory(count: int, precision: zero_opt.MixedPrecision) -> None:
+    for found, estimated in run_processes(4, staging, count, precision):
         assert found == estimated
+
+
+def rounded(rank: int, world_size: int, exchange: str, count: int, precision: zero_opt.MixedPrecision) -> list[Tensor]:
+    on_hosts_of(count, rank)
+    opt, params = make(exchange, MIXED, precision)
+    train(opt, params, rank, 3)
+    opt.close()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize(("exchange", "count"), [("auto", 2), ("auto", 3), ("backend", 2)])
+def test_gradients_in_bf16_between_hosts_are_the_same_on_all_ranks_and_in_each_run(exchange: str, count: int) -> None:
+    first, second = [run_processes(4, rounded, exchange, count, ROUNDED) for _ in range(2)]
+    (plain, *_) = run_processes(4, rounded, exchange, count, FULL)
+    for params in (*first, *second):
+        assert_bitwise(params, first[0])
+    differs = [not torch.equal(ours, theirs) for ours, theirs in zip(first[0], plain, strict=True)]
+    assert differs == [dtype is torch.float32 for dtype in (*MIXED, *MIXED)][: len(SIZES)]
+    for ours, theirs in zip(first[0], plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_nothing_is_rounded_on_one_host(exchange: str) -> None:
+    ours, plain = [run_processes(4, rounded, exchange, 4, given) for given in (ROUNDED, FULL)]
+    assert_bitwise(ours, plain)
 
 
 def refuse(*_: object) -> Any:

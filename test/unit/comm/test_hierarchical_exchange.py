@@ -96,7 +96,8 @@ class Memory:
 class Ranks:
     """An exchange for each rank of a layout."""
 
-    def __init__(self, layout: Layout, *, flat: bool = False) -> None:
+    def __init__(self, layout: Layout, *, flat: bool = False, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: what fp32 gradients are rounded to between hosts."""
         (hosts, count), world_size = layout, layout[0] * layout[1]
         reductions, gathers = Queues(), Queues()
         self.messages = [Messages(rank, world_size, reductions) for rank in range(world_size)]
@@ -104,9 +105,14 @@ class Ranks:
         self._arenas = [torch.zeros(count, DATA_AT + 2 * SLOT_BYTES, dtype=torch.uint8) for _ in range(hosts)]
         for rank, messages in enumerate(self.messages):
             pool = StagingPool()
-            pairwise = PairwiseExchange(messages, Messages(rank, world_size, gathers), pool)
-            memory = Memory(rank % count, list(self._arenas[rank // count]))
-            self.exchanges.append(pairwise if flat else HierarchicalExchange(memory, pairwise, count, pool))
+            others = [peer for peer in range(world_size) if peer // count != rank // count]
+            rounded = {} if dtype is None else dict.fromkeys(others, dtype)
+            pairwise = PairwiseExchange(messages, Messages(rank, world_size, gathers), pool, rounded)
+            if flat:
+                self.exchanges.append(pairwise)
+            else:
+                memory = Memory(rank % count, list(self._arenas[rank // count]))
+                self.exchanges.append(HierarchicalExchange(memory, pairwise, count, pool))
 
     def at_once(self, call: Callable[[int, Exchange], Any]) -> list[Any]:
         """What the call returns on each rank."""
@@ -135,6 +141,23 @@ def covered(shard: Tensor, first: int) -> list[Tensor]:
     ends = list(itertools.accumulate((numel + GAP for numel in NUMELS), initial=0))
     spans = [(max(start - first, 0), start + n - first) for start, n in zip(ends, NUMELS, strict=False)]
     return [shard[low:high] for low, high in spans if high > low]
+
+
+def in_full(runs: Sequence[Run]) -> Tensor:
+    """A bucket in one tensor, with zeros between the runs."""
+    full = torch.zeros(TOTAL)
+    for run in runs:
+        if run.values is not None:
+            full[run.start : run.start + run.numel] = run.values
+    return full
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The definition: split after the largest power of two below the number."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = max(2**k for k in range(10) if 2**k < len(parts))
+    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
 
 
 def reduced(rank: int, exchange: Exchange, world_size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -185,9 +208,10 @@ def test_gathered_shards_are_those_of_their_owners(
             assert torch.equal(tensor, owners[start : start + tensor.numel()].to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_each_element_leaves_a_host_once_for_each_other_host(layout: Layout) -> None:
-    (hosts, count), ranks, numel = layout, Ranks(layout), 64 * layout[0] * layout[1] * 100
+def test_each_element_leaves_a_host_once_for_each_other_host(layout: Layout, dtype: torch.dtype | None) -> None:
+    (hosts, count), ranks, numel = layout, Ranks(layout, dtype=dtype), 64 * layout[0] * layout[1] * 100
     bounds = range(0, numel + 1, numel // (hosts * count))
 
     def reduce(rank: int, exchange: Exchange) -> bool:
@@ -197,8 +221,65 @@ def test_each_element_leaves_a_host_once_for_each_other_host(layout: Layout) -> 
     assert all(ranks.at_once(reduce))
     for host in range(hosts):
         sent = sum(sum(messages.sent_nbytes.values()) for messages in ranks.messages[host * count : (host + 1) * count])
-        assert sent <= 1.02 * 4 * numel * (hosts - 1) / hosts
+        assert sent <= 1.02 * (4 if dtype is None else dtype.itemsize) * numel * (hosts - 1) / hosts
     assert all(peer % count == rank % count for rank, m in enumerate(ranks.messages) for peer in m.sent_nbytes)
+
+
+def rounded_mean(layout: Layout, seed: int, host: int, *, flat: bool) -> Tensor:
+    """The mean as a host has it: what other hosts have added up, or their ranks have if they add nothing up, is rounded
+    to bf16.
+    """
+    (hosts, count), means = layout, []
+    buckets = [in_full(runs_of(rank, seed, torch.float32)) for rank in range(hosts * count)]
+    for other in range(hosts):
+        of_host = buckets[other * count : (other + 1) * count]
+        parts = of_host if flat else [tree_sum(of_host)]
+        means += parts if other == host else [part.bfloat16().float() for part in parts]
+    return tree_sum(means) / (hosts * count)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flat"),
+    [*((layout, False) for layout in LAYOUTS), *((layout, True) for layout in [(2, 1), (3, 1), *LAYOUTS])],
+    ids=lambda value: {False: "in two stages", True: "flat"}.get(value, str(value)),
+)
+def test_what_leaves_a_host_is_rounded_once(layout: Layout, flat: bool) -> None:
+    world_size = layout[0] * layout[1]
+    bounds = bounds_of(world_size)
+    call = partial(reduced, world_size=world_size, dtype=torch.float32)
+    for rank, ours in enumerate(Ranks(layout, flat=flat, dtype=torch.bfloat16).at_once(call)):
+        expected: list[Tensor] = []
+        for seed in range(3):
+            mean = rounded_mean(layout, seed, rank // layout[1], flat=flat)[bounds[rank] : bounds[rank + 1]]
+            added = [0.5 if seed == 2 and run.add else 0.0 for run in runs_of(rank, seed, torch.float32, add=True)]
+            kept = torch.zeros(TOTAL)
+            for run, before in zip(runs_of(rank, seed, torch.float32), added, strict=True):
+                kept[run.start : run.start + run.numel] = before
+            expected += covered(mean + kept[bounds[rank] : bounds[rank + 1]], bounds[rank])
+        assert len(ours) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (3, 2)], ids=str)
+def test_the_error_of_rounding_is_within_its_bound(layout: Layout) -> None:
+    """See docs/reference.md; fp32's own rounding, of each sum and the division, is far below the slack."""
+    (hosts, count), world_size = layout, layout[0] * layout[1]
+    for seed in range(20):
+        buckets = [in_full(runs_of(rank, seed, torch.float32)).double() for rank in range(world_size)]
+        sums = [sum(buckets[host * count : (host + 1) * count], torch.zeros(TOTAL)) for host in range(hosts)]
+        for host in range(hosts):
+            others = [of_host.abs() for other, of_host in enumerate(sums) if other != host]
+            slack = world_size * 2.0**-22 * torch.stack([bucket.abs() for bucket in buckets]).sum(0)
+            bound = (2.0**-8 * torch.stack(others).sum(0) + slack) / world_size
+            off = (rounded_mean(layout, seed, host, flat=False) - torch.stack(sums).sum(0) / world_size).abs()
+            assert (off <= bound).all() and (off > bound / 50).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_gradients_that_are_not_fp32_are_not_rounded(dtype: torch.dtype) -> None:
+    call = partial(reduced, world_size=4, dtype=dtype)
+    for ours, plain in zip(Ranks((2, 2), dtype=torch.bfloat16).at_once(call), Ranks((2, 2)).at_once(call), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 # Which exchanges each rank skips: one rank, ranks of two hosts at different places, all of a host.
@@ -211,11 +292,13 @@ SKIPPED: list[dict[int, set[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("mixed", "rounded"), [(False, None), (True, None), (True, torch.bfloat16)], ids=["fp32", "mixed", "rounded"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("skipped", SKIPPED, ids=str)
 def test_an_exchange_that_a_rank_skips_is_void_on_all(
-    skipped: dict[int, set[int]], layout: Layout, mixed: bool
+    skipped: dict[int, set[int]], layout: Layout, mixed: bool, rounded: torch.dtype | None
 ) -> None:
     world_size = layout[0] * layout[1]
     bounds = bounds_of(world_size)
@@ -232,7 +315,7 @@ def test_an_exchange_that_a_rank_skips_is_void_on_all(
                     complete.append(number)
         return complete
 
-    for complete in Ranks(layout).at_once(train):
+    for complete in Ranks(layout, dtype=rounded).at_once(train):
         assert complete == [number for number in range(6) if number not in void]
 
 

@@ -80,6 +80,14 @@ MISTAKES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
     (lambda: [Parameter(torch.ones(2))], {"lr": -1.0}, zero_opt.ConfigError),
     (lambda: [Parameter(torch.ones(2))], {"lr": "fast"}, zero_opt.ConfigTypeError),
     (lambda: [Parameter(torch.ones(2))], {"rate": 1.0}, zero_opt.ConfigTypeError),
+    (
+        lambda: [Parameter(torch.ones(2))],
+        {
+            "reduction": zero_opt.AlreadyReduced(),
+            "precision": zero_opt.MixedPrecision(between_hosts_dtype=torch.bfloat16),
+        },
+        zero_opt.ConfigConflict,
+    ),
 ]
 
 

@@ -225,6 +225,8 @@ def _check_config(config: Config, process_group: object) -> None:
         instead = "which fully_shard gathers in the forward; leave overlap_param_gather out"
     elif config.precision.reduce_dtype is not None or config.precision.accumulate_dtype is not None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
+    elif config.precision.between_hosts_dtype is not None:
+        instead = "whose gradients fully_shard reduces; leave between_hosts_dtype out"
     elif config.placement.begins_in_backward:
         instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
     elif getattr(config.offload, "selective", None) is not None:

@@ -53,6 +53,8 @@ def _construction(rank: int, world_size: int) -> None:
     _refuse(ConfigConflict, "gathers in the forward", make, params, AdamW, reduction=background)
     precision = zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16)
     _refuse(ConfigConflict, "MixedPrecisionPolicy", make, params, AdamW, precision=precision)
+    precision = zero_opt.MixedPrecision(between_hosts_dtype=torch.bfloat16)
+    _refuse(ConfigConflict, "leave between_hosts_dtype out", make, params, AdamW, precision=precision)
     early = zero_opt.WorkerOffload(speculate=True)
     _refuse(ConfigConflict, "before step", make, params, AdamW, offload=early)
     for kind in (zero_opt.CPUOffload, zero_opt.WorkerOffload):
