@@ -102,6 +102,28 @@ def test_same_bits_as_in_one_stage(dtypes: list[torch.dtype], leave: bool) -> No
         assert_bitwise(params, theirs)
 
 
+def on_hosts(rank: int, world_size: int, hosts: str) -> tuple[str, list[Tensor]]:
+    pytest.MonkeyPatch().setattr(process_identity, "host_id", lambda: f"host {hosts[rank]}")
+    opt, params = make("auto", MIXED)
+    train(opt, params, rank, 3)
+    kind = type(exchange_of(opt)).__name__
+    opt.close()
+    return kind, [p.detach().clone() for p in params]
+
+
+UNEVEN = {4: ["aabc", "abba"], 6: ["aaabbb"], 8: ["aaaabbcc", "aaaaaabb", "aaaabbbb"]}
+
+
+@pytest.mark.parametrize("world_size", UNEVEN)
+def test_the_bits_do_not_tell_how_ranks_are_spread_over_hosts(world_size: int) -> None:
+    one_host = run_processes(world_size, on_hosts, "a" * world_size)
+    for hosts in UNEVEN[world_size]:
+        expected = HierarchicalExchange if hosts == "aaaabbbb" else PairwiseExchange
+        for (kind, params), (other, theirs) in zip(run_processes(world_size, on_hosts, hosts), one_host, strict=True):
+            assert (kind, other) == (expected.__name__, HostExchange.__name__)
+            assert_bitwise(params, theirs)
+
+
 def test_a_backward_left_early_on_one_host_with_params_that_go_through_messages() -> None:
     ours, flat = [run_processes(4, trained, exchange, 4, MIXED, exchange == "auto") for exchange in ("auto", "backend")]
     for (kind, params), (_, theirs) in zip(ours, flat, strict=True):

@@ -1,4 +1,4 @@
-"""The exchange in two stages, between threads, each of which plays a rank."""
+"""Exchanges in two stages, and beside them in one, between threads, each of which plays a rank."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from zero_opt.comm import pairwise_exchange
 from zero_opt.comm.exchange import BucketReduction, Exchange, Ident, ParamRuns, Run, StagingPool
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
-from zero_opt.comm.shared_memory_exchange import ranks_per_host
+from zero_opt.comm.shared_memory_exchange import HostExchange, ranks_per_host
 
 _native: Any = pytest.importorskip("zero_opt._native")
 
-SLOT_BYTES, DATA_AT, PATIENCE_S = 256, 256, 30.0
+DATA_AT, LINE_BYTES, PATIENCE_S = 256, 64, 30.0
 PASSED, NOT_YET = 2, 3
 Layout = tuple[int, int]  # hosts, and ranks of each
 LAYOUTS: list[Layout] = [(2, 2), (4, 2), (2, 4), (3, 2)]
+WORLD_SIZES = (2, 3, 4, 6, 8, 16)
 # Elements of a bucket's runs, with a gap after each.
 NUMELS, GAP = (300, 0, 7, 129, 1000), 3
 TOTAL = sum(NUMELS) + GAP * len(NUMELS)
 Queues = dict[tuple[int, ...], "queue.Queue[Tensor]"]
+
+
+def slot_bytes(count: int) -> int:
+    """Staging of one rank that shares memory with so many, a cache line for each or more; small, for many pieces."""
+    return max(256, LINE_BYTES * count)
 
 
 class Messages:
@@ -69,8 +75,9 @@ class Memory:
 
     nbytes = 0
 
-    def __init__(self, place: int, arenas: Sequence[Tensor]) -> None:
-        self._ranks = _native.HostRanks(place, [arena.data_ptr() for arena in arenas], DATA_AT, SLOT_BYTES, 1)
+    def __init__(self, place: int, arenas: Sequence[Tensor], divisor: int) -> None:
+        addresses = [arena.data_ptr() for arena in arenas]
+        self._ranks = _native.HostRanks(place, addresses, DATA_AT, slot_bytes(len(arenas)), divisor)
 
     def reduce(self, ident: Ident, bucket: Any, address: int) -> bool:
         return self._to_the_end(partial(self._ranks.reduce, ident, bucket, address))
@@ -102,7 +109,7 @@ class Ranks:
         reductions, gathers = Queues(), Queues()
         self.messages = [Messages(rank, world_size, reductions) for rank in range(world_size)]
         self.exchanges: list[Exchange] = []
-        self._arenas = [torch.zeros(count, DATA_AT + 2 * SLOT_BYTES, dtype=torch.uint8) for _ in range(hosts)]
+        self._arenas = [torch.zeros(count, DATA_AT + 2 * slot_bytes(count), dtype=torch.uint8) for _ in range(hosts)]
         for rank, messages in enumerate(self.messages):
             pool = StagingPool()
             others = [peer for peer in range(world_size) if peer // count != rank // count]
@@ -110,9 +117,12 @@ class Ranks:
             pairwise = PairwiseExchange(messages, Messages(rank, world_size, gathers), pool, rounded)
             if flat:
                 self.exchanges.append(pairwise)
-            else:
-                memory = Memory(rank % count, list(self._arenas[rank // count]))
+                continue
+            memory = Memory(rank % count, list(self._arenas[rank // count]), int(hosts > 1))
+            if hosts > 1:
                 self.exchanges.append(HierarchicalExchange(memory, pairwise, count, pool))
+            else:
+                self.exchanges.append(HostExchange(memory, pairwise, pool))  # type: ignore[arg-type]
 
     def at_once(self, call: Callable[[int, Exchange], Any]) -> list[Any]:
         """What the call returns on each rank."""
@@ -143,9 +153,9 @@ def covered(shard: Tensor, first: int) -> list[Tensor]:
     return [shard[low:high] for low, high in spans if high > low]
 
 
-def in_full(runs: Sequence[Run]) -> Tensor:
+def in_full(runs: Sequence[Run], dtype: torch.dtype = torch.float32) -> Tensor:
     """A bucket in one tensor, with zeros between the runs."""
-    full = torch.zeros(TOTAL)
+    full = torch.zeros(TOTAL, dtype=dtype)
     for run in runs:
         if run.values is not None:
             full[run.start : run.start + run.numel] = run.values
@@ -170,14 +180,43 @@ def reduced(rank: int, exchange: Exchange, world_size: int, dtype: torch.dtype) 
     return outs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_reduction_has_the_bits_of_one_stage(layout: Layout, dtype: torch.dtype) -> None:
-    world_size = layout[0] * layout[1]
+def expected(rank: int, world_size: int, means: Sequence[Tensor]) -> list[Tensor]:
+    """What :func:`reduced` returns, given the mean of each bucket."""
+    bounds, outs = bounds_of(world_size), []
+    for seed, mean in enumerate(means):
+        before = torch.zeros_like(mean)
+        for run in runs_of(rank, seed, mean.dtype, add=seed == 2):
+            before[run.start : run.start + run.numel] = 0.5 if run.add else 0.0
+        outs += covered((before + mean)[bounds[rank] : bounds[rank + 1]], bounds[rank])
+    return outs
+
+
+def assert_reduced(ranks: Ranks, world_size: int, dtype: torch.dtype, means: Callable[[int], Sequence[Tensor]]) -> None:
+    """Reduce, and compare with the means that each rank should have."""
     call = partial(reduced, world_size=world_size, dtype=dtype)
-    for ours, flat in zip(Ranks(layout).at_once(call), Ranks(layout, flat=True).at_once(call), strict=True):
-        assert len(ours) == len(flat)
-        assert all(torch.equal(a, b) for a, b in zip(ours, flat, strict=True))
+    for rank, ours in enumerate(ranks.at_once(call)):
+        theirs = expected(rank, world_size, means(rank))
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def tree_mean(world_size: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """The definition: the tree's sum, one division, in fp32 for what is narrower."""
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    buckets = [in_full(runs_of(rank, seed, dtype), dtype).to(wide) for rank in range(world_size)]
+    return (tree_sum(buckets) / world_size).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_bits_are_the_trees_in_every_layout(world_size: int, dtype: torch.dtype) -> None:
+    means = [tree_mean(world_size, seed, dtype) for seed in range(3)]
+    assert_reduced(Ranks((world_size, 1), flat=True), world_size, dtype, lambda _: means)
+    counts = [count for count in (2, 4, 8) if count < world_size and world_size % count == 0]
+    if not dtype.is_complex:  # on one host, messages carry those
+        counts.append(world_size)
+    for count in counts:
+        assert_reduced(Ranks((world_size // count, count)), world_size, dtype, lambda _: means)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
@@ -244,20 +283,12 @@ def rounded_mean(layout: Layout, seed: int, host: int, *, flat: bool) -> Tensor:
     ids=lambda value: {False: "in two stages", True: "flat"}.get(value, str(value)),
 )
 def test_what_leaves_a_host_is_rounded_once(layout: Layout, flat: bool) -> None:
-    world_size = layout[0] * layout[1]
-    bounds = bounds_of(world_size)
-    call = partial(reduced, world_size=world_size, dtype=torch.float32)
-    for rank, ours in enumerate(Ranks(layout, flat=flat, dtype=torch.bfloat16).at_once(call)):
-        expected: list[Tensor] = []
-        for seed in range(3):
-            mean = rounded_mean(layout, seed, rank // layout[1], flat=flat)[bounds[rank] : bounds[rank + 1]]
-            added = [0.5 if seed == 2 and run.add else 0.0 for run in runs_of(rank, seed, torch.float32, add=True)]
-            kept = torch.zeros(TOTAL)
-            for run, before in zip(runs_of(rank, seed, torch.float32), added, strict=True):
-                kept[run.start : run.start + run.numel] = before
-            expected += covered(mean + kept[bounds[rank] : bounds[rank + 1]], bounds[rank])
-        assert len(ours) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    world_size, ranks = layout[0] * layout[1], Ranks(layout, flat=flat, dtype=torch.bfloat16)
+
+    def means(rank: int) -> list[Tensor]:
+        return [rounded_mean(layout, seed, rank // layout[1], flat=flat) for seed in range(3)]
+
+    assert_reduced(ranks, world_size, torch.float32, means)
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 2)], ids=str)
@@ -277,9 +308,8 @@ def test_the_error_of_rounding_is_within_its_bound(layout: Layout) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
 def test_gradients_that_are_not_fp32_are_not_rounded(dtype: torch.dtype) -> None:
-    call = partial(reduced, world_size=4, dtype=dtype)
-    for ours, plain in zip(Ranks((2, 2), dtype=torch.bfloat16).at_once(call), Ranks((2, 2)).at_once(call), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    means = [tree_mean(4, seed, dtype) for seed in range(3)]
+    assert_reduced(Ranks((2, 2), dtype=torch.bfloat16), 4, dtype, lambda _: means)
 
 
 # Which exchanges each rank skips: one rank, ranks of two hosts at different places, all of a host.
@@ -332,6 +362,14 @@ def test_an_exchange_that_a_rank_skips_is_void_on_all(
         ("aabbaa", 1),
         ("aaabbb", 1),
         ("aab", 1),
+        ("aabc", 1),
+        ("abcc", 1),
+        ("aaaabbcc", 1),
+        ("aabbbbcc", 1),
+        ("aaaaaabb", 1),
+        ("aabbbbbb", 1),
+        ("aabbbbaa", 1),
+        ("aaaabbbbcccc", 4),
     ],
 )
 def test_ranks_add_up_first_on_hosts_that_are_equal_aligned_blocks(hosts: str, expected: int) -> None:
