@@ -91,8 +91,8 @@ def train_step(backward: Callable[[], None], optimizer: Any) -> Callable[[], Non
 def checks_alone(optimizer: Any, times: Times) -> None:
     """What a step does beside training, by itself."""
     engine, nothing = optimizer._engine, OwnRounds(0, None)
-    times[AGREE].append(timed(partial(engine.agree, nothing, None, absent=False)))
-    times[LOCAL].append(timed(partial(engine.step_report, nothing, None, {}, absent=False)))
+    times[AGREE].append(timed(partial(engine.agree, nothing, None, None, absent=False)))
+    times[LOCAL].append(timed(partial(engine.step_report, nothing, {})))
 
 
 def look_alone(optimizer: Any, backward: Callable[[], None], times: Times) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,13 +172,48 @@ def test_state_without_a_moment_is_not_taken_for_zeros(offload: Any) -> None:
     assert all("has no 'exp_avg_sq'" in text for text in run_processes(2, _spoilt_state, offload, "without a moment"))
 
 
-@pytest.mark.parametrize("offload", NATIVE.values(), ids=NATIVE)
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 def test_amsgrad_that_comes_too_late_is_refused(offload: Any) -> None:
     assert all("amsgrad cannot be switched on" in text for text in run_processes(2, _spoilt_state, offload, "amsgrad"))
 
 
 def test_state_that_a_worker_has_no_place_for_is_refused() -> None:
     assert all("'mine'" in text for text in run_processes(2, _spoilt_state, zero_opt.WorkerOffload(), "with more"))
+
+
+def _loads_more(rank: int, world_size: int, offload: Any, strict: bool) -> Any:
+    """Load a state dict to which the user has added a key, of the first parameter."""
+    _, optimizer = _after_a_step(rank, offload)
+    optimizer.flush()
+    saved = optimizer.state_dict()
+    optimizer.flush()  # until all ranks have read it
+    saved["state"][0]["mine"] = "a word"
+    try:
+        optimizer.load_state_dict(saved, strict=strict)
+    except zero_opt.StateDictError as error:
+        return str(error)
+    found = optimizer.state_dict()["state"]
+    optimizer.flush()
+    return [sorted(found.get(index, ())) for index in range(2)]
+
+
+_DELAY = zero_opt.WorkerOffload(delay=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offload", [zero_opt.WorkerOffload(), _DELAY, "nvme"], ids=["worker", "delay", "nvme"])
+def test_loaded_state_that_has_no_place_is_refused(offload: Any, world_size: int, tmp_path: Path) -> None:
+    offload = zero_opt.NVMeOffload(tmp_path) if offload == "nvme" else offload
+    for message in run_processes(world_size, _loads_more, offload, True):
+        assert "the state of parameter 0 has 'mine', which has no place" in message
+    for first, second in run_processes(world_size, _loads_more, offload, False):
+        assert (first, second) == ([], ["exp_avg", "exp_avg_sq", "step"])
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+def test_loaded_state_that_is_the_users_own_is_kept_beside_the_parameters(offload: Any) -> None:
+    for first, _ in run_processes(2, _loads_more, offload, True):
+        assert first == ["exp_avg", "exp_avg_sq", "mine", "step"]
 
 
 def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tuple[int, ...]) -> None:

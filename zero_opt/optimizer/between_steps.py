@@ -145,11 +145,12 @@ class BetweenSteps(Engine):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         user, config = self._user, self._config
-        known = len(user.param_groups)
+        known: int | None = None
         try:
             with self._of_all_ranks():
                 with self.agreement.together("add_param_group()"):
                     self._planner.planned.require()
+                    known = len(user.param_groups)
                     self._parked.require_here()
                     with adopt_errors():
                         taken = normalized_group(group, known)
@@ -159,8 +160,12 @@ class BetweenSteps(Engine):
                     config.check_params(user.param_groups, self._describe)
                 self.add_groups()
         except BaseException:
-            del user.param_groups[known:]
+            if known is not None:
+                del user.param_groups[known:]
             raise
+
+    def require_groups(self) -> None:
+        self._planner.planned.require_groups()
 
     def require_replaceable(self) -> None:
         """Raise ParamsReplaced if the user has replaced parameters, and it is too late to plan the new ones."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ConfigTypeError, quoted
+from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, quoted
 from ..kernels.checks import require_number, require_numbers
+from ..sharding.param_groups import hypers_of
+from ..sharding.wrapped_class import steps_params_apart
+from ..state.trial import Trial, state_after_a_step
 
 
 class HyperForms:
@@ -21,27 +25,71 @@ class HyperForms:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
-        self._by_torch = cls.__module__.startswith(("torch.", "zero_opt."))
+        self._class, self._by_torch = cls, cls.__module__.startswith(("torch.", "zero_opt."))
         self._known: list[dict[str, Any]] = []
+        self._needed: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def learn(self, groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Take the values that there are now for such as can work."""
         self._known = [{key: group[key] for key in arguments if key in group} for group in groups]
+        self._needed.clear()
 
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def check(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
         """Raise ConfigError or ConfigTypeError, naming group and key, for a value that cannot work.
 
         A value that is the known object is not looked at, unless it can be written in place.
+
+        Args:
+            state: by parameter, as steps with the known values have made it.
+
+        Raises:
+            ConfigConflict: an option needs state that steps without it have not made.
         """
         for number, (known, group) in enumerate(zip(self._known, groups, strict=False)):
+            switched: list[str] = []
             for key, before in known.items():
                 if key not in group:
                     raise ConfigError(f"param group {number} has lost its {key!r}; put it back")
                 value = group[key]
+                if value is not before and not before and not isinstance(value, Tensor) and value:
+                    switched.append(key)
                 if value is not before or isinstance(value, (Tensor, list)):
                     self._require_alike(f"{key!r} of param group {number}", value, before)
                     if key == "betas" and self._by_torch and not all(0.0 <= float(beta) < 1.0 for beta in value):
                         raise ConfigError(f"'betas' of param group {number} must be in [0, 1), got {quoted(value)}")
+
+            if switched and steps_params_apart(self._class):
+                self._require_state(number, switched, group, state)
+
+    def _require_state(
+        self, number: int, switched: Sequence[str], group: Mapping[str, Any], state: Mapping[Tensor, Any]
+    ) -> None:
+        """Raise ConfigConflict if state lacks what the class needs for options that were off, or zero, before."""
+        case = number, tuple(switched)
+        if case not in self._needed:
+            self._needed[case] = self._newly_needed({**hypers_of(group), **self._known[number]}, group, switched)
+        entries = filter(None, (state.get(param) for param in group["params"]))
+        missing = [key for entry in entries for key in self._needed[case] if key not in entry]
+        if missing:
+            raise ConfigConflict(
+                f"param group {number}: {' and '.join(switched)} cannot be switched on after the first step, which has "
+                f"left no {missing[0]!r} in the state; set it back, or load a state dict that was saved with it"
+            )
+
+    def _newly_needed(self, before: Mapping[str, Any], group: Mapping[str, Any], switched: Sequence[str]) -> list[str]:
+        """Return the keys of state that a second step misses if these options are switched on after a first one."""
+        zeros = partial(torch.zeros, 2, 2, device="cpu", dtype=torch.float32)
+        after = {**before, **{key: group[key] for key in switched}}
+        try:
+            trial = Trial(self._class, zeros(), before)
+            trial.step()
+            trial.optimizer.param_groups[0].update(after)
+            trial.step()
+        except (KeyError, StateDictError):
+            return sorted(state_after_a_step(self._class, after, zeros()).keys() - trial.state.keys())
+        except Exception:  # the step will raise that too
+            return []
+        return []
 
     def _require_alike(self, label: str, value: Any, before: Any) -> None:
         if value is None and not self._by_torch:  # it may stand for something

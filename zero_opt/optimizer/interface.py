@@ -60,6 +60,10 @@ class Engine(Protocol):
     def set_state(self, state: dict[str, Any]) -> None:
         """Do what ``torch.optim.Optimizer.__setstate__`` does."""
 
+    def require_groups(self) -> None:
+        """Raise ParamsReplaced if the user has put something in the place of ``param_groups`` that is none."""
+        return
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group, as users give it, to the optimizer's."""
 

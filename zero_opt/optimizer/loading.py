@@ -144,8 +144,20 @@ def fitted_state(
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
         if not whole:
-            fitting = dict(config.placement.loadable(fitting))
-            config.placement.check_state(groups, fitting)
+            config.placement.check_hypers(groups)
+            fitting = _taken(config.placement.loadable(fitting), param_groups, config, refused)
         return Loaded(fitting, groups, refused)
     except UnsupportedOptimizer as error:
         raise StateDictError(f"in the state dict, {error}") from error
+
+
+def _taken(
+    states: Mapping[int, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]], config: Config, refused: Refused
+) -> dict[int, Mapping[str, Any]]:
+    """Return the states that the placement takes."""
+    params, taken = [param for group in param_groups for param in group["params"]], {}
+    for index, state in states.items():
+        with refused.each():
+            config.placement.check_state(index, params[index], state)
+            taken[index] = state
+    return taken

@@ -132,7 +132,8 @@ class ShardedEngine(BetweenSteps):
         error = error or self._adopt_edits()
         try:
             self._follow_moved()
-            self._forms.check(self._user.param_groups)
+            if error is None:
+                self._forms.check(self._user.param_groups, self._user.state)
         except ZeroOptError as refused:
             error = error or refused
         return error or self.placement.conflict()
@@ -170,7 +171,7 @@ class ShardedEngine(BetweenSteps):
             inv_scale=inverse_scale(self._user),
             scaled=leaves_scaled(self._user),
             overflows=overflowed(self._user),
-            hypers=self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
+            hypers=0 if own.error else self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
             abandoned=own.abandoned,
             edits=edits_digest(edits),
         )

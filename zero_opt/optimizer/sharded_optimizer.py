@@ -225,6 +225,7 @@ class ShardedOptimizer(UnevenInputs):
     @one_call("opt.zero_grad()")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
+        self._engine.require_groups()
         super().zero_grad(set_to_none)
         self._engine.zero_grad()
 

@@ -67,12 +67,12 @@ def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int]
             )
 
 
-def check_state(states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise StateDictError unless loaded state, per parameter, is Adam's."""
-    for index, state in states.items():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if state and key not in state:
-                raise StateDictError(f"state {key!r} of parameter {index} is missing")
+def check_state(index: int, state: Mapping[str, Any]) -> None:
+    """Raise StateDictError unless the loaded state of a parameter is Adam's, and has nothing else."""
+    _require_known(f"the state of parameter {index}", state)
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if state and key not in state:
+            raise StateDictError(f"state {key!r} of parameter {index} is missing")
 
 
 def without_column_keys(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -101,7 +101,7 @@ def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any]
         shape: of this rank's slice of the parameter. state: of that slice, or in the parameter's shape; an empty one is
             new.
     """
-    _require_known(flat.label, state)
+    _require_known(f"opt.state of {flat.label}", state)
     require_complete(flat.label, state, amsgrad=amsgrad)
     for key, value in state.items():
         if key in COLUMN_KEYS:
@@ -120,11 +120,11 @@ def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any]
 
 
 def _require_known(label: str, state: Mapping[str, Any]) -> None:
-    """Raise StateDictError if a state that the user has edited has keys that the placement has no place for."""
+    """Raise StateDictError if a state has keys that the placement has no place for."""
     unknown = [key for key in state if key not in _KNOWN_KEYS]
     if unknown:
         raise StateDictError(
-            f"opt.state of {label} has {unknown[0]!r}, which has no place outside the parameters' device; keep it "
+            f"{label} has {unknown[0]!r}, which has no place outside the parameters' device; keep it "
             "elsewhere, or use offload=None"
         )
 

@@ -76,8 +76,12 @@ class PlacementPolicy(ABC):
         """
 
     @abstractmethod
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
-        """Raise UnsupportedOptimizer or StateDictError for loaded groups and states that cannot be taken."""
+    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UnsupportedOptimizer for loaded hyperparameters that cannot be stepped with."""
+
+    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Raise StateDictError for the loaded state of a parameter if the placement cannot take all of it."""
+        return
 
     def _require_class_steps(
         self, params: Iterable[Tensor], describe: Callable[[int], str], left: str, otherwise: str
@@ -163,6 +167,8 @@ class AdamPolicy(SinglePlacePolicy[OffloadT]):
         check_groups(self.name, self.inputs.optimizer_class, groups)
         check_params(self.name, [param for group in groups for param in group["params"]], describe)
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
+    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
-        check_state(states)
+
+    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        check_state(index, state)

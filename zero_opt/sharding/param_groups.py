@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -54,6 +54,8 @@ class PlannedGroups:
         Takes 14 ns per parameter. Equality of lists would ask tensors whether they are equal.
         """
         groups = self._owner.param_groups
+        if (wrong := _misshapen(groups)) is not None:
+            return Replacement(wrong)
         if len(groups) != len(self._planned):
             return Replacement(f"opt.param_groups has {len(groups)} groups, but {len(self._planned)} were planned")
         replacements = [
@@ -61,6 +63,11 @@ class PlannedGroups:
             for number, (group, planned) in enumerate(zip(groups, self._planned, strict=True))
         ]
         return min(filter(None, replacements), key=lambda replacement: replacement.fits, default=None)
+
+    def require_groups(self) -> None:
+        """Raise ParamsReplaced unless there are groups, whatever they hold."""
+        if (wrong := _misshapen(self._owner.param_groups)) is not None:
+            raise ParamsReplaced(f"{wrong}; {_WAY_OUT}")
 
     def require(self) -> None:
         """Raise ParamsReplaced unless the groups hold the planned parameters."""
@@ -85,6 +92,16 @@ class PlannedGroups:
             raise ParamsReplaced(
                 f"opt.param_groups holds the planned parameters here, but others on another rank; {_WAY_OUT}"
             )
+
+
+def _misshapen(groups: Any) -> str | None:
+    """Return what keeps an attribute ``param_groups``, which users may set to anything, from being param groups."""
+    if not isinstance(groups, (list, tuple)):
+        return f"opt.param_groups is of type {type(groups).__name__}, not a list"
+    for number, group in enumerate(groups):
+        if not isinstance(group, MutableMapping):
+            return f"param group {number} is of type {type(group).__name__}, not a dict"
+    return None
 
 
 def _replacement(label: str, params: Any, planned: Sequence[Tensor]) -> Replacement | None:
@@ -211,10 +228,10 @@ def _check_tensors(params: Sequence[Any], number: int) -> None:
 
 
 def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Return how messages name the parameter with a global index."""
+    """Return how messages name the parameter with a global index, by its number alone where there are no groups."""
     start = 0
-    for number, group in enumerate(param_groups):
-        count = len(group["params"])
+    for number, group in enumerate(() if _misshapen(param_groups) else param_groups):
+        count = len(group["params"]) if isinstance(group.get("params"), Sized) else 0
         if index < start + count:
             names = group.get("param_names")
             name = f" ({names[index - start]})" if names else ""

@@ -400,3 +400,66 @@ def _unusable(rank: int, world_size: int, kind: str) -> str:
 def test_a_parameter_of_one_rank_that_cannot_be_planned_is_refused_on_all(kind: str, said: str) -> None:
     mine, theirs = run_processes(2, _unusable, kind)
     assert said in mine and said in theirs and mine.startswith("rank 1: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# no groups at all
+
+
+_SWAPS: dict[str, Callable[[Groups], Any]] = {
+    "None": lambda groups: None,
+    "int": lambda groups: 5,
+    "generator": lambda groups: (group for group in groups),
+    "int, not a dict": lambda groups: [3, 4],
+    "list, not a dict": lambda groups: [[], []],
+    "str": lambda groups: "ab",
+}
+_CALLS: dict[str, Callable[[zero_opt.ShardedOptimizer, Any], Any]] = {
+    "step": lambda opt, saved: opt.step(),
+    "clip_grad_norm_": lambda opt, saved: opt.clip_grad_norm_(1.0),
+    "load_state_dict": lambda opt, saved: opt.load_state_dict(saved),
+    "consolidate_state_dict": lambda opt, saved: opt.consolidate_state_dict(),
+    "sharded_state_dict": lambda opt, saved: zero_opt.sharded_state_dict(opt),
+    "add_param_group": lambda opt, saved: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+}
+
+
+def _no_groups(rank: int, world_size: int, options: dict[str, Any], swap: str) -> None:
+    """Put something else in the place of ``param_groups`` on rank 1, make each call on every rank, and go on."""
+    params, twins = _params(), _params()
+    opt = _made(params, **options, checks=zero_opt.Checks(timeout=20.0))
+    _step(opt, params, 0, rank)
+    opt.flush()
+    opt.consolidate_state_dict()
+    saved = zero_opt.sharded_state_dict(opt)
+    groups = opt.param_groups
+    opt.zero_grad()
+    _backward(params, 1, rank)
+    for call in _CALLS.values():
+        if rank == 1:
+            opt.param_groups = _SWAPS[swap](groups)
+        with pytest.raises(zero_opt.ParamsReplaced, match=f"is of type {swap}"):
+            call(opt, saved)
+        for local in (opt.zero_grad, opt.state_dict) if rank == 1 else ():
+            with pytest.raises(zero_opt.ParamsReplaced, match=f"is of type {swap}"):
+                local()
+        opt.param_groups = groups
+    opt.step()
+    opt.flush()
+    opt.close()
+    plain = _made(twins, **options)
+    _step(plain, twins, 0, rank)
+    _step(plain, twins, 1, rank)
+    plain.flush()
+    plain.close()
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in twins])
+
+
+@pytest.mark.parametrize("swap", _SWAPS)
+def test_what_is_no_list_of_groups_is_refused_on_every_rank(swap: str) -> None:
+    run_processes(2, _no_groups, {"reduction": AT_STEP}, swap)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": zero_opt.WorkerOffload(delay=1)}], ids=["device", "delay"])
+def test_it_is_refused_with_every_policy(options: dict[str, Any]) -> None:
+    run_processes(2, _no_groups, options, "int, not a dict")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_opt.errors import ConfigError, ConfigTypeError
+from zero_opt import CPUAdamW
+from zero_opt.errors import ConfigConflict, ConfigError, ConfigTypeError
 from zero_opt.optimizer.hyperparameters import HyperForms
 
 _FIRST: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "foreach": None, "own": 3}
@@ -20,7 +21,7 @@ class Other(torch.optim.Optimizer):
 def _check(edits: dict[str, Any], *, gone: str = "", cls: Any = torch.optim.AdamW, first: Any = None) -> None:
     forms, first = HyperForms(cls), {**_FIRST, **(first or {})}
     forms.learn([{"params": []}, {"params": [], **first}], {key: 0 for key in first if key != "own"})
-    forms.check([{"params": []}, {"params": [], **{k: v for k, v in {**first, **edits}.items() if k != gone}}])
+    forms.check([{"params": []}, {"params": [], **{k: v for k, v in {**first, **edits}.items() if k != gone}}], {})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,39 @@ def test_a_tensor_that_is_written_in_place_is_looked_at_again() -> None:
     lr = torch.tensor(0.1)
     forms, groups = HyperForms(torch.optim.AdamW), [{"params": [], "lr": lr}]
     forms.learn(groups, {"lr": 0})
-    forms.check(groups)
+    forms.check(groups, {})
     lr.fill_(float("nan"))
     with pytest.raises(ConfigError, match="'lr' of param group 0 is NaN"):
-        forms.check(groups)
+        forms.check(groups, {})
+
+
+@pytest.mark.parametrize(
+    ("cls", "edits", "missing"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (CPUAdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.SGD, {"momentum": 0.9}, ""),
+        (torch.optim.AdamW, {"maximize": True, "foreach": True}, ""),
+        (Other, {"amsgrad": True}, ""),
+    ],
+)
+def test_an_option_that_needs_state_comes_too_late(cls: Any, edits: dict[str, Any], missing: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    param.grad = torch.zeros(3)
+    plain = (torch.optim.AdamW if cls is Other else cls)([param], lr=0.1)
+    forms = HyperForms(cls)
+    forms.learn(plain.param_groups, plain.defaults)
+    plain.step()
+    first, groups = [dict(group) for group in plain.param_groups], [{**group, **edits} for group in plain.param_groups]
+    forms.check(groups, {})  # before the first step
+    forms.check(first, plain.state)
+    if not missing:
+        forms.check(groups, plain.state)
+        return
+    for _ in range(2):
+        with pytest.raises(ConfigConflict, match=f"param group 0: {next(iter(edits))} cannot .* no '{missing}'"):
+            forms.check(groups, plain.state)
+    plain.state[param][missing] = torch.zeros(3)
+    forms.check(groups, plain.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import zero_opt
-from zero_opt.sharding.param_groups import PlannedGroups
+from zero_opt.sharding.param_groups import PlannedGroups, param_name
 
 
 class _NoCalls(TorchFunctionMode):
@@ -73,3 +74,23 @@ def test_groups_that_are_added_are_planned_with_the_next_call() -> None:
     assert len(list(planned)) == 3
     with pytest.raises(zero_opt.ParamsReplaced, match="on another rank"):
         planned.require_replaced()
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (None, "opt.param_groups is of type NoneType, not a list"),
+        (5, "opt.param_groups is of type int, not a list"),
+        ((group for group in ()), "opt.param_groups is of type generator, not a list"),
+        ({"params": []}, "opt.param_groups is of type dict, not a list"),
+        ("ab", "opt.param_groups is of type str, not a list"),
+        ([3, 4], "param group 0 is of type int, not a dict"),
+        ([{"params": []}, []], "param group 1 is of type list, not a dict"),
+    ],
+)
+def test_what_is_no_list_of_groups_is_named(groups: Any, text: str) -> None:
+    planned = PlannedGroups(SimpleNamespace(param_groups=groups))
+    for require in (planned.require, planned.require_groups, partial(planned.require_replaceable, begun=False)):
+        with pytest.raises(zero_opt.ParamsReplaced, match=text):
+            require()
+    assert param_name(groups, 3) == "parameter 3"

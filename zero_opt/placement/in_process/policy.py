@@ -22,7 +22,7 @@ from ..adam_rules import ADAM_CLASSES
 from ..core_sharers import agree_on_threads
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import OffloadT, ParamStates, PlacementInputs, SinglePlacePolicy
+from ..policy import OffloadT, PlacementInputs, SinglePlacePolicy
 from .host_offload import CPUPlacement, HostUnits, room_for
 from .native_steps import FusedRule, NativeSteps, allows_fused, asks_for_fused
 from .placement import DevicePlacement
@@ -61,7 +61,7 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
                     "master_dtype=torch.float32"
                 )
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:  # noqa: ARG002
+    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         if self.inputs.splits_masters:
             self._check_split_groups(groups)
 

@@ -49,9 +49,12 @@ class SelectivePolicy(PlacementPolicy):
         check_params("Selective", params, describe)
         self._inner.check(groups, describe)
 
-    def check_state(self, groups: Sequence[Mapping[str, Any]], states: ParamStates) -> None:
+    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups)
-        check_state(states)
+
+    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:
+        if is_matrix(param):
+            check_state(index, state)
 
     def loadable(self, states: ParamStates) -> ParamStates:
         return states
