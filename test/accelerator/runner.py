@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from test.accelerator import C, enable
 from test.support.device_cases.cases import CASES
@@ -55,7 +56,7 @@ class Plan:
 
 def places(rank: int, world_size: int) -> list[Place]:
     """Make the places of a rank, the CPU first. Collective."""
-    mine, both = (torch.device(DEVICE, rank),), (torch.device(DEVICE, 0), torch.device(DEVICE, 1))
+    mine, both = (torch.device(DEVICE, rank % 2),), (torch.device(DEVICE, 0), torch.device(DEVICE, 1))
     host = (torch.device("cpu"),)
     if world_size == 1:
         return [
@@ -64,6 +65,13 @@ def places(rank: int, world_size: int) -> list[Place]:
             Place("alone, a stream of its own", mine, None, own_stream=True),
             Place("alone, two devices", both, None),
             Place("alone, two devices, streams of their own", both, None, own_stream=True),
+        ]
+    if world_size == 4:
+        hosts = init_device_mesh("cpu", (2, 2))
+        return [
+            Place("the CPU", host, dist.group.WORLD, exchange="backend"),
+            Place("hosts", mine, dist.group.WORLD, mesh=hosts),
+            Place("hosts, a stream of its own", mine, dist.group.WORLD, mesh=hosts, own_stream=True),
         ]
     comm, relay = dist.group.WORLD, dist.new_group(backend="gloo")
     return [

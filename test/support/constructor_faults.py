@@ -62,7 +62,7 @@ def _non_leaf() -> list[Tensor]:
 
 
 def _mesh(what: dict[str, Any]) -> None:
-    what["process_group"] = DeviceMesh("cpu", [[0], [1]], _init_backend=False)
+    what["process_group"] = DeviceMesh("cpu", [[[0], [1]]], _init_backend=False)
 
 
 def _another_group(what: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ CONSTRUCTOR: dict[str, ConstructorFault] = {
     "foreach and fused": ConstructorFault(errors.ConfigConflict, _set(foreach=True, fused=True)),
     "LBFGS on one rank": ConstructorFault(errors.UnsupportedOptimizer, _set(optimizer_class=torch.optim.LBFGS)),
     "process_group is a string": ConstructorFault(ConfigType, _set(process_group="gloo")),
-    "process_group is a mesh of two dimensions": ConstructorFault(ConfigType, _mesh),
+    "process_group is a mesh of three dimensions": ConstructorFault(ConfigType, _mesh),
     "process_group is another group": ConstructorFault(Mismatch, _another_group),
     "no parameters": ConstructorFault(Config, _params(list)),
     "group without params": ConstructorFault(Config, _params(lambda: [{"lr": 1}])),

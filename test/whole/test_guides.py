@@ -243,6 +243,7 @@ def _shards_within_a_host(rank: int, world_size: int, folder: str) -> Any:
             stepped.zero_grad()
     held = opt.memory_report()["state"]
     opt.close()
+    names["staged"].close()
     return [[param.detach() for param in held.parameters()] for held in (model, before)], held
 
 

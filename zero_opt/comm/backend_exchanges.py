@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..errors import ConfigConflict, StepDesync
+from ..layout import Span
 from ..system.devices import HOST, is_host
 from . import process_identity
 from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_tree_order, wait_all
-from .groups import ALL, ALONE, FAKE, THREADED, Group, broadcast
+from .groups import ALL, ALONE, FAKE, THREADED, Group
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 from .shared_memory_exchange import build_host_exchange
@@ -80,25 +81,108 @@ class BackendExchange(StagedExchange):
         """Add in the backend's order."""
         pg = self._group.pg
         if isinstance(bounds, range):
-            scatter = _method(pg, "reduce_scatter_single", "_reduce_scatter_base")
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = _MEAN
-            Transfer(ALL, scatter, _as_real(out), _as_real(bucket), options).wait()
+            _scatter_mean(pg, _as_real(bucket), _as_real(out))
             return True
         chunks = chunks_of(bucket, bounds)
         for owner, chunk in enumerate(chunks):
-            to_owner = dist.ReduceOptions()
-            to_owner.rootRank, to_owner.reduceOp = owner, _MEAN
-            Transfer(ALL, pg.reduce, [_as_real(chunk)], to_owner).wait()
+            _reduce_mean(pg, _as_real(chunk), owner)
         out.copy_(chunks[self._rank])
         return True
 
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
         pg, chunks = self._group.pg, chunks_of(bucket, bounds)
         if isinstance(bounds, range):
-            gather = _method(pg, "all_gather_single", "_allgather_base")
-            return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait
-        return partial(wait_all, [broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)])
+            return _start_gather(pg, _as_real(bucket), _as_real(chunks[self._rank])).wait
+        return partial(wait_all, [_start_broadcast(pg, _as_real(chunk), owner) for owner, chunk in enumerate(chunks)])
+
+
+class HierarchicalBackendExchange(StagedExchange):
+    """The exchange by a backend's collectives in two stages: inside each host, then between ranks in one place each.
+
+    Ranks are numbered host by host. A place has the shards of the ranks that are in it, one per host. A reduction
+    brings each rank the mean, over its host, of its place's shards, and then the mean of these means of its own shard.
+    A gather goes back the same way. Where shards are equal, a bucket is put in the order of places first, so that what
+    a collective takes lies together.
+    """
+
+    gathers_ahead, blocks = 1, False
+
+    def __init__(self, group: Group, pool: StagingPool) -> None:
+        super().__init__(group.rank, pool)
+        self._group, self._hosts, self._per_host = group, group.hosts, group.world_size // group.hosts
+        self._place = group.rank % self._per_host
+
+    def reduce_scatter(self, ident: Ident, bucket: Tensor, bounds: Sequence[int], out: Tensor) -> bool:  # noqa: ARG002
+        """Add in the backend's order, within hosts first."""
+        inside, between = self._group.stages
+        if isinstance(bounds, range):
+            by_host = _as_real(bucket).view(self._hosts, self._per_host, -1)
+            by_place = by_host.transpose(0, 1).contiguous()
+            means = torch.empty_like(by_place[0])
+            _scatter_mean(inside, by_place.view(-1), means.view(-1))
+            _scatter_mean(between, means.view(-1), _as_real(out))
+            return True
+        chunks = chunks_of(bucket, bounds)
+        for owner, chunk in enumerate(chunks):
+            host, place = divmod(owner, self._per_host)
+            _reduce_mean(inside, _as_real(chunk), place)
+            if place == self._place:
+                _reduce_mean(between, _as_real(chunk), host)
+        out.copy_(chunks[self._rank])
+        return True
+
+    def _gathered(self, bounds: Sequence[int]) -> Sequence[tuple[Span, int]]:
+        if not isinstance(bounds, range):
+            return super()._gathered(bounds)
+        own_first = sorted(range(self._group.world_size), key=lambda rank: rank != self._rank)
+        return [(Span(bounds[rank], bounds[rank + 1]), bounds[self._turn(rank)]) for rank in own_first]
+
+    def _turn(self, rank: int) -> int:
+        """Return the number of a rank in the order of places."""
+        host, place = divmod(rank, self._per_host)
+        return place * self._hosts + host
+
+    def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
+        """Gather; the bucket has the shards in the order of :meth:`_gathered`."""
+        inside, between = self._group.stages
+        chunks = list(map(_as_real, chunks_of(bucket, bounds)))
+        if isinstance(bounds, range):
+            of_places = _as_real(bucket).view(self._per_host, -1)
+            _start_gather(between, of_places[self._place], chunks[self._turn(self._rank)]).wait()
+            return _start_gather(inside, of_places.view(-1), of_places[self._place]).wait
+        arriving = []
+        for owner, chunk in enumerate(chunks):
+            host, place = divmod(owner, self._per_host)
+            if place == self._place:
+                _start_broadcast(between, chunk, host).wait()
+            arriving.append(_start_broadcast(inside, chunk, place))
+        return partial(wait_all, arriving)
+
+
+def _scatter_mean(pg: Any, whole: Tensor, part: Tensor) -> None:
+    """Write this rank's part of the mean of equal parts of a tensor over the ranks of a group."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _MEAN
+    Transfer(ALL, _method(pg, "reduce_scatter_single", "_reduce_scatter_base"), part, whole, options).wait()
+
+
+def _reduce_mean(pg: Any, chunk: Tensor, owner: int) -> None:
+    """Replace a tensor, on its owner, by the mean over the ranks of a group."""
+    options = dist.ReduceOptions()
+    options.rootRank, options.reduceOp = owner, _MEAN
+    Transfer(ALL, pg.reduce, [chunk], options).wait()
+
+
+def _start_gather(pg: Any, whole: Tensor, part: Tensor) -> Transfer:
+    """Start to bring every rank's part of a tensor, which all are equal, to each rank of a group."""
+    return Transfer(ALL, _method(pg, "all_gather_single", "_allgather_base"), whole, part)
+
+
+def _start_broadcast(pg: Any, chunk: Tensor, owner: int) -> Transfer:
+    """Start to overwrite a tensor with its owner's on every rank of a group."""
+    options = dist.BroadcastOptions()
+    options.rootRank = owner
+    return Transfer(ALL, pg.broadcast, [chunk], options)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -156,7 +240,7 @@ def build_exchange(
                 "MixedPrecision.between_hosts_dtype rounds what leaves a host, which the collectives of the process "
                 f"group's backend for {device.type} add up as it is; leave it None, or use reduce_dtype"
             )
-        return BackendExchange(reduce_group, pool)
+        return (BackendExchange if reduce_group.hosts == 1 else HierarchicalBackendExchange)(reduce_group, pool)
     rounded = {} if between_hosts is None else dict.fromkeys(_on_other_hosts(control), between_hosts)
     messages = PairwiseExchange(reduce_group, gather_group, pool, rounded)
     host = build_host_exchange(control, messages, pool, host_bytes) if host_bytes else messages

@@ -7,8 +7,9 @@ torch makes it: NCCL and XCCL by their classes, any other by the function that i
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,43 @@ def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedel
     if kind == _KINDS.NCCL:  # as torch does: other backends may have no such numbers
         made._set_sequence_number_for_group()
     pg._register_backend(torch.device(device_type), kind, made)
+
+
+class Stages(NamedTuple):
+    """Two process groups of this rank, in which accelerator tensors go through one after the other.
+
+    Attributes:
+        inside: the ranks of this host. between: the ranks in this rank's place, one of each host.
+    """
+
+    inside: Any
+    between: Any
+
+
+def build_stages(pg: Any, backends: Mapping[str, str], hosts: int, timeout: timedelta, ranks: Sequence[int]) -> Stages:
+    """Return the groups of so many hosts, which have as many ranks of a process group each, one host after another.
+
+    Args:
+        backends: by device type. ranks: global, of the members of ``pg``.
+    """
+    per_host = len(ranks) // hosts
+    host, place = divmod(pg.rank(), per_host)
+    stages = Stages(
+        _part_of(pg, f"inside/{host}", place, per_host),
+        _part_of(pg, f"between/{place}", host, hosts),
+    )
+    members = ranks[host * per_host : (host + 1) * per_host], ranks[place::per_host]
+    for part, of_part in zip(stages, members, strict=True):
+        for device_type, backend in backends.items():
+            add_device_backend(part, device_type, backend, timeout, list(of_part))
+    return stages
+
+
+def _part_of(pg: Any, name: str, rank: int, size: int) -> Any:
+    """Return a process group without a backend, of some ranks of another, which call it by the same name."""
+    part = c10d.ProcessGroup(c10d.PrefixStore(name, pg.get_group_store()), rank, size)
+    part._set_group_name(f"{pg.group_name}/{name}")
+    return part
 
 
 def _backend_of(backend: str, store: Any, pg: Any, timeout: timedelta, ranks: list[int]) -> tuple[Any, Any]:

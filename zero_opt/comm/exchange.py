@@ -169,8 +169,8 @@ class ParamRuns(list[Run]):
 
     Attributes:
         native: what a native exchange has made of these runs.
-        views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, what lies before
-            it, and what lies after it.
+        views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, and what comes
+            from others.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
@@ -339,6 +339,11 @@ class StagedExchange(Exchange):
     def all_gather(self, ident: Ident, bucket: Tensor, bounds: Sequence[int]) -> Callable[[], None]:
         """Start bringing every other rank's shard into ``bucket``; the result ends it."""
 
+    def _gathered(self, bounds: Sequence[int]) -> Sequence[tuple[Span, int]]:
+        """Return spans that make up a bucket, this rank's shard first, and where each begins in a gather's staging."""
+        own = Span(bounds[self._rank], bounds[self._rank + 1])
+        return [(own, own.start), (Span(0, own.start), 0), (Span(own.stop, bounds[-1]), own.stop)]
+
     def _staging(self, turn: int, numel: int, like: Tensor) -> Tensor:
         return self._pool.staging(turn, numel, like.dtype, like.device)
 
@@ -365,10 +370,9 @@ class StagedExchange(Exchange):
         bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
         views = runs.views.get(bucket.data_ptr())
         if views is None:
-            own = Span(bounds[self._rank], bounds[self._rank + 1])
-            before, after = Span(0, own.start), Span(own.stop, bounds[-1])
-            others = [paired(runs, span, bucket[slice(*span)]) for span in (before, after)]
-            views = runs.views[bucket.data_ptr()] = (paired(runs, own, bucket[slice(*own)]), *others)
+            views = runs.views[bucket.data_ptr()] = [
+                paired(runs, span, bucket[start : start + span.numel]) for span, start in self._gathered(bounds)
+            ]
         (values, places), *arriving = views
         copy_all(places, values)
         end = self.all_gather(ident, bucket, bounds)

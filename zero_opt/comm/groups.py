@@ -26,7 +26,7 @@ from ..policies import Checks, waited_for
 from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting
-from .device_backends import abort_device_backend, add_device_backend, group_timeout_s
+from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
@@ -111,6 +111,7 @@ class Group:
     Attributes:
         parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
+        hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
         watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
         farewell: called before this rank breaks its connections.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
@@ -128,8 +129,10 @@ class Group:
         connecting: Connecting | None,
         *,
         carries_devices: bool = False,
+        hosts: int = 1,
     ) -> None:
         """``carries_devices``: whether to carry accelerator tensors too, by the backends of ``parent`` for them."""
+        self.hosts, self._stages = hosts, list[Stages]()
         self.device_backends = device_backends(str(dist.get_backend_config(parent))) if carries_devices else {}
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
@@ -167,7 +170,9 @@ class Group:
         pg._set_default_backend(kinds.GLOO)
         pg._register_backend(HOST, kinds.GLOO, gloo)
         pg._set_group_name(name)
-        for device_type, backend in self.device_backends.items():
+        if self.hosts > 1 and self.device_backends:
+            self._stages.append(build_stages(pg, self.device_backends, self.hosts, timeout, ranks))
+        for device_type, backend in self.device_backends.items() if self.hosts == 1 else ():
             add_device_backend(pg, device_type, backend, timeout, ranks)
         pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
         return pg
@@ -182,6 +187,16 @@ class Group:
         if self._pg is None:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
         return self._pg
+
+    @property
+    def stages(self) -> Stages:
+        """The groups that carry accelerator tensors in two stages.
+
+        Raises:
+            OptimizerClosed: they are closed.
+        """
+        self.pg  # noqa: B018  (raises)
+        return self._stages[0]
 
     def explain(self, text: str, patience_s: float | None = None) -> PeerLost | None:
         """Return the error that names the rank that has left; ``None`` if no rank is known to have.
@@ -365,9 +380,10 @@ class Group:
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
-        for device_type in self.device_backends:
-            with contextlib.suppress(RuntimeError):
-                abort_device_backend(self.pg, device_type)
+        for pg in (self.pg, *(part for stages in self._stages for part in stages)):
+            for device_type in self.device_backends:
+                with contextlib.suppress(RuntimeError):
+                    abort_device_backend(pg, device_type)
 
     def close(self) -> None:
         """Destroy the group, once; harmless when the user has destroyed everything already, and in a forked child."""
@@ -386,6 +402,7 @@ class Group:
             elif self.backend == THREADED:
                 dist.destroy_process_group(self._pg)
         self._pg = None  # the last reference, which gives back connections and threads
+        self._stages.clear()
 
 
 class SideGroup(Group):
@@ -416,11 +433,12 @@ def connect(
     groups: int,
     checks: Checks = Checks(),  # noqa: B008  (frozen)
     limits: HostLimits | None = None,
+    hosts: int = 1,
 ) -> Connecting | None:
     """Begin to make so many groups; returns ``None`` if the ranks are not processes. Collective.
 
     Args:
-        limits: held when this rank has waited a second.
+        limits: held when this rank has waited a second. hosts: as for :class:`Group`.
 
     Raises:
         OutOfResources: a rank lacks descriptors or threads for them. Others as for :meth:`rendezvous.Meeting.come`.
@@ -429,7 +447,10 @@ def connect(
         return None
     come_s = waited_for(group_timeout_s(parent))
     timeout_s = come_s if checks.timeout is None else waited_for(checks.timeout)
-    return Connecting(parent, groups, Patience(come_s, timeout_s, checks.hang_timeout, limits))
+    patience = Patience(come_s, timeout_s, checks.hang_timeout, limits)
+    if hosts > 1:
+        patience = patience._replace(call=f"ShardedOptimizer() with a mesh of {hosts} x {parent.size() // hosts} ranks")
+    return Connecting(parent, groups, patience)
 
 
 class AloneGroup(Group):

@@ -64,12 +64,14 @@ _met: WeakKeyDictionary[Any, Counter[Key]] = WeakKeyDictionary()
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
-    """Return the process group that a user means: a group, a 1-D DeviceMesh, or ``None`` for the default group.
+    """Return the process group that a user means: a group, a DeviceMesh, or ``None`` for the default group.
+
+    A mesh has one dimension, or two: hosts, and ranks of each, which are all ranks of the default group in order.
 
     Returns ``None`` when torch.distributed is not initialized, which is world size 1.
 
     Raises:
-        ConfigTypeError: it is none of these. ConfigError: the group was destroyed.
+        ConfigTypeError: it is none of these. ConfigError: the group was destroyed; the mesh has other ranks.
         ProcessGroupError: WORLD_SIZE says several ranks but no process group exists, or this rank is not a member.
     """
     if process_group is not None:
@@ -83,13 +85,9 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
         if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ProcessGroupError("this rank is not a member of the process_group it passed")
         if isinstance(process_group, DeviceMesh):
-            if process_group.ndim != 1:
-                raise ConfigTypeError(
-                    f"process_group is a {process_group.ndim}-D DeviceMesh; pass one dimension, e.g. mesh['dp']"
-                )
-            return process_group.get_group()
+            return _group_of_mesh(process_group)
         raise ConfigTypeError(
-            f"process_group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}; "
+            f"process_group must be a ProcessGroup, a DeviceMesh or None, got {type(process_group).__name__}; "
             "pass hyperparameters and policies by name, as in lr=..., reduction=..."
         )
     if dist.is_available() and dist.is_initialized():
@@ -101,6 +99,32 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
             "torch.distributed.init_process_group() before constructing ShardedOptimizer"
         )
     return None
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the process group of a mesh's ranks."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.ndim != 2:
+        raise ConfigTypeError(
+            f"process_group is a {mesh.ndim}-D DeviceMesh; pass one dimension, e.g. mesh['dp'], or two: between hosts, "
+            "and inside each"
+        )
+    ranks, group = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    if group is None or ranks != list(range(group.size())):
+        raise ConfigError(
+            f"process_group is a 2-D DeviceMesh of ranks {mesh.mesh.tolist()}; a mesh of two dimensions must have all "
+            "ranks of the default group in order, those of a host in one row; pass that mesh, or one dimension"
+        )
+    return group
+
+
+def hosts_of(process_group: Any) -> int:
+    """Return how many hosts there are, according to a 2-D mesh of several ranks each; 1 for any other group."""
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim != 2:
+        return 1
+    hosts, per_host = process_group.shape
+    return hosts if per_host > 1 else 1
 
 
 def require_still_alone() -> None:

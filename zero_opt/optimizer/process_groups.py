@@ -39,7 +39,10 @@ class OwnGroups:
         service: serves this rank's state over a group of its own, if the ranks are processes.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, checks: Checks, neighbors: Group | None = None) -> None:
+    def __init__(
+        self, parent: dist.ProcessGroup | None, checks: Checks, neighbors: Group | None = None, *, hosts: int = 1
+    ) -> None:
+        """``hosts``: as for :class:`Group`."""
         several = None if parent is None or parent.size() == 1 else parent
         self.service: StateService | None = None
         self._side: SideGroup | None = None
@@ -53,18 +56,18 @@ class OwnGroups:
             timeout_s = group_timeout_s(several) if checks.timeout is None else checks.timeout
             self._limits = HostLimits(timeout_s=timeout_s)
             with on_failure(self._limits.lift):
-                self._make(several, checks)
+                self._make(several, checks, hosts)
         self.neighbors = neighbors or self.control
 
-    def _make(self, parent: dist.ProcessGroup, checks: Checks) -> None:
-        timeout, connecting = checks.timeout, connect(parent, 2, checks, self._limits)
+    def _make(self, parent: dist.ProcessGroup, checks: Checks, hosts: int) -> None:
+        timeout, connecting = checks.timeout, connect(parent, 2, checks, self._limits, hosts)
         if connecting is None:  # the ranks are threads
             uses = ("reduce", "gather", "control")
             self.reduce, self.gather, self.control = (Group(parent, timeout, use, None) for use in uses)
             return
         with made_by_all(connecting) as made:
             self._limits.hold()  # on the user's connections until the service notices a host that is silent
-            self.control = Group(parent, timeout, "reduce", connecting, carries_devices=True)
+            self.control = Group(parent, timeout, "reduce", connecting, carries_devices=True, hosts=hosts)
             self.reduce = self.gather = self.control
             made.append(self.control)
             self._side = SideGroup(parent, timeout, "state", connecting)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
-from ..comm.rendezvous import require_still_alone
+from ..comm.rendezvous import hosts_of, require_still_alone
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
 from ..placement import Offload
 from ..policies import Checks, MixedPrecision, Overlapped
@@ -48,8 +49,9 @@ class ShardedOptimizer(UnevenInputs):
         params: parameters or param groups, in every form ``torch.optim`` takes.
         optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
             each on one rank (see :func:`register_elementwise`).
-        process_group: a ProcessGroup or a 1-D DeviceMesh; default is the default group, or world size 1 without one.
-            Left out where parameters are DTensors (FSDP2): their mesh says.
+        process_group: a ProcessGroup or a DeviceMesh; default is the default group, or world size 1 without one. A mesh
+            has one dimension, or two: between hosts, and inside each. Left out where parameters are DTensors (FSDP2):
+            their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
             process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
@@ -108,7 +110,7 @@ class ShardedOptimizer(UnevenInputs):
             self._engine: Engine = engine
             engine.attach(self)
             return
-        groups = OwnGroups(parent, checks, None if mesh is None else mesh.largest)
+        groups = self._own_groups(parent, checks, mesh)
         agreement = Agreement(groups.control, self._describe)
         with on_failure(groups.close), agreement.together("ShardedOptimizer()"):
             if error is not None:
@@ -128,6 +130,11 @@ class ShardedOptimizer(UnevenInputs):
         for group, complete in zip(self.param_groups, template.param_groups, strict=False):
             group.update(hypers_of(complete))
         config.check_params(self.param_groups, self._describe)
+
+    def _own_groups(self, parent: ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
+        """Return process groups of this optimizer's own, for ranks of a parent. Collective."""
+        neighbors = None if mesh is None else mesh.largest
+        return OwnGroups(parent, checks, neighbors, hosts=hosts_of(self._process_group))
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
@@ -156,7 +163,7 @@ class ShardedOptimizer(UnevenInputs):
             self.param_groups, self.state = held
         else:
             parent = old.group.parent if mesh is None else None
-            engine = self._connected(OwnGroups(parent, config.checks, None if mesh is None else mesh.largest), mesh)
+            engine = self._connected(self._own_groups(parent, config.checks, mesh), mesh)
             self._engine, engine.join_notified = engine, old.join_notified
         self._closed = False
 

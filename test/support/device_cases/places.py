@@ -24,6 +24,7 @@ class Place:
         direct: whether the group's backend moves tensors of the devices; else they pass through host memory.
         own_stream: whether training runs on a stream other than the default one.
         exchange: of the reduction policies.
+        mesh: of the group's ranks, which the optimizer is given in its place.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Place:
     direct: bool = True
     own_stream: bool = False
     exchange: str = "auto"
+    mesh: Any = None
 
     @property
     def accelerated(self) -> bool:

@@ -140,7 +140,7 @@ class Rank:
         case, sharded = self.case, self.case.reduction in ("DDP", "DDPHook") and self.world_size > 1
         groups = [{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.03}]
         options = {**case.options, **case.arguments}
-        among = None if case.fsdp else self.place.group
+        among = None if case.fsdp else self.place.mesh or self.place.group
         optimizer = zero_opt.ShardedOptimizer(
             groups, case.cls, among, reduction=self._reduction(), offload=case.offload, **options
         )

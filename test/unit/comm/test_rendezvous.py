@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_opt
 from test.support.harness import run_threads
 from zero_opt.comm.rendezvous import resolve_group
-from zero_opt.errors import ConfigTypeError, ProcessGroupError
+from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -65,12 +65,16 @@ def test_groups_are_taken_as_they_are() -> None:
 
 def _meshes(rank: int, world_size: int) -> list[int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "dp"))
-    with pytest.raises(ConfigTypeError, match=r"process_group is a 2-D DeviceMesh; pass one dimension"):
-        resolve_group(mesh)
+    assert resolve_group(mesh) is dist.group.WORLD
+    with pytest.raises(ConfigTypeError, match=r"process_group is a 3-D DeviceMesh; pass one dimension"):
+        resolve_group(DeviceMesh("cpu", [[[0, 1], [2, 3]]], _init_backend=False))
+    for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]], [[0], [1]]):
+        with pytest.raises(ConfigError, match=r"must have all ranks of the default group in order"):
+            resolve_group(DeviceMesh("cpu", ranks, _init_backend=False))
     group = resolve_group(mesh["dp"])
     assert group is not None
     return dist.get_process_group_ranks(group)
 
 
-def test_a_mesh_must_have_one_dimension() -> None:
+def test_a_mesh_has_one_dimension_or_is_one_of_hosts() -> None:
     assert run_threads(4, _meshes) == [[0, 1], [0, 1], [2, 3], [2, 3]]
