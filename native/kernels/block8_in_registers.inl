@@ -28,7 +28,7 @@ inline std::uint32_t largest_halves(AvxInts magnitude, AvxInts magnitude_sq) {
 
 // Whether whole blocks of a run can be stepped here.
 inline bool steps_blocks8(const AdamScalars& scalars, const AdamRun& run) {
-  return run.moment_format == Format::kBlock8 && converts(scalars, run.from.max_exp_avg_sq != nullptr) &&
+  return run.moment_format == Format::kBlock8 && is_usual(scalars, run.from.max_exp_avg_sq != nullptr) &&
          run.grad_format != Format::kFloat16 && (run.out == nullptr || run.out_format == Format::kBfloat16);
 }
 
@@ -66,7 +66,7 @@ ZERO_OPT_INLINE void step_block8(const AdamScalars& s, const AdamRun& run, const
     } else {
       g = read_floats_at(grad + at);
     }
-    const Element<AvxFloats> stepped = step_element<false, false, false, true>(s, s.grad_factor * g, old);
+    const Element<AvxFloats> stepped = UsualUpdate::step<true>(s, s.grad_factor * g, old);
     block.param[part] = stepped.param;
     block.exp_avg[part] = stepped.exp_avg;
     block.exp_avg_sq[part] = stepped.exp_avg_sq;

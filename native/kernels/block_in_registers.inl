@@ -13,8 +13,8 @@ namespace {
 // Whether a run's whole blocks can be stepped by BlockInRegisters: fp32 moments, lerps that start from the moment, and
 // parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
 inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
-  if (run.moment_format != Format::kFloat32 || !(scalars.weight1 < 0.5f)) return false;
-  if (run.from.remainder != nullptr) return run.out == nullptr && converts(scalars, run.from.max_exp_avg_sq != nullptr);
+  if (run.moment_format != Format::kFloat32 || !starts_from_moment(scalars)) return false;
+  if (run.from.remainder != nullptr) return run.out == nullptr && is_usual(scalars, run.from.max_exp_avg_sq != nullptr);
   return run.out == nullptr || run.out_format == run.grad_format ||
          (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32);
 }
@@ -22,7 +22,7 @@ inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
 // Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a
 // constant, from which the compiler makes straight-line code that decides nothing: for so few elements that would take
 // as long as the step.
-template <Format kGrad, bool kL2, bool kAmsgrad, bool kSplit>
+template <typename Update, Format kGrad, bool kSplit>
 struct BlockInRegisters {
   static constexpr std::int64_t kParts = kLogNumel / kAvxNumel;
 
@@ -78,7 +78,7 @@ struct BlockInRegisters {
     }
     home_arrays.exp_avg += kLogNumel;
     home_arrays.exp_avg_sq += kLogNumel;
-    if (kAmsgrad) home_arrays.max_exp_avg_sq += kLogNumel;
+    if (Update::kMaximum) home_arrays.max_exp_avg_sq += kLogNumel;
     grad += kLogNumel;
     half_grad += kLogNumel;
     if (out != nullptr) out += kLogNumel;
@@ -108,8 +108,8 @@ struct BlockInRegisters {
                          : read_floats_at(home_arrays.param + at);
       old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
       old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
-      if constexpr (kAmsgrad) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
-      const Element<AvxFloats> stepped = step_element<kL2, kAmsgrad, false>(scalars, g, old);
+      if constexpr (Update::kMaximum) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
+      const Element<AvxFloats> stepped = Update::step(scalars, g, old);
       param[part] = stepped.param;
       exp_avg[part] = stepped.exp_avg;
       exp_avg_sq[part] = stepped.exp_avg_sq;
@@ -164,22 +164,19 @@ struct BlockInRegisters {
     }
     put<kPast>(exp_avg[part], to.exp_avg + at);
     put<kPast>(exp_avg_sq[part], to.exp_avg_sq + at);
-    if constexpr (kAmsgrad) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
+    if constexpr (Update::kMaximum) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
   }
 };
 
 template <Format kGrad, typename Use>
 void with_block_in_registers_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
-  const bool amsgrad = run.from.max_exp_avg_sq != nullptr;
   if (run.from.remainder != nullptr) {
-    use(BlockInRegisters<kGrad, false, false, true>(scalars, run, begin));
-  } else if (scalars.has_l2) {
-    amsgrad ? use(BlockInRegisters<kGrad, true, true, false>(scalars, run, begin))
-            : use(BlockInRegisters<kGrad, true, false, false>(scalars, run, begin));
-  } else {
-    amsgrad ? use(BlockInRegisters<kGrad, false, true, false>(scalars, run, begin))
-            : use(BlockInRegisters<kGrad, false, false, false>(scalars, run, begin));
+    use(BlockInRegisters<UsualUpdate, kGrad, true>(scalars, run, begin));
+    return;
   }
+  with_update_of<false>(scalars, run.from.max_exp_avg_sq != nullptr, [&](auto update) {
+    use(BlockInRegisters<decltype(update), kGrad, false>(scalars, run, begin));
+  });
 }
 
 // Calls ``use`` with the run's own BlockInRegisters, at element begin.

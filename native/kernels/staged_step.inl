@@ -91,7 +91,7 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
                              Staging& staging) {
   Lanes lanes = {};
   lanes.numel = n;
-  const bool converting = converts(scalars, run.from.max_exp_avg_sq != nullptr);
+  const bool converting = is_usual(scalars, run.from.max_exp_avg_sq != nullptr);
   if (converting && run.grad_format == Format::kBfloat16) {
     lanes.half_grad = static_cast<const std::uint16_t*>(run.grad) + start;
   } else {
@@ -107,7 +107,7 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
     lanes.from.half_param = lanes.to.half_param = nullptr;
   }
   read_moments(run, start, staging, lanes);
-  const bool spoilt = adam_pick(scalars, lanes);
+  const bool spoilt = pick_loop(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
   if (staged) split_master(staging.param, n, to.half_param, to.remainder);
   if (run.out != nullptr) write_out(run, start, n, lanes.to.param, staging);
