@@ -16,6 +16,8 @@ from . import kernels
 from .errors import ConfigConflict, ZeroOptError
 from .placement import Offload
 from .policies import (
+    MOMENT_FORMS,
+    AdamState,
     AlreadyReduced,
     AtStep,
     CPUOffload,
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
     sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
+    sizes.add_argument("--moments", choices=MOMENT_FORMS, help="of CPUAdam(W): see AdamState (default float32)")
     sizes.add_argument("--reduce-dtype", type=_dtype, help="of gradients on their way (default: the parameters')")
     sizes.add_argument("--accumulate-dtype", type=_dtype, help="of the sum over several backwards (default: as sent)")
     sizes.add_argument("--between-hosts-dtype", type=_dtype, help="of fp32 gradients between hosts (default: as sent)")
@@ -119,6 +122,17 @@ def _offload(given: argparse.Namespace) -> Offload:
     return _OFFLOADS[given.offload](**{name: getattr(given, name) for name in own})
 
 
+def _state_options(given: argparse.Namespace) -> dict[str, Any]:
+    """Return ``state`` of a class that has it, and ``precision`` without what that says."""
+    dtypes = given.reduce_dtype, given.accumulate_dtype, given.between_hosts_dtype
+    if given.optimizer.__name__ not in _NATIVE:
+        if given.moments is not None:
+            raise ConfigConflict(f"--moments is of --optimizer {' and '.join(_NATIVE)}")
+        return {"precision": MixedPrecision(given.master, *dtypes)}
+    master = None if given.master is None else str(given.master).removeprefix("torch.")
+    return {"state": AdamState(given.moments or "float32", master), "precision": MixedPrecision(None, *dtypes)}
+
+
 def _print_estimate(given: argparse.Namespace) -> None:
     sized = {} if given.bucket_mb is None or given.reduction == "already-reduced" else {"bucket_mb": given.bucket_mb}
     estimated = estimate(
@@ -127,9 +141,9 @@ def _print_estimate(given: argparse.Namespace) -> None:
         given.optimizer,
         reduction=_REDUCTIONS[given.reduction](**sized),
         offload=_offload(given),
-        precision=MixedPrecision(given.master, given.reduce_dtype, given.accumulate_dtype, given.between_hosts_dtype),
         param_dtype=given.param_dtype,
         device=given.device,
+        **_state_options(given),
         **dict(given.option),
     )
     if given.ranks_per_host is not None:

@@ -345,10 +345,11 @@ class MixedPrecision:
     """The dtypes of the gradient path, and of what bf16 and fp16 parameters are rounded from.
 
     Attributes:
-        master_dtype: ``torch.float32``: bf16 and fp16 parameters have an fp32 master, which is what is stepped.
+        master_dtype: of classes other than CPUAdam and CPUAdamW, whose :class:`AdamState` says it; for these it is a
+            deprecated alias. ``torch.float32``: bf16 and fp16 parameters have an fp32 master, which is what is stepped.
             ``"split"``: the same for bf16 in half the memory: the parameter is the upper half of its master, rounded to
             nearest with ties away from zero, and a 16-bit remainder the lower; for the native kernel alone (Adam and
-            AdamW with ``fused=True``, CPUAdam, CPUAdamW, on the CPU). ``None``: no masters, unless an offload has them.
+            AdamW with ``fused=True``, on the CPU or with an offload). ``None``: no masters, unless an offload has them.
         reduce_dtype: dtype gradients are sent in; ``None`` is the parameter's own dtype (bf16 and fp16 are still summed
             in fp32 and rounded once per reduction). Complex parameters need ``None``.
         accumulate_dtype: dtype in which the means of several backwards are added up; ``None`` is that they are sent in.
@@ -418,7 +419,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class AdamState:
-    """What CPUAdam and CPUAdamW keep of a parameter between steps. The maths is fp32 in every case.
+    """What CPUAdam and CPUAdamW keep of a parameter between steps, wherever it is. The maths is fp32 in every case.
 
     Attributes:
         moments: ``"float32"`` as torch, 8 bytes per element. ``"bfloat16"``, 4 bytes: 8 bits of precision.
@@ -426,10 +427,10 @@ class AdamState:
             2^-15.7 of that becomes zero. Both are rounded by chance, up with the probability of what is cut off, so
             that the expected value is the exact one and small changes are not lost; the chance is a hash of the
             moments and the step, so a run repeats itself to the bit.
-        master: what a bf16 or fp16 parameter is rounded from; ``None`` refuses such parameters. ``"float32"``, 4 bytes
-            more: any such parameter, rounded to nearest even. ``"split"``, 2 bytes more, bf16 only: the parameter is
-            the upper half of the master and a 16-bit remainder the lower, so nothing is lost; rounded to nearest, ties
-            away from zero.
+        master: what a bf16 or fp16 parameter is rounded from; ``None`` refuses such parameters, but with an offload,
+            which has fp32 masters then. ``"float32"``, 4 bytes more: any such parameter, rounded to nearest even.
+            ``"split"``, 2 bytes more, bf16 only: the parameter is the upper half of the master and a 16-bit remainder
+            the lower, so nothing is lost; rounded to nearest, ties away from zero.
     """
 
     moments: str = "float32"

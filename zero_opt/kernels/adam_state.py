@@ -16,7 +16,7 @@ from ..errors import StateDictError, StateDictTypeError, quoted
 from ..policies import AdamState
 from ..system.extension import native
 from .checks import DTYPE_NAMES, check_tensor, is_number_of_steps, oddity
-from .runs import BASES, blocks_of, check_arrays
+from .runs import BASES, BLOCK_NUMEL, blocks_of, check_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
 MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
@@ -136,17 +136,44 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
         UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
     """
     check_arrays(name, arrays_of(state, param))
-    plain = {key: value for key, value in state.items() if key not in ("remainder", "exp_avg_base", "exp_avg_sq_base")}
-    if "exp_avg_base" in state:
-        moments = [_like(param, torch.float32) for _ in MOMENTS]
-        native.unpack_moments(_moment_run(state, moments, 1.0))
-        plain.update(zip(MOMENTS, moments))
-    else:
-        plain.update({moment: state[moment].float() for moment in MOMENTS if moment in state})
-    if "remainder" in state:
+    return {key: plain_value(state, param, key) for key in plain_keys(state)}
+
+
+def plain_keys(state: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a live state has in torch's form."""
+    return ["master" if key == "remainder" else key for key in state if key not in BASES]
+
+
+def plain_value(state: Mapping[str, Any], param: Tensor, key: str) -> Any:
+    """Return one value of a live state in torch's form. What is in that form already is not copied."""
+    if key == "master" and "remainder" in state:
         high = param.detach().contiguous().view(torch.int16).int() << 16
-        plain["master"] = (high + state["remainder"].int()).view(torch.float32)
-    return plain
+        return (high + state["remainder"].int()).view(torch.float32)
+    if key not in MOMENTS or "exp_avg_base" not in state:
+        return state[key].float() if key in MOMENTS else state[key]
+    moments = [_like(state[moment], torch.float32) for moment in MOMENTS]
+    native.unpack_moments(_moment_run(state, moments, 1.0))
+    return moments[MOMENTS.index(key)]
+
+
+def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:
+    """Return the dtypes of what a step writes of a param, by role, but for the param and a master in its place."""
+    dtypes = dict.fromkeys(MOMENTS, MOMENT_DTYPE[form.moments])
+    if amsgrad:
+        dtypes["max_exp_avg_sq"] = torch.float32
+    if form.moments == "block8":
+        dtypes |= dict.fromkeys(BASES, torch.int16)
+    if form.master == "split":
+        dtypes["remainder"] = torch.int16
+    return dtypes
+
+
+def span_of(role: str, where: slice) -> slice:
+    """Return where an array has what belongs to these elements, the first of which begins a block."""
+    if role not in BASES:
+        return where
+    assert where.start % BLOCK_NUMEL == 0, "cuts are between blocks"
+    return slice(where.start // BLOCK_NUMEL, blocks_of(where.stop))
 
 
 def _moment_run(state: Mapping[str, Any], plain: list[Tensor], step: float) -> Any:

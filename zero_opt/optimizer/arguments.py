@@ -19,7 +19,6 @@ from ..errors import (
     ZeroOptError,
 )
 from ..kernels.checks import shared_pair
-from ..policies import AdamState
 from ..sharding.flat_param import check_grad_dtype, check_memory, is_dtensor
 from ..sharding.wrapped_class import needs_closure
 
@@ -53,10 +52,6 @@ def template_of(
         raise UnsupportedOptimizer(
             f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
             "over several ranks, nor with an offload or masters; use it at world size 1 without"
-        )
-    if isinstance(form := defaults.get("state"), AdamState) and form != AdamState():
-        raise UnsupportedOptimizer(
-            f"state={form!r} cannot be sharded over several ranks, nor offloaded; leave it AdamState()"
         )
     template = cls([_on_meta(entry) for entry in groups], **defaults)
     check_options(template.param_groups)

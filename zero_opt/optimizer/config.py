@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..errors import ConfigConflict
 from ..placement import Offload, PlacementInputs, PlacementPolicy, placement_policy
-from ..policies import AlreadyReduced, Checks, MixedPrecision
+from ..placement.adam_rules import NATIVE_CLASSES
+from ..policies import AdamState, AlreadyReduced, Checks, MixedPrecision
 from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
@@ -44,9 +46,11 @@ class Config:
             ConfigError, ConfigTypeError, UnsupportedOptimizer: an argument is wrong.
         """
         check_reduction_policy(self.reduction)
+        check_type("precision", self.precision, MixedPrecision)
+        if self.optimizer_class in NATIVE_CLASSES and self.precision.master_dtype is not None:
+            self._say_masters_in_state(self.precision.master_dtype)
         inputs = PlacementInputs(self.optimizer_class, self.defaults, self.precision, self.reduction)
         object.__setattr__(self, "placement", placement_policy(self.offload, inputs))
-        check_type("precision", self.precision, MixedPrecision)
         check_type("checks", self.checks, Checks)
         if self.precision.between_hosts_dtype is not None and isinstance(self.reduction, AlreadyReduced):
             raise ConfigConflict(
@@ -57,10 +61,29 @@ class Config:
         if self.max_grad_norm is not None:
             object.__setattr__(self, "max_grad_norm", check_max_norm(self.max_grad_norm, "max_grad_norm"))
 
+    def _say_masters_in_state(self, dtype: torch.dtype | str) -> None:
+        """Let ``master_dtype`` of a class that has ``state`` be what that says of masters."""
+        master, given = "split" if dtype == "split" else "float32", self.defaults.get("state", AdamState())
+        check_type("state", given, AdamState)
+        state = replace(given, master=master)
+        if given.master not in (None, master):
+            raise ConfigConflict(
+                f"MixedPrecision.master_dtype={dtype!r} and {given!r} are two answers to one question; leave "
+                "master_dtype None"
+            )
+        warnings.warn(
+            f"MixedPrecision(master_dtype={dtype!r}) of {self.optimizer_class.__name__} is deprecated; say "
+            f"state={state!r}",
+            DeprecationWarning,
+            stacklevel=5,  # of who makes the optimizer
+        )
+        object.__setattr__(self, "precision", replace(self.precision, master_dtype=None))
+        object.__setattr__(self, "defaults", {**self.defaults, "state": state})
+
     @property
     def has_masters(self) -> bool:
         """Whether masters, or copies of parameters elsewhere, may be stepped in the parameters' place."""
-        return self.offload is not None or self.precision.master_dtype is not None
+        return self.offload is not None or self.placement.inputs.form.master is not None
 
     def widens(self, bucket: GradBucket) -> bool:
         """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
@@ -82,6 +105,7 @@ class Config:
         yield "register_elementwise() of that class", is_elementwise(cls)
         for name in ("reduction", "offload", "precision", "max_grad_norm"):
             yield name, repr(getattr(self, name))
+        yield "state", repr(self.placement.inputs.form)
         yield "checks.nonfinite", repr(self.checks.nonfinite)
         yield "overlap_param_gather given", model is not None
         # Parameters arrive in the order of these names.

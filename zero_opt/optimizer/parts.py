@@ -70,7 +70,8 @@ class EngineParts:
         model = config.reduction.overlap_param_gather  # whose forward waits for parameters
         self.placement, lookout = self._built_placement(), groups.control.lookout
         self.gather = build_gather(self.partition, self.exchanges, self.thread, model, self.placement, lookout)
-        stand_ins = StandIns(config.optimizer_class, config.defaults, owner, self.params)
+        shown = {key: value for key, value in config.defaults.items() if key != "state"}  # in torch's form
+        stand_ins = StandIns(config.optimizer_class, shown, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
         self.guard.notice_edits(self.partition.edits, self.visible.written)
         self.full = FullState(self.agreement, self.partition, self.placement, self.guard)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..comm.rendezvous import hosts_of, require_still_alone
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
-from ..placement import Offload
+from ..placement import Offload, ReadThrough, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..sharding.flat_param import is_dtensor
@@ -283,7 +284,7 @@ class ShardedOptimizer(UnevenInputs):
         self._require_open()
         with self._engine.moving():
             self._engine.leave_device()
-            self._parked.leave(v for state in self.state.values() for v in state.values() if isinstance(v, Tensor))
+            self._parked.leave(chain.from_iterable(map(live_tensors, self.state.values())))
 
     @one_call("opt.reload_state()")
     def reload_state(self) -> None:
@@ -391,8 +392,7 @@ class ShardedOptimizer(UnevenInputs):
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
         held = self._engine.memory_report()
-        tensors = [local_of(v) for state in self.state.values() for v in state.values() if isinstance(v, Tensor)]
-        return {**held, "state": held["state"] + sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+        return {**held, "state": held["state"] + sum(map(_nbytes_of, self.state.values()))}
 
     @property
     def _group(self) -> Group:
@@ -443,3 +443,10 @@ class ShardedOptimizer(UnevenInputs):
     def _require_open(self) -> None:
         if self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
+
+
+def _nbytes_of(state: Mapping[str, Any]) -> int:
+    """Return the bytes that this rank has of a parameter's state."""
+    if isinstance(state, ReadThrough):
+        return state.nbytes
+    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, Tensor))

@@ -8,9 +8,10 @@ from typing import Any
 from ..errors import ConfigTypeError, quoted
 from ..policies import AlreadyReduced, CPUOffload, NVMeOffload, WorkerOffload
 from .in_process.policy import CPUPolicy, OnDevicePolicy
-from .interface import ParamState, Placement, ReadThrough, live_tensors
+from .interface import ParamState, Placement, live_tensors
 from .nvme.policy import NVMePolicy
 from .policy import PlacementInputs, PlacementPolicy, SinglePlacePolicy
+from .read_through import ReadThrough
 from .selective.policy import SelectivePolicy
 from .worker.policy import WorkerPolicy
 

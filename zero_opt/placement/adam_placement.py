@@ -15,6 +15,7 @@ from .adam_rules import check_fused, require_fitting, say_without_masters
 from .adam_shard import StateShard
 from .interface import ParamState, StretchPlacement
 from .masters import changed_while_pending
+from .read_through import ReadThrough
 
 
 class PendingStep(Protocol):
@@ -100,6 +101,7 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
         """Copy the values of an edited state to the arrays."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
+            shard.forget_values([position])
             return False
         if self._pending is not None:
             raise StepPending(
@@ -109,10 +111,13 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
         self._await_copies()
         saved = {} if state is None else dict(state)
         require_fitting(shard.flats[position], shard.part(position).shape, saved, amsgrad=shard.has_maximum())
-        shard.forget_views(position)
+        in_place = isinstance(state, ReadThrough) and state is shard.state(position)
+        if not in_place:
+            shard.forget_views(position)
         shard.load(position, saved)
+        shard.forget_values([position])
         self._written()
-        return True
+        return not in_place
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; a step under way ends, and is forgotten."""

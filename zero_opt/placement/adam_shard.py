@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.adam_state import HALVES, MOMENTS
+from ..kernels.adam_state import HALVES, ROLES, span_of
+from ..policies import AdamState
 from ..sharding.buckets import GradBucket
+from ..system.devices import HOST
 from .adam_rules import MAXIMUM
+from .compact_state import PlainForm, form_of, is_compact, live_form
 from .interface import ParamState
 from .masters import MasterShard, Stretch, slices_of
+from .read_through import ReadThrough
 
 
 class StateShard(MasterShard):
     """One bucket's shard of Adam's state. Slices are those of this rank in the bucket.
 
-    Arrays are (shard numel,), fp32: exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; master, where the parameter is not
-    that itself.
+    Arrays are (shard numel,): those of :func:`state_dtypes`, of which bases have one element per block; master, fp32,
+    where the parameter is not that itself, nor the half of a split one.
 
     Attributes:
+        form: what is kept of a slice. splits: whether masters are split.
+        compact: whether users see another state than the arrays.
         steps: steps done, fp32, one per slice.
         stepped: positions of slices that have state.
     """
 
-    def __init__(self, bucket: GradBucket) -> None:
+    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
         super().__init__(*slices_of(bucket))
-        self.bucket = bucket
+        self.bucket, self.form = bucket, form_of(bucket, form)
+        self.splits, self.compact = self.form.master == "split", is_compact(self.form)
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
         self.stepped: set[int] = set()
@@ -39,11 +47,16 @@ class StateShard(MasterShard):
         return self._slice("master", position)
 
     def _slice(self, role: str, position: int) -> Tensor:
-        return self._arrays[role][slice(*self.pieces[position].in_shard)]
+        return self._array(role, position)[span_of(role, slice(*self.pieces[position].in_shard))]
+
+    def _array(self, role: str, position: int) -> Tensor:  # noqa: ARG002  (which of several a slice is in)
+        return self._arrays[role]
 
     def _renew_view(self, position: int, own: ParamState) -> None:
         """Let the dict that the user holds show other tensors of ours, but for what the user put into it."""
         shown, before = self._views[position]
+        if isinstance(shown, ReadThrough):
+            return
         for key, value in own.items():
             if shown.get(key) is before.get(key):
                 shown[key] = value
@@ -58,27 +71,95 @@ class StateShard(MasterShard):
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
             own = self._shown(position)
-            self._views[position] = (dict(own), own)
+            self._views[position] = (self._plain_form(position) if self.compact else dict(own), own)
         return self._views[position][0]
 
+    def _plain_form(self, position: int) -> ReadThrough:
+        live, upper_half = partial(self._live, position), partial(self._upper_half, position)
+        return ReadThrough(PlainForm(live, upper_half, partial(self.shaped, position=position)))
+
+    def _live(self, position: int) -> ParamState:
+        """The arrays' part of a slice, 1-D."""
+        roles = [role for role in ROLES if role in self._arrays]
+        masters = ["master"] if self.param_dtype in HALVES and not self.splits else []
+        slices = {role: self._slice(role, position) for role in (*roles, *masters)}
+        return {"step": self.steps[position], **slices}
+
+    def _upper_half(self, position: int) -> Tensor:
+        """The parameter's half of a split master, 1-D in host memory."""
+        if not self.edited(position):
+            return self.master(position).to(HOST)
+        self.flats[position].load()
+        return self.param_run(position).to(HOST)
+
     def _shown(self, position: int) -> ParamState:
-        shown: ParamState = {"step": self.steps[position]}
-        keys = [key for key in (*MOMENTS, MAXIMUM) if key in self._arrays]
-        for key in [*keys, *(["master"] if self.param_dtype in HALVES else [])]:
-            shown[key] = self.shaped(self._slice(key, position), position)
-        return shown
+        live = self._live(position).items()
+        return {key: value if key == "step" else self.shaped(value, position) for key, value in live}
+
+    def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.compact:
+            return super().saved_state(position, state)
+        live = super().saved_state(position, self._live(position))
+        return PlainForm(lambda: live, partial(self._upper_half, position), partial(self.shaped, position=position))
 
     def replaced(self, position: int, shown: ParamState) -> bool:
-        """Whether the user has put other values in the place of those that :meth:`state` shows."""
-        _, own = self._views.get(position, ({}, {}))
+        """Whether the user has put other values in the place of those that :meth:`state` shows.
+
+        Of compact state, also whether values that it has shown were written to.
+        """
+        mine, own = self._views.get(position, ({}, {}))
+        if isinstance(mine, ReadThrough):
+            return shown is not mine or mine.edited()
         return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
+
+    def holds_edits(self) -> bool:
+        """Whether values of compact state that were shown have been written to."""
+        return any(shown.edited() for shown in self._made_views())
+
+    def _made_views(self, positions: Collection[int] | None = None) -> Iterator[ReadThrough]:
+        for position in self._views if positions is None else positions:
+            shown, _ = self._views.get(position, (None, None))
+            if isinstance(shown, ReadThrough):
+                yield shown
+
+    def forget_values(self, positions: Collection[int]) -> None:
+        """Let values of compact state be made anew when they are read."""
+        for shown in self._made_views(positions):
+            shown.forget()
 
     def forget_views(self, position: int) -> None:
         """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
 
+    def take_param(self, position: int) -> None:
+        super().take_param(position)
+        if self.splits:
+            self._slice("remainder", position).zero_()
+
+    def _load_compact(self, position: int, saved: Mapping[str, Any]) -> None:
+        """As :meth:`load`."""
+        self.take_param(position)
+        live = self._live(position)
+        flat = {
+            key: self.flat_grad(position, value) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in saved.items()
+        }
+        made = live_form(flat, self._upper_half(position), self.form) if saved else {}
+        self.steps[position] = float(saved.get("step", 0.0))
+        for role in live.keys() - {"step"}:
+            if role in made:
+                live[role].copy_(made[role])
+            elif role == "master" and role in saved:
+                live[role].copy_(flat[role])
+            elif role != "master":
+                live[role].zero_()
+
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it."""
+        if self.compact:
+            self._load_compact(position, saved)
+            self._end_load(position, saved)
+            return
         for key, value in self.state(position).items():
             if key == "step":
                 self.steps[position] = float(saved.get(key, 0.0))
@@ -86,12 +167,15 @@ class StateShard(MasterShard):
                 value.copy_(saved[key])
             elif key != "master":
                 value.zero_()
+        if "master" not in saved or self.param_dtype not in HALVES:
+            self.take_param(position)
+        self._end_load(position, saved)
+
+    def _end_load(self, position: int, saved: Mapping[str, Any]) -> None:
         if saved:
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
-        if "master" not in saved or self.param_dtype not in HALVES:
-            self.take_param(position)
         self.follow(position)
 
     def stretches_of(self, position: int) -> Sequence[Stretch]:
@@ -112,3 +196,4 @@ class StateShard(MasterShard):
         else:
             self.steps[list(positions)] += 1
         self.stepped.update(positions)
+        self.forget_values(positions)

@@ -12,16 +12,9 @@ from ..errors import ZeroOptError
 from ..reduction.interface import GradShard
 from ..sharding.buckets import GradBucket
 from .masters import MasterShard, Stretch
+from .read_through import ReadThrough
 
 ParamState = MutableMapping[str, Any]
-
-
-class ReadThrough(ABC, MutableMapping[str, Any]):
-    """A state that is put together when it is read, because it lies in memory in another form."""
-
-    @abstractmethod
-    def held(self) -> list[Tensor]:
-        """The tensors that this state has given out; the next step takes over what is written to them."""
 
 
 def live_tensors(state: Mapping[str, Any]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -12,15 +13,26 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..errors import ConfigConflict, UnsupportedParam
 from ..kernels.adam_state import HALVES
-from ..policies import MixedPrecision
+from ..policies import AdamState, MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST, is_host
 from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
+from .compact_state import is_compact
 from .interface import Placement, StretchPlacement
 from .memory import MemoryInputs, Tally
 
 OffloadT = TypeVar("OffloadT")
+
+
+def refuse_compact(policy: str, form: AdamState) -> None:
+    """Raise ConfigConflict for compact state, under a policy that keeps fp32 moments and masters."""
+    if is_compact(form):
+        raise ConfigConflict(
+            f"{policy} keeps fp32 moments and masters, not {form!r}: leave moments and master as they are by default"
+        )
+
+
 ParamStates = Mapping[int, Mapping[str, Any]]
 
 
@@ -33,9 +45,26 @@ class PlacementInputs(NamedTuple):
     reduction: ReductionPolicy
 
     @property
+    def form(self) -> AdamState:
+        """What is kept of a parameter; ``master`` is as the user says it, and ``None`` leaves it to the offload.
+
+        Of this package's classes ``state`` says it, of all others ``precision``.
+        """
+        if self.is_native_class:
+            own = self.defaults.get("state")
+            return own if isinstance(own, AdamState) else AdamState()
+        dtype = self.precision.master_dtype
+        return AdamState(master=None if dtype is None else "split" if dtype == "split" else "float32")
+
+    @property
+    def form_with_masters(self) -> AdamState:
+        """The same for an offload: where nothing is said, bf16 and fp16 parameters have fp32 masters."""
+        return self.form if self.form.master is not None else replace(self.form, master="float32")
+
+    @property
     def splits_masters(self) -> bool:
         """Whether a master is to be the parameter and a remainder."""
-        return self.precision.master_dtype == "split"
+        return self.form.master == "split"
 
     @property
     def is_native_class(self) -> bool:
@@ -162,10 +191,14 @@ class AdamPolicy(SinglePlacePolicy[OffloadT]):
     """A policy whose placement keeps fp32 masters and Adam's moments, and steps them natively."""
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        if self.inputs.splits_masters:
-            raise ConfigConflict(f"{self.name} keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
         check_groups(self.name, self.inputs.optimizer_class, groups)
-        check_params(self.name, [param for group in groups for param in group["params"]], describe)
+        params = [param for group in groups for param in group["params"]]
+        check_params(self.name, params, describe)
+        for index, param in enumerate(params if self.inputs.splits_masters else ()):
+            if param.dtype is torch.float16:
+                raise UnsupportedParam(
+                    f"{describe(index)} is {param.dtype}; split masters are for torch.bfloat16, use 'float32' ones"
+                )
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class LocalState:
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
         self._state = dict(placement.saved())
         self._parts = {index: placement.param_of(index) for index in self._state}
+        self._last: tuple[tuple[int, str], Any] = ((-1, ""), None)  # read by run(): it may have been made for that
 
     @classmethod
     def of(cls, placement: Placement, partition: Partition) -> LocalState:
@@ -84,7 +86,9 @@ class LocalState:
 
     def run(self, entry: Entry) -> Tensor:
         """Return the elements of an entry that travels, as a contiguous run where they live."""
-        value: Tensor = self._state[entry.param][entry.key]
+        if self._last[0] != (entry.param, entry.key):
+            self._last = (entry.param, entry.key), self._state[entry.param][entry.key]
+        value: Tensor = self._last[1]
         if value.dim() == 1 and value.is_contiguous():  # which is its own run, in either order
             return value.detach() if value.requires_grad else value
         value = value.detach()

@@ -90,7 +90,7 @@ def _native() -> Iterator[Finding]:
     try:
         isas = native_isas()
     except NativeUnavailable as error:
-        off = "CPUAdam, WorkerOffload, NVMeOffload, Selective, split masters and exchange in shared memory are off"
+        off = "CPUAdam, AdamState, WorkerOffload, NVMeOffload, Selective and exchange in shared memory are off"
         yield Finding(OFF, "native", f"no kernels: {off}", str(error))
         return
     forced = " by ZERO_OPT_ISA" if os.environ.get("ZERO_OPT_ISA") else ""

@@ -17,7 +17,7 @@ from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
 from ..placement import Offload
-from ..policies import Checks, MixedPrecision, Overlapped, check_dtype, check_integer
+from ..policies import AdamState, Checks, MixedPrecision, Overlapped, check_dtype, check_integer
 from ..reduction import ReductionPolicy
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise
@@ -189,9 +189,11 @@ def _title(sizing: Sizing) -> str:
     devices = sorted({sketch.device.type for sketch in sizing.sketches.values()})
     config = sizing.config
     offload = "no offload" if config.offload is None else repr(config.offload)
+    form = config.placement.inputs.form
+    state = f"; {form!r}" if config.placement.inputs.is_native_class and form != AdamState() else ""
     return (
         f"{config.optimizer_class.__name__}, {sum(p.numel() for p in params):,} elements of {', '.join(dtypes)} "
-        f"on {', '.join(devices)}; {offload}; {config.reduction!r}; {config.precision!r}"
+        f"on {', '.join(devices)}; {offload}; {config.reduction!r}; {config.precision!r}{state}"
     )
 
 

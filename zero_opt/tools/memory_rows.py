@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.adam_state import span_of, state_dtypes
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
+from ..placement.compact_state import is_compact
 from ..placement.memory import DEVICE, MemoryInputs, Tally
 from ..policies import AlreadyReduced, Overlapped
 from ..sharding.buckets import GradBucket
@@ -101,7 +104,14 @@ class Sizing:
         return _nbytes(self.sketches[index] for index in self.trainable)
 
     def _state_nbytes(self, group: int, shape: Sequence[int], dtype: torch.dtype) -> Mapping[str, int]:
-        return self._sizes.of(group, self.hypers[group], shape, dtype)
+        form = self.config.placement.inputs.form
+        if not is_compact(form):
+            return self._sizes.of(group, self.hypers[group], shape, dtype)
+        amsgrad = bool(self.hypers[group].get("amsgrad"))
+        dtypes = state_dtypes(replace(form, master=None), amsgrad=amsgrad)
+        whole = slice(0, math.prod(shape))
+        sizes = {role: span_of(role, whole).stop * of_role.itemsize for role, of_role in dtypes.items()}
+        return {"step": torch.float32.itemsize, **sizes}
 
     def _add_alone(self, tally: Tally) -> None:
         tally["grads", DEVICE, "gradients"] = self._grads_nbytes

@@ -323,7 +323,11 @@ def test_a_clip_ends_with_its_gradients(reduction: Any) -> None:
     [
         ({"precision": SPLIT}, zero_opt.UnsupportedOptimizer, "fused=True"),
         ({"precision": SPLIT, "fused": False, **ON_HOST}, zero_opt.UnsupportedOptimizer, "native kernel alone"),
-        ({"precision": SPLIT, "offload": zero_opt.WorkerOffload()}, zero_opt.ConfigConflict, "keeps fp32 masters"),
+        (
+            {"precision": SPLIT, "offload": zero_opt.CPUOffload(selective=zero_opt.Selective())},
+            zero_opt.ConfigConflict,
+            "Selective keeps fp32 moments and masters",
+        ),
     ],
 )
 def test_what_cannot_be_split(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import run_processes
+from zero_opt import AdamState
 from zero_opt.optimizer.single_rank import SingleRank
+from zero_opt.placement import ReadThrough
 from zero_opt.tools.estimate import Estimate
 
 Shapes = Sequence[tuple[int, ...]]
@@ -71,11 +73,25 @@ CONFIGS += [
     Config(
         torch.optim.AdamW, zero_opt.Overlapped(), EVEN, torch.bfloat16, zero_opt.MixedPrecision("split"), defaults=FUSED
     ),
-    Config(zero_opt.CPUAdamW, zero_opt.AlreadyReduced(), dtype=torch.float16, precision=MASTERS),
+    Config(
+        zero_opt.CPUAdamW,
+        zero_opt.AlreadyReduced(),
+        dtype=torch.float16,
+        defaults=(("state", AdamState(master="float32")),),
+    ),
+    Config(zero_opt.CPUAdamW, defaults=(("state", AdamState("block8")),)),
     Config(torch.optim.Adam, dtype=torch.bfloat16, precision=zero_opt.MixedPrecision(accumulate_dtype=torch.float32)),
     Config(torch.optim.RMSprop, zero_opt.AtStep(bucket_mb=SMALL), offload=zero_opt.CPUOffload()),
     Config(torch.optim.AdamW, dtype=torch.bfloat16, offload=zero_opt.CPUOffload(ratio=0.5), defaults=FUSED),
+    Config(
+        zero_opt.CPUAdamW,
+        zero_opt.AtStep(bucket_mb=SMALL),
+        dtype=torch.bfloat16,
+        offload=zero_opt.CPUOffload(),
+        defaults=(("state", AdamState("block8", "split")), ("amsgrad", True)),
+    ),
 ]
+COMPACT: tuple[tuple[str, Any], ...] = (("state", AdamState("block8", "split")),)
 WORKER = [
     Config(torch.optim.AdamW, offload=zero_opt.WorkerOffload(threads=1), defaults=FUSED),
     Config(
@@ -101,10 +117,22 @@ WORKER = [
         offload=zero_opt.WorkerOffload(threads=1),
         defaults=FUSED,
     ),
+    Config(
+        zero_opt.CPUAdamW,
+        zero_opt.Overlapped(bucket_mb=SMALL),
+        dtype=torch.bfloat16,
+        offload=zero_opt.WorkerOffload(threads=1),
+        defaults=COMPACT,
+    ),
+    Config(zero_opt.CPUAdamW, offload=zero_opt.WorkerOffload(threads=1), defaults=(("state", AdamState("block8")),)),
 ]
 SPECULATING = [
     config._replace(reduction=reduction, offload=zero_opt.WorkerOffload(threads=1, speculate=True))
-    for config, reduction in ((WORKER[0], zero_opt.Overlapped()), (WORKER[1], zero_opt.Overlapped(bucket_mb=SMALL)))
+    for config, reduction in (
+        (WORKER[0], zero_opt.Overlapped()),
+        (WORKER[1], zero_opt.Overlapped(bucket_mb=SMALL)),
+        (WORKER[4], zero_opt.Overlapped()),
+    )
 ]
 
 
@@ -163,7 +191,9 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
         found |= held_by_columns(home)
         home = home._inner
     else:
-        found["state"] = nbytes(value for _, state in home.state() for value in state.values())
+        found["state"] = sum(
+            state.nbytes if isinstance(state, ReadThrough) else nbytes(state.values()) for _, state in home.state()
+        )
     if isinstance(config.offload, zero_opt.WorkerOffload):
         found["arena"] = in_file(home._worker.arena.fd)
     if isinstance(config.offload, zero_opt.NVMeOffload):

@@ -233,7 +233,7 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     found = estimate(params, 2, reduction=reduction, offload=offload, precision=precision, fused=True, device="cuda")
     staying = 0
     for rank in range(2):
-        maker = HostUnits(offload, master)
+        maker = HostUnits(offload, zero_opt.AdamState(master=master or "float32"))
         units = [unit for made in maker(found._sizing.buckets(rank)) for unit in made]
         staying += compare_units(found.on_rank(rank), units, dtype, split=master == "split")
         compare_locked(found.on_rank(rank), maker, [unit for unit in units if isinstance(unit, InHost)], dtype)

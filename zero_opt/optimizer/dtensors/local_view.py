@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...placement import ParamState
+from ...placement import ParamState, ReadThrough
 from ...sharding.flat_param import is_dtensor, place_of
 from ...system.inference_mode import version_of
 from .local_parts import local_grad, local_of, state_of_part, value_of_param
@@ -68,6 +68,49 @@ class PlainGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
 
+class DTensorValues(ReadThrough):
+    """What users see of a part's state whose values are made when they are read: DTensors over those.
+
+    Args:
+        live: the part's state. param, plain: see :func:`value_of_param`.
+    """
+
+    def __init__(self, live: ReadThrough, param: Tensor, plain: Tensor) -> None:
+        self.live, self._param, self._plain = live, param, plain
+        self._pairs: dict[str, tuple[Any, Any, int]] = {}  # the value, what stands for it, and its version
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.live)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.live[key]
+        if key not in self._pairs or self._pairs[key][0] is not value:
+            shown = value_of_param(value, self._param, self._plain)
+            self._pairs[key] = value, shown, version_of(shown) if isinstance(shown, Tensor) else 0
+        return self._pairs[key][1]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.live[key] = state_of_part({key: value}, self._param)[key]
+
+    def __delitem__(self, key: str) -> None:
+        del self.live[key]
+
+    @property
+    def nbytes(self) -> int:
+        return self.live.nbytes
+
+    def held(self) -> list[Tensor]:
+        return [shown for _, shown, _ in self._pairs.values() if isinstance(shown, Tensor)]
+
+    def follow(self) -> None:
+        """Let edits of DTensors be edits of the values."""
+        pairs = [pair for key, pair in self._pairs.items() if key in self.live]
+        written = [value for value, shown, version in pairs if value is not shown and version_of(shown) != version]
+        if written:
+            torch.autograd.graph.increment_version(written)
+        self._pairs.clear()
+
+
 class PlainState(MutableMapping[Tensor, ParamState]):
     """The user's ``state``, by plain parameter: tensors in a part's shape are DTensors there, over the same memory."""
 
@@ -82,6 +125,9 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         shown = self._user.state.get(self._twins[plain].param)
         if not shown:
             raise KeyError(plain)
+        if isinstance(shown, DTensorValues) and shown.live is self._live.get(plain):
+            shown.follow()
+            return shown.live
         pairs = self._pairs.get(plain, {})
         kept = {key: pairs[key][0] for key, value in shown.items() if key in pairs and pairs[key][1] is value}
         live = self._live.get(plain)
@@ -96,7 +142,8 @@ class PlainState(MutableMapping[Tensor, ParamState]):
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
         """Put other live state in the place of what there is."""
         self._live[plain], self._pairs[plain] = live, {}
-        self._user.state[self._twins[plain].param] = {}
+        param = self._twins[plain].param
+        self._user.state[param] = DTensorValues(live, param, plain) if isinstance(live, ReadThrough) else {}
         self._refresh(plain)
 
     def __delitem__(self, plain: Tensor) -> None:
@@ -120,6 +167,8 @@ class PlainState(MutableMapping[Tensor, ParamState]):
 
     def _refresh(self, plain: Tensor) -> None:
         live, before, param = self._live[plain], self._pairs[plain], self._twins[plain].param
+        if isinstance(live, ReadThrough):
+            return
         kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
         if len(kept) == len(before) == len(live):
             return

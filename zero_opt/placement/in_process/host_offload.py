@@ -29,8 +29,9 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
+from ..compact_state import form_of
 from .placement import DevicePlacement, Work
-from .units import PLAIN, SPLIT, DeviceUnits, Mastered, SliceGrads, Unit, on_device
+from .units import DeviceUnits, Mastered, SliceGrads, Unit, on_device
 
 _MIB = 2**20
 # Every run of a slice begins at a multiple of this.
@@ -141,7 +142,7 @@ class InHost(Mastered):
     def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
         numels = [piece.in_param.numel for piece in self.pieces]
         self._results = [self.shaped(self._link.carve(numel, self.param_dtype), at) for at, numel in enumerate(numels)]
-        if self.param_dtype in HALVES and self.form is PLAIN:
+        if self.param_dtype in HALVES and not self.splits:
             return [self._blank(at, torch.float32, HOST) for at in range(len(self.pieces))]
         return self._results
 
@@ -215,8 +216,8 @@ class InHost(Mastered):
 class HostUnits(DeviceUnits):
     """The maker of units that stay on their device, and of sub-groups in host memory; buckets on the CPU stay whole."""
 
-    def __init__(self, policy: CPUOffload, master_dtype: object) -> None:
-        super().__init__(master_dtype or torch.float32)
+    def __init__(self, policy: CPUOffload, form: AdamState) -> None:
+        super().__init__(form)
         self._policy = policy
         self._links: dict[torch.device, HostLink] = {}
 
@@ -265,11 +266,11 @@ class HostUnits(DeviceUnits):
     def _units(self, bucket: GradBucket, staying: set[int]) -> list[Unit]:
         members = range(len(bucket.slices))
         if is_host(bucket.device):
-            return on_device(bucket, members, self._master_dtype)
+            return on_device(bucket, members, self._form)
         stays = [member for member in members if bucket.slices[member].param in staying]
-        form = SPLIT if self._master_dtype == "split" and bucket.params[0].param.dtype in HALVES else PLAIN
-        away = [InHost(bucket, group, form, self._links[bucket.device]) for _, group in self.leaving([bucket], staying)]
-        return [*on_device(bucket, stays, torch.float32), *away]
+        form, link = form_of(bucket, self._form), self._links[bucket.device]
+        away = [InHost(bucket, group, form, link) for _, group in self.leaving([bucket], staying)]
+        return [*on_device(bucket, stays, AdamState(master="float32")), *away]
 
     def leaving(
         self, buckets: Iterable[GradBucket], staying: Collection[int]

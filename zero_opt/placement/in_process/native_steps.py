@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,12 +20,10 @@ from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ..adam_rules import STEPPED_KEYS, require_complete, require_fitting, say_fused
 from ..interface import ParamState
-from .units import PLAIN, SliceGrads, Unit
+from .units import SliceGrads, StatesByTensor, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.
 FusedRule = Callable[[Mapping[str, Any]], bool]
-# Of an optimizer, by what it steps.
-StatesByTensor = MutableMapping[Tensor, dict[str, Any]]
 
 
 def asks_for_fused(group: Mapping[str, Any]) -> bool:
@@ -59,7 +57,7 @@ class NativeSteps:
         """Whether it steps a unit of a group."""
         if not unit.stepped or not unit.stepped[0].is_cpu or not self.rule(group):
             return False
-        return unit.form is not PLAIN or unit.stepped[0].dtype is torch.float32
+        return unit.splits or unit.stepped[0].dtype is torch.float32
 
     def has_adopted(self, index: int, state: ParamState) -> bool:
         """Whether a parameter's state has the values that it had when :meth:`adopt` was called last."""
@@ -74,15 +72,13 @@ class NativeSteps:
         Raises:
             StateDictError: the kernel cannot step the state.
         """
-        if "remainder" not in state:
-            known = {key: state[key] for key in STEPPED_KEYS if key in state}
-            require_fitting(unit.flats[position], unit.stepped[position].shape, known, amsgrad=amsgrad)
+        known = {key: state[key] for key in STEPPED_KEYS if key in state}
+        require_fitting(unit.flats[position], unit.stepped[position].shape, known, amsgrad=amsgrad)
         for role in ROLES:
             value = state.get(role)
             if isinstance(value, Tensor):
                 state[role] = value.to(HOST, torch.float32 if value.is_floating_point() else value.dtype)
-        if unit.form is PLAIN or "remainder" in state:
-            _require_steppable(unit, position, state)
+        _require_steppable(unit, position, state)
 
     def note_adopted(self, index: int, state: ParamState) -> None:
         """Let :meth:`has_adopted` be true of a state until the user puts other values into it."""

@@ -14,10 +14,11 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
-from ..adam_rules import say_without_masters
+from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
 from ..interface import ParamState, StretchPlacement
+from ..read_through import ReadThrough
 from .native_steps import NativeSteps
-from .units import SPLIT, DeviceUnits, SliceGrads, Unit, load_split
+from .units import DeviceUnits, SliceGrads, Unit
 
 
 class Work(NamedTuple):
@@ -57,6 +58,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
+        self._shown: dict[int, ReadThrough] = {}  # by parameter: what users see of compact state
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         group = {**hypers_of(hypers), "params": []}
@@ -94,6 +96,7 @@ class DevicePlacement(StretchPlacement[Unit]):
                     self._optimizer.state.pop(param, None)
                 for piece in unit.pieces:
                     del self._places[piece.param]
+                    self._shown.pop(piece.param, None)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -165,7 +168,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         inner, unit = self._optimizer, work.unit
         group = inner.param_groups[unit.pieces[0].group]
         if self._native is None or not self._native.can_step(unit, group):
-            if unit.form is SPLIT:
+            if unit.compact:
                 raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
             self._step_by_class([work], grad_scale)
             return
@@ -213,15 +216,26 @@ class DevicePlacement(StretchPlacement[Unit]):
             state = states.get(unit.stepped[position])
             if state is not None:
                 unit.complete(position, state)
-                yield index, state
+                if unit.compact and index not in self._shown:
+                    self._shown[index] = ReadThrough(unit.plain_form(position, states))
+                yield index, self._shown[index] if unit.compact else state
+
+    def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        states = self._optimizer.state
+        for index, _ in self.state():
+            unit, position = self._places[index]
+            yield index, unit.saved_state(position, states[unit.stepped[position]])
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
         if state is None:
+            self._shown.pop(index, None)
             if states.pop(stepped, None) is not None:
                 unit.take_master(position, None)
             return False
+        if unit.compact:
+            return self._adopt_values(index, state)
         other = states.get(stepped) is not state
         native = None if self._native is None or self._native.has_adopted(index, state) else self._native
         if native is not None:
@@ -230,10 +244,6 @@ class DevicePlacement(StretchPlacement[Unit]):
                 native.adopt(unit, position, state, amsgrad=bool(group["amsgrad"]))
             else:
                 native = None
-        if unit.form is SPLIT and "remainder" not in state:
-            unit.take_master(position, state)  # the parameter, of which the remainder is what it lacks of the master
-            states[stepped] = load_split(state, stepped)
-            return True
         if other or state.get("master", stepped) is not stepped:
             unit.take_master(position, state)
             unit.complete(position, state)
@@ -241,6 +251,23 @@ class DevicePlacement(StretchPlacement[Unit]):
         if native is not None:
             native.note_adopted(index, state)
         return False
+
+    def _adopt_values(self, index: int, state: ParamState) -> bool:
+        """As :meth:`adopt_state`, of a compact state, for values in torch's form."""
+        shown, (unit, position) = self._shown.get(index), self._places[index]
+        edited = state is not shown or shown.edited()
+        if edited:
+            group = self._optimizer.param_groups[unit.pieces[position].group]
+            stepped, values = unit.stepped[position], dict(state)
+            known = {key: values[key] for key in STEPPED_KEYS if key in values}
+            require_fitting(unit.flats[position], stepped.shape, known, amsgrad=bool(group["amsgrad"]))
+            unit.take_master(position, values)
+            self._optimizer.state[stepped] = unit.compact_state(position, values)
+        if state is shown:
+            shown.forget()
+            return False
+        self._shown.pop(index, None)
+        return True
 
     def param_of(self, index: int) -> Tensor:
         unit, position = self._places[index]
@@ -256,12 +283,13 @@ class DevicePlacement(StretchPlacement[Unit]):
             packed.append({**hypers_of(hypers), "params": _searchable(ids) if self._apart else ids})
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
+        self._shown.clear()
         say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""
         unit, _ = self._places[index]
-        if unit.form is SPLIT:
+        if unit.compact:
             return {}
         return {key: value for key, value in saved.items() if key != "master" or not unit.mastered}
 
@@ -270,11 +298,11 @@ class DevicePlacement(StretchPlacement[Unit]):
         unit, position = self._places[index]
         stepped, states = unit.stepped[position], self._optimizer.state
         unit.take_master(position, saved)
-        if saved and unit.form is SPLIT:
-            states[stepped] = load_split(saved, stepped)
+        if saved and unit.compact:
+            states[stepped] = unit.compact_state(position, saved)
         elif saved:
             unit.complete(position, states[stepped])
-        mastered = unit.form is SPLIT or unit.mastered
+        mastered = unit.splits or unit.mastered
         return bool(saved) and mastered and unit.param_dtype in HALVES and "master" not in saved
 
     def resident(self) -> Iterator[Tensor]:

@@ -109,11 +109,11 @@ class OnDevicePolicy(InProcessPolicy[None]):
 
     def stepped_as(self, param: Tensor) -> tuple[torch.dtype, torch.device]:
         dtype, _ = super().stepped_as(param)
-        return param.dtype if self.inputs.precision.master_dtype is None else dtype, param.device
+        return param.dtype if self.inputs.form.master is None else dtype, param.device
 
     def build(self, group: Group) -> DevicePlacement:  # noqa: ARG002
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
-        return DevicePlacement(cls, defaults, DeviceUnits(self.inputs.precision.master_dtype), self.native_steps())
+        return DevicePlacement(cls, defaults, DeviceUnits(self.inputs.form), self.native_steps())
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits = reduced_gradients(buckets), self.inputs.splits_masters
@@ -147,7 +147,7 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
         return strategy(cls, defaults, self._units(), self.native_steps())
 
     def _units(self) -> HostUnits:
-        return HostUnits(self.offload, self.inputs.precision.master_dtype)
+        return HostUnits(self.offload, self.inputs.form_with_masters)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits, units = reduced_gradients(buckets), self.inputs.splits_masters, self._units()

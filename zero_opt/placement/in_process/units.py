@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import HALVES, live_state, plain_state, prefer_huge_pages, remainder_of
+from ...kernels.adam_state import HALVES, prefer_huge_pages
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...system.extension import native_available
+from ..compact_state import PlainForm, form_of, is_compact, live_form
 from ..interface import ParamState
 from ..masters import MasterShard, slices_of
 
-PLAIN, SPLIT = AdamState(), AdamState(master="split")
-
 SliceGrads = Sequence[tuple[int, Tensor]]
+# Live states of an optimizer, by what it steps.
+StatesByTensor = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Unit(MasterShard):
@@ -32,6 +33,8 @@ class Unit(MasterShard):
         members: positions of the slices among this rank's of the bucket.
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
         form: what the native kernel keeps of a slice. Slices that are stepped in stretches are stepped by it alone.
+        splits: whether a master is the parameter and a remainder.
+        compact: whether users see another state than the live one; such slices are stepped by the kernel alone.
         mastered: what is stepped are masters or copies of parameters, not the parameters themselves.
         written: parameters that the kernel writes to, and that are followed: its writes are no edits of the user's.
     """
@@ -40,9 +43,10 @@ class Unit(MasterShard):
     stepped: list[Tensor]
     written: Sequence[FlatParam] = ()
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState) -> None:
         super().__init__(*slices_of(bucket, members))
         self.members, self.form = members, form
+        self.splits, self.compact = form.master == "split", is_compact(form)
         self._targets = [self.part(position) for position in range(len(self.pieces))]
 
     def repoint(self, position: int) -> None:
@@ -84,9 +88,25 @@ class Unit(MasterShard):
 
     def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state as ``torch.optim`` has it, with the master as a tensor."""
-        if "remainder" not in state:
+        if not self.compact:
             return super().saved_state(position, state)
-        return plain_state(self.flats[position].label, self._next_stepped(position), state)
+        live = state if self.splits else super().saved_state(position, state)
+        return PlainForm(lambda: live, lambda: self._next_stepped(position))
+
+    def plain_form(self, position: int, states: StatesByTensor) -> PlainForm:
+        """The compact state of a slice as users see it.
+
+        Args:
+            states: the live ones, by what is stepped.
+        """
+        stepped = self.stepped[position]
+        return PlainForm(lambda: states[stepped], lambda: self._next_stepped(position))
+
+    def compact_state(self, position: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The live state of a compact form out of a saved one; without a master, what is stepped is it."""
+        state = live_form(saved, self.stepped[position], self.form)
+        self.complete(position, state)
+        return state
 
     def _next_stepped(self, position: int) -> Tensor:
         """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
@@ -102,7 +122,7 @@ class InPlace(Unit):
 
     mastered = False
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState) -> None:
         super().__init__(bucket, members, form)
         self.stepped = self._targets
 
@@ -123,7 +143,7 @@ class InPlace(Unit):
 class Mastered(Unit):
     """fp32 masters of bf16 or fp16 parameters are stepped, on the parameters' device."""
 
-    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState = PLAIN) -> None:
+    def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState) -> None:
         super().__init__(bucket, members, form)
         self.stepped, self.written = self._make_stepped(bucket.device), self.flats
 
@@ -145,11 +165,11 @@ class Mastered(Unit):
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
     def complete(self, position: int, state: ParamState) -> None:
-        if self.param_dtype in HALVES and self.form is PLAIN:
+        if self.param_dtype in HALVES and not self.splits:
             state["master"] = self.stepped[position]
 
     def show_masters(self, positions: Sequence[int], states: MutableMapping[Tensor, ParamState]) -> None:
-        if self.param_dtype in HALVES and self.form is PLAIN:
+        if self.param_dtype in HALVES and not self.splits:
             for position in positions:
                 states.setdefault(self.stepped[position], {})["master"] = self.stepped[position]
 
@@ -166,34 +186,29 @@ class Mastered(Unit):
         return self.stepped
 
 
-def on_device(bucket: GradBucket, members: Sequence[int], master_dtype: object) -> list[Unit]:
-    """The unit of slices that are stepped on their own device; none of no slices.
-
-    Args:
-        master_dtype: of bf16 and fp16 parameters, as in :class:`MixedPrecision`.
-    """
+def on_device(bucket: GradBucket, members: Sequence[int], form: AdamState) -> list[Unit]:
+    """The unit of slices that are stepped on their own device; none of no slices."""
     if not members:
         return []
-    if bucket.params[0].param.dtype not in HALVES or master_dtype is None:
-        return [InPlace(bucket, members)]
-    return [InPlace(bucket, members, SPLIT) if master_dtype == "split" else Mastered(bucket, members)]
+    own = form_of(bucket, form)
+    return [Mastered(bucket, members, own) if own.master == "float32" else InPlace(bucket, members, own)]
 
 
 class DeviceUnits:
     """The maker of a placement's units, and the owner of what units share: one unit per bucket, on its device.
 
     Args:
-        master_dtype: as in :class:`MixedPrecision`.
+        form: what is kept of a parameter.
         members_of: positions of the slices of a bucket that are stepped; ``None``, of all.
     """
 
-    def __init__(self, master_dtype: object, members_of: Callable[[GradBucket], Sequence[int]] | None = None) -> None:
-        self._master_dtype, self._members_of = master_dtype, members_of
+    def __init__(self, form: AdamState, members_of: Callable[[GradBucket], Sequence[int]] | None = None) -> None:
+        self._form, self._members_of = form, members_of
 
     def __call__(self, buckets: Sequence[GradBucket]) -> list[list[Unit]]:
         """Return all units of each bucket."""
         members_of = self._members_of or (lambda bucket: range(len(bucket.slices)))
-        return [on_device(bucket, members_of(bucket), self._master_dtype) for bucket in buckets]
+        return [on_device(bucket, members_of(bucket), self._form) for bucket in buckets]
 
     @property
     def spare_nbytes(self) -> int:
@@ -214,10 +229,3 @@ class DeviceUnits:
 
     def close(self) -> None:
         """Let go of what units share."""
-
-
-def load_split(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The live state of a split master out of a saved one; without a master, the parameter is it."""
-    plain = {key: value for key, value in saved.items() if key != "master"}
-    state = live_state(plain, torch.empty_like(param, dtype=torch.float32), PLAIN)
-    return {**state, "remainder": remainder_of(param, saved.get("master"))}

@@ -9,19 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import MOMENTS
+from ...kernels.adam_state import span_of, state_dtypes
+from ...kernels.runs import BLOCK_NUMEL
+from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
-from ..adam_rules import state_keys
 from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, NVME, Tally
 from .state_file import BLOCK_BYTES, StateFile
-from .window_pass import FileWindow
+from .window_pass import FilePart, FileWindow
 
 # Bytes that are asked about at a time, whole blocks.
 _ASKED_BYTES = 4 * 2**20
-_BLOCK_NUMEL = BLOCK_BYTES // torch.float32.itemsize
+
+
+def array_nbytes(role: str, dtype: torch.dtype, numel: int) -> int:
+    """Bytes of so many elements of an array."""
+    return int(span_of(role, slice(0, numel)).stop) * dtype.itemsize
 
 
 class FileShard(StateShard):
@@ -29,16 +34,22 @@ class FileShard(StateShard):
 
     Attributes:
         index: of the bucket.
-        direct: parameters are in fp32 and in host memory, and stepped in place: they are their own masters.
+        direct: parameters are in host memory, and stepped in place: they are in fp32, their own masters, or half of
+            split ones.
     """
 
-    def __init__(self, bucket: GradBucket) -> None:
-        super().__init__(bucket)
+    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
+        super().__init__(bucket, form)
         self.index = bucket.layout.index
-        self.direct = self.param_dtype is torch.float32 and is_host(bucket.device)
+        self.direct = (self.param_dtype is torch.float32 or self.splits) and is_host(bucket.device)
+
+    def dtypes(self, *, amsgrad: bool) -> dict[str, torch.dtype]:
+        """The arrays that a step needs, by role."""
+        master = {} if self.direct or self.splits else {"master": torch.float32}
+        return {**state_dtypes(self.form, amsgrad=amsgrad), **master}
 
     def master(self, position: int) -> Tensor:
-        return self.param_run(position) if self.direct else super().master(position)
+        return self.param_run(position) if self.direct or self.splits else super().master(position)
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice.
@@ -91,72 +102,97 @@ class Segment(NamedTuple):
 class Extent:
     """Shards whose state has the same arrays, and is read and written together: a window may go over several.
 
-    An array has the elements of all shards, in their order, so that a shard's part of it is one run.
+    An array has the elements of all shards, in their order, so that a shard's part of it is one run. All arrays are cut
+    alike: between units of as many elements as have whole blocks of the file in each.
 
     Attributes:
         shards: with the element that each begins at in every array. group: number of their param group.
-        starts: where in the file each array begins, by role. mapped: its bytes, of which all views of state are views.
+        dtypes: of arrays that have a place, by role. starts: where in the file each begins. mapped: its bytes, of which
+            all views of state are views.
     """
 
     def __init__(self, shards: Sequence[FileShard]) -> None:
         self.group = shards[0].bucket.layout.group
         *begins, numel = accumulate((shard.bucket.shard_numel for shard in shards), initial=0)
         self.shards = list(zip(begins, shards, strict=True))
-        self.nbytes = -(-numel // _BLOCK_NUMEL) * BLOCK_BYTES  # of an array
+        every = self.shards[0][1].dtypes(amsgrad=False)
+        self._unit = next(
+            count
+            for count in (BLOCK_BYTES >> 2, BLOCK_BYTES >> 1, BLOCK_BYTES, BLOCK_BYTES * BLOCK_NUMEL >> 1)
+            if all(array_nbytes(role, dtype, count) % BLOCK_BYTES == 0 for role, dtype in every.items())
+        )
+        self._numel = -(-numel // self._unit) * self._unit
+        self.dtypes: dict[str, torch.dtype] = {}
         self.starts: dict[str, int] = {}
         self.mapped: dict[str, Tensor] = {}
 
-    def missing(self, *, amsgrad: bool) -> list[str]:
+    def missing(self, *, amsgrad: bool) -> dict[str, torch.dtype]:
         """The arrays that a step needs and that have no place yet."""
-        master = [] if self.shards[0][1].direct else ["master"]
-        return [role for role in (*state_keys(amsgrad=amsgrad), *master) if role not in self.starts]
+        wanted = self.shards[0][1].dtypes(amsgrad=amsgrad)
+        return {role: dtype for role, dtype in wanted.items() if role not in self.starts}
 
-    def place(self, roles: Sequence[str], file: StateFile, start: int) -> None:
+    def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
+        """Bytes that arrays have in the file."""
+        return sum(array_nbytes(role, dtype, self._numel) for role, dtype in arrays.items())
+
+    def place(self, arrays: Mapping[str, torch.dtype], file: StateFile, start: int) -> None:
         """Give arrays their places, reserved already, from byte ``start`` of the file on."""
-        for role in roles if self.nbytes else ():
-            self.starts[role], self.mapped[role] = start, file.view(start, self.nbytes)
-            start += self.nbytes
+        for role, dtype in arrays.items() if self._numel else ():
+            nbytes = array_nbytes(role, dtype, self._numel)
+            self.dtypes[role], self.starts[role], self.mapped[role] = dtype, start, file.view(start, nbytes)
+            start += nbytes
+        empty = {role: torch.empty(0, dtype=dtype, device="cpu") for role, dtype in arrays.items()}
         for at, shard in self.shards:
             where = slice(at, at + shard.bucket.shard_numel)
-            arrays = {role: array.view(torch.float32)[where] for role, array in self.mapped.items()}
-            shard.bind(arrays or dict.fromkeys((*MOMENTS, *roles), torch.empty(0, dtype=torch.float32, device="cpu")))
+            bound = {role: array.view(self.dtypes[role])[span_of(role, where)] for role, array in self.mapped.items()}
+            shard.bind(bound or empty)
 
     def require_writable(self, file: StateFile) -> None:
         """Raise StorageFailed unless all arrays can be written to, as :meth:`StateFile.require_writable` does."""
         for role, array in self.mapped.items():
-            for start in range(0, self.nbytes, _ASKED_BYTES):
+            for start in range(0, array.numel(), _ASKED_BYTES):
                 file.require_writable(self.starts[role] + start, array[start : start + _ASKED_BYTES])
 
     @property
     def end(self) -> int:
         """Where in the file the last array ends."""
-        return max((start + self.nbytes for start in self.starts.values()), default=0)
+        return max((start + self.mapped[role].numel() for role, start in self.starts.items()), default=0)
 
-    def add_memory(self, tally: Tally, roles: Sequence[str]) -> None:
+    def add_memory(self, tally: Tally, arrays: Mapping[str, torch.dtype]) -> None:
         """Add what the file will hold of these arrays: whole blocks, the last of which padding fills up."""
         shards = [shard for _, shard in self.shards]
-        owned = sum(piece.in_param.numel for shard in shards for piece in shard.pieces) * torch.float32.itemsize
-        for role in roles:
-            tally["masters" if role == "master" else "state", NVME, role] += owned
+        numels = [piece.in_param.numel for shard in shards for piece in shard.pieces]
+        for role, dtype in arrays.items():
+            owned = sum(array_nbytes(role, dtype, numel) for numel in numels)
+            tally["masters" if role in ("master", "remainder") else "state", NVME, role] += owned
+            tally["buffers", NVME, "padding"] += array_nbytes(role, dtype, self._numel) - owned
         tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
-        tally["buffers", NVME, "padding"] += (self.nbytes - owned) * len(roles)
 
-    def window_nbytes(self, most_nbytes: float, arrays: int) -> int:
-        """Bytes of one array in a window of so many: whole blocks, at least one."""
-        blocks = int(most_nbytes) // (BLOCK_BYTES * max(arrays, 1))
-        return min(max(blocks, 1) * BLOCK_BYTES, self.nbytes)
+    def _window_numel(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
+        """Elements of a window of at most so many bytes: whole units, at least one."""
+        each = sum(array_nbytes(role, dtype, self._unit) for role, dtype in arrays.items())
+        return min(max(int(most_nbytes) // each, 1) * self._unit, self._numel)
+
+    def window_nbytes(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
+        """Bytes of the largest window, of all arrays."""
+        numel = self._window_numel(most_nbytes, arrays)
+        return sum(array_nbytes(role, dtype, numel) for role, dtype in arrays.items())
 
     def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[FileWindow, list[Segment]]]:
         """All windows, numbered from ``number`` on, with the parts of slices in them."""
-        if not self.nbytes:
+        if not self._numel:
             return
-        size = self.window_nbytes(most_nbytes, len(self.starts))
-        step = size // torch.float32.itemsize
+        step = self._window_numel(most_nbytes, self.dtypes)
         segments = self._segments(step)
-        for start in range(0, self.nbytes, size):
-            nbytes = min(size, self.nbytes - start)
-            starts = {role: first + start for role, first in self.starts.items()}
-            yield FileWindow(number, starts, nbytes), segments.get(start // size, [])
+        for start in range(0, self._numel, step):
+            numel = min(step, self._numel - start)
+            parts = {
+                role: FilePart(
+                    self.starts[role] + array_nbytes(role, dtype, start), array_nbytes(role, dtype, numel), dtype
+                )
+                for role, dtype in self.dtypes.items()
+            }
+            yield FileWindow(number, parts), segments.get(start // step, [])
             number += 1
 
     def _segments(self, step: int) -> dict[int, list[Segment]]:
@@ -174,7 +210,8 @@ class Extent:
         return by_window
 
 
-def extents_of(buckets: Sequence[GradBucket]) -> list[Extent]:
+def extents_of(buckets: Sequence[GradBucket], form: AdamState) -> list[Extent]:
     """Neighbouring buckets of a group whose state has the same arrays, together."""
-    alike = groupby(map(FileShard, buckets), lambda shard: (shard.bucket.layout.group, shard.direct))
+    shards = (FileShard(bucket, form) for bucket in buckets)
+    alike = groupby(shards, lambda shard: (shard.bucket.layout.group, shard.direct, shard.dtypes(amsgrad=False)))
     return [Extent(list(shards)) for _, shards in alike]

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import StorageFailed, ZeroOptError
 from ...kernels import adam_update_
-from ...policies import NVMeOffload
+from ...policies import AdamState, NVMeOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.interrupts import uninterrupted
@@ -35,8 +35,9 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
-    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], threads: int | None) -> None:
+    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], form: AdamState, threads: int | None) -> None:
         super().__init__()
+        self._form = form
         self._threads, self._flush_denormals = threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
@@ -48,7 +49,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        added = extents_of(buckets)
+        added = extents_of(buckets, self._form)
         self._extend([*self._extents, *added])
         self._register(shard for extent in added for _, shard in extent.shards)
 
@@ -60,15 +61,15 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         """Give all arrays of these a place that have none yet, and forget what else there is."""
         start = max((extent.end for extent in extents), default=0)
         missing = [(extent, extent.missing(amsgrad=self._amsgrad[extent.group])) for extent in extents]
-        self._disk.file.reserve(start + sum(extent.nbytes * len(roles) for extent, roles in missing))
-        for extent, roles in missing:
-            if roles:
-                extent.place(roles, self._disk.file, start)
-                start += extent.nbytes * len(roles)
+        self._disk.file.reserve(start + sum(extent.nbytes_of(arrays) for extent, arrays in missing))
+        for extent, arrays in missing:
+            if arrays:
+                extent.place(arrays, self._disk.file, start)
+                start += extent.nbytes_of(arrays)
         windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
-        largest = max((window.nbytes * len(window.starts) for window, _ in windows), default=0)
+        largest = max((window.nbytes for window, _ in windows), default=0)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
             what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
             require_memory(BUFFERS * largest, what)

@@ -20,13 +20,13 @@ class NVMePolicy(AdamPolicy[NVMeOffload]):
 
     def build(self, group: Group) -> NVMePlacement:
         agree_on_threads(self.name, self.threads, group)
-        return NVMePlacement(self.offload, self.inputs.defaults, self.threads)
+        return NVMePlacement(self.offload, self.inputs.defaults, self.inputs.form_with_masters, self.threads)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, largest = reduced_gradients(buckets), 0
-        for extent in extents_of(buckets):
-            roles = extent.missing(amsgrad=inputs.amsgrad(extent.group))
-            extent.add_memory(tally, roles)
-            largest = max(largest, extent.window_nbytes(self.offload.window_mb * 2**20, len(roles)) * len(roles))
+        for extent in extents_of(buckets, self.inputs.form_with_masters):
+            arrays = extent.missing(amsgrad=inputs.amsgrad(extent.group))
+            extent.add_memory(tally, arrays)
+            largest = max(largest, extent.window_nbytes(self.offload.window_mb * 2**20, arrays))
         tally["staging", HOST_MEMORY, "windows"] += BUFFERS * largest
         return tally

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import AdamUpdate
-from ...kernels.adam_state import MOMENTS
+from ...kernels.adam_state import span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
 from ...reduction.interface import GradShard
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
-from ..adam_rules import MAXIMUM
 from ..masters import follow_param
 from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, FileWindow, WindowPass
@@ -97,8 +96,11 @@ class FileStep:
     def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
         shard, target = part.shard, self._param(part)
         dropped, (hypers, amsgrad) = part.slice_key in self._dropped, self._groups[shard.bucket.layout.group]
+        state = {role: arrays[role][span_of(role, part.where)] for role in state_dtypes(shard.form, amsgrad=amsgrad)}
         master, out = target, None
-        if not shard.direct:
+        if shard.splits and not shard.direct:
+            master = target.to(HOST)
+        elif not shard.direct:
             master = arrays["master"][part.where]
             if part.slice_key in self._following:
                 follow_param(master, target)
@@ -113,9 +115,8 @@ class FileStep:
             step=part.steps + 1,
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),
-            **{role: arrays[role][part.where] for role in MOMENTS},
-            max_exp_avg_sq=arrays[MAXIMUM][part.where] if amsgrad else None,
             out=out,
+            **state,
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -35,17 +35,28 @@ from .state_file import StateFile
 BUFFERS = 3  # one is read into, one changed, one written
 
 
+class FilePart(NamedTuple):
+    """A stretch of one array: where in the file it begins, and its bytes, whole blocks."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+
+
 class FileWindow(NamedTuple):
     """A stretch of several arrays that are read and written together.
 
     Attributes:
-        number: its place in the order of all. starts: where in the file each array has it, in bytes, by role.
-        nbytes: of each array; whole blocks.
+        number: its place in the order of all. parts: by role.
     """
 
     number: int
-    starts: dict[str, int]
-    nbytes: int
+    parts: dict[str, FilePart]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(part.nbytes for part in self.parts.values())
 
 
 class Buffer:
@@ -58,12 +69,14 @@ class Buffer:
 
     def parts(self, window: FileWindow) -> Iterator[tuple[str, memoryview]]:
         """The window's arrays as bytes, by role."""
-        for number, role in enumerate(window.starts):
-            yield role, self._memory[number * window.nbytes : (number + 1) * window.nbytes]
+        start = 0
+        for role, part in window.parts.items():
+            yield role, self._memory[start : start + part.nbytes]
+            start += part.nbytes
 
     def arrays(self, window: FileWindow) -> dict[str, Tensor]:
-        """The window's arrays in fp32, by role."""
-        return {role: torch.frombuffer(part, dtype=torch.float32) for role, part in self.parts(window)}
+        """The window's arrays by role."""
+        return {role: torch.frombuffer(part, dtype=window.parts[role].dtype) for role, part in self.parts(window)}
 
 
 class Disk:
@@ -84,7 +97,7 @@ class Disk:
     @staticmethod
     def _transfer(call: Callable[[int, memoryview], None], window: FileWindow, buffer: Buffer) -> None:
         for role, part in buffer.parts(window):
-            call(window.starts[role], part)
+            call(window.parts[role].start, part)
 
     def wait(self, transfer: Future[None]) -> None:
         """Raise what went wrong with a transfer; StorageFailed if it does not end in time, and then it goes on."""
@@ -133,7 +146,7 @@ class WindowPass:
         """Make the pass, or what is left of it. Yields every window when it is changed; ends when all are saved.
 
         Args:
-            change: is given a window and its arrays, fp32, to be written in place; all or nothing.
+            change: is given a window and its arrays, to be written in place; all or nothing.
 
         Raises:
             StorageFailed, or what ``change`` raises: see the module.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import quoted
-from ...system.inference_mode import version_of
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
-from ..interface import ParamState, ReadThrough
+from ..interface import ParamState
+from ..read_through import MadeState
 from .column_shard import ColumnShard
 from .schedule import Schedule
 
@@ -66,7 +66,7 @@ def _wrong_window(window: Any) -> str | None:
     return f"state {WINDOW!r} is {numbers}, no position between selections"
 
 
-class SavedColumns(Mapping[str, Any]):
+class SavedColumns(MadeState):
     """A slice's state in the form of ``torch.optim``; every value is made when it is asked for.
 
     ``step`` is the largest count of any column. There are the ``COLUMN_KEYS`` besides;
@@ -89,6 +89,10 @@ class SavedColumns(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.values() if isinstance(value, Tensor))
+
     def __getitem__(self, key: str) -> Any:
         column_slice, shape = self._shard.slices[self._position], self._shard.flats[self._position].shape
         if key == "step":
@@ -107,59 +111,6 @@ class SavedColumns(Mapping[str, Any]):
         if key not in home:
             raise KeyError(key)
         return self._shard.shaped(self._shard.value(self._position, key, home), self._position)
-
-
-class ColumnState(ReadThrough):
-    """What users see: values are made once and kept until :meth:`forget`, so that nothing written to them is lost."""
-
-    def __init__(self, saved: SavedColumns) -> None:
-        self._saved = saved
-        self._values: dict[str, Any] = {}
-        self._made: dict[str, tuple[Any, int]] = {}
-        self._dropped: set[str] = set()
-
-    def __iter__(self) -> Iterator[str]:
-        keys = dict.fromkeys((*self._saved, *self._values))
-        return iter([key for key in keys if key not in self._dropped])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self._dropped:
-            raise KeyError(key)
-        if key not in self._values:
-            value = self._saved[key]
-            self._values[key] = value
-            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0)
-        return self._values[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._dropped.discard(key)
-        self._values[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        if key not in self:
-            raise KeyError(key)
-        self._values.pop(key, None)
-        self._dropped.add(key)
-
-    def held(self) -> list[Tensor]:
-        return [value for value in self._values.values() if isinstance(value, Tensor)]
-
-    def edited(self) -> bool:
-        """Whether users have written to a value, put another in its place, or dropped one."""
-        for key, value in self._values.items():
-            made, version = self._made.get(key, (None, 0))
-            if value is not made or (isinstance(value, Tensor) and version_of(value) != version):
-                return True
-        return bool(self._dropped)
-
-    def forget(self) -> None:
-        """Show what there is now."""
-        self._values.clear()
-        self._made.clear()
-        self._dropped.clear()
 
 
 def is_trusted(saved: Mapping[str, Any]) -> bool:

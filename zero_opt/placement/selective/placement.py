@@ -18,7 +18,7 @@ from torch import Tensor
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels import adam_update_
-from ...policies import Selective
+from ...policies import AdamState, Selective
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
@@ -28,8 +28,9 @@ from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, StretchPlacement
 from ..masters import changed_while_pending
+from ..read_through import ReadThrough
 from .column_shard import ColumnShard, ColumnSlice, is_matrix
-from .column_state import ColumnState, SavedColumns, is_trusted
+from .column_state import SavedColumns, is_trusted
 from .column_step import step_columns
 from .schedule import Schedule, Selector, selected_count
 
@@ -57,7 +58,8 @@ class SelectivePlacement(Placement):
     ) -> None:
         self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
         native = NativeSteps(defaults, lambda _: True, threads)
-        self._small = DevicePlacement(optimizer_class, defaults, DeviceUnits(torch.float32, small_members), native)
+        units = DeviceUnits(AdamState(master="float32"), small_members)
+        self._small = DevicePlacement(optimizer_class, defaults, units, native)
         flush_denormals = bool(defaults.get("flush_denormals", False))
         self._update = partial(adam_update_, threads=threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
@@ -67,7 +69,7 @@ class SelectivePlacement(Placement):
         self._buckets: dict[int, GradBucket] = {}
         self._shards: dict[int, ColumnShard] = {}
         self._places: dict[int, tuple[ColumnShard, int]] = {}
-        self._shown: dict[int, ColumnState] = {}
+        self._shown: dict[int, ReadThrough] = {}
         self._amsgrad: list[bool] = []
         self._submitted: dict[int, list[int]] = {}  # to the home, and not brought in: positions by bucket
         self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
@@ -170,7 +172,7 @@ class SelectivePlacement(Placement):
         yield from self._small.state()
         for index in self._stepped():
             if index not in self._shown:
-                self._shown[index] = ColumnState(self._columns_of(index, partial(self._home_state, index)))
+                self._shown[index] = ReadThrough(self._columns_of(index, partial(self._home_state, index)))
             yield index, self._shown[index]
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:

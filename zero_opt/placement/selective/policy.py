@@ -18,7 +18,7 @@ from ..adam_rules import check_groups, check_params, check_state, state_keys
 from ..in_process.policy import add_slice
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy
+from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
 from .column_shard import columns_of, home_bucket, is_matrix
 from .column_state import column_places
 from .placement import SelectivePlacement, matrix_members
@@ -38,8 +38,7 @@ class SelectivePolicy(PlacementPolicy):
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         params = [param for group in groups for param in group["params"]]
-        if self.inputs.splits_masters:
-            raise ConfigConflict("Selective keeps fp32 masters: leave MixedPrecision.master_dtype None with it")
+        refuse_compact("Selective", self.inputs.form)
         if self._inner.leaves_some:
             raise ConfigConflict(
                 "CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it"

@@ -8,14 +8,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import HALVES
+from ...kernels.adam_state import HALVES, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
+from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.extension import native
 from ...system.shared_memory import Arena
-from ..adam_rules import state_keys
 from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, Tally, reduced_gradients
 
@@ -36,8 +36,9 @@ def in_bank(role: str, bank: int) -> str:
 class ArenaShard(StateShard):
     """A state shard whose arrays lie in the arena.
 
-    There is always a master. Arrays are more: out, the new parameters in their own dtype, where that is not fp32; as
-    many grad0, grad1 as asked for.
+    There is always a master; of a split one, the half that the parameters are is "param", in their dtype. Arrays are
+    more: out, the new parameters in their own dtype, where neither param nor master is that; as many grad0, grad1 as
+    asked for.
 
     Attributes:
         banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.
@@ -45,22 +46,31 @@ class ArenaShard(StateShard):
 
     banks = 1
 
-    def __init__(self, bucket: GradBucket) -> None:
-        super().__init__(bucket)
+    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
+        super().__init__(bucket, form)
+        self._stepped_role = "param" if self.splits else "master"
         self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
         self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, tuple[int, torch.dtype]] = {}  # where each array begins in the arena
 
+    def master(self, position: int) -> Tensor:
+        return self._slice(self._stepped_role, position)
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
         """The arrays that a step needs and that have no place yet."""
-        wanted = dict.fromkeys(("master", *state_keys(amsgrad=amsgrad)), torch.float32)
-        if self.param_dtype in HALVES:
+        wanted = {self._stepped_role: self.param_dtype if self.splits else torch.float32}
+        wanted |= state_dtypes(self.form, amsgrad=amsgrad)
+        if self._has_out:
             wanted["out"] = self.param_dtype
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
+
+    @property
+    def _has_out(self) -> bool:
+        return self.param_dtype in HALVES and not self.splits
 
     @property
     def spare_nbytes(self) -> int:
@@ -68,9 +78,9 @@ class ArenaShard(StateShard):
         owned = sum(piece.in_param.numel for piece in self.pieces)
         return 0 if self.param_dtype in HALVES else owned * torch.float32.itemsize
 
-    def numel_of(self, role: str) -> int:  # noqa: ARG002  (all are alike)
+    def numel_of(self, role: str) -> int:
         """How many elements an array has."""
-        return self.bucket.shard_numel
+        return int(span_of(role, slice(0, self.bucket.shard_numel)).stop)
 
     def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
         """Bytes of these arrays, one after the other, and of gaps between large ones."""
@@ -81,20 +91,26 @@ class ArenaShard(StateShard):
 
     def add_memory(self, tally: Tally, arrays: Mapping[str, torch.dtype]) -> None:
         """Add what these arrays hold, without what fills them up, and what the shard has outside the arena."""
-        owned = sum(piece.in_param.numel for piece in self.pieces)
         for role, dtype in arrays.items():
             kind, name = self.kind_of(role)
-            whole = kind == "grad_shards" or self.numel_of(role) != self.bucket.shard_numel
-            tally[kind, HOST_MEMORY, name] += (self.numel_of(role) if whole else owned) * dtype.itemsize
+            tally[kind, HOST_MEMORY, name] += self._held_numel(role, kind) * dtype.itemsize
         tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
         if not self.grads_in_arena:
             tally.update(reduced_gradients([self.bucket]))
+
+    def _held_numel(self, role: str, kind: str) -> int:
+        """How many elements of an array are in use."""
+        if kind == "grad_shards":
+            return self.numel_of(role)
+        return sum(span_of(role, slice(0, piece.in_param.numel)).stop for piece in self.pieces)
 
     def kind_of(self, role: str) -> tuple[str, str]:
         """What an array is, as a kind and a name; see :class:`~zero_opt.tools.memory_rows.Row`."""
         if role.startswith("grad"):
             return ("grad_shards", "reduced gradients") if self.grads_in_arena else ("buffers", "copies of gradients")
-        return {"master": ("masters", role), "out": ("buffers", "updated parameters")}.get(role, ("state", role))
+        if role in ("out", "param"):
+            return "buffers", "updated parameters"
+        return "masters" if role in ("master", "remainder") else "state", role
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
@@ -118,7 +134,7 @@ class ArenaShard(StateShard):
             self.bucket.place_in_arena([self._arrays[role] for role in grads])
 
     def result(self, position: int) -> Tensor:
-        return self._slice("out" if "out" in self._arrays else "master", position)
+        return self._slice("out" if self._has_out else self._stepped_role, position)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +165,7 @@ class ArenaShard(StateShard):
         home = self.grads
         for where, step, bank in self._neighbors(positions):
             arrays = self._state(where, bank, amsgrad=amsgrad)
-            if self.param_dtype in HALVES:
+            if self._has_out:
                 arrays["out"] = self._arrays["out"][where]
             to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
             yield BoundRun(arrays, self.grad_dtype, step=step, to=to).run, home[where].data_ptr()
@@ -174,8 +190,8 @@ class ArenaShard(StateShard):
 
     def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
         """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""
-        names = {"param": "master", **{key: key for key in state_keys(amsgrad=amsgrad)}}
-        return {role: self._arrays[in_bank(name, bank)][where] for role, name in names.items()}
+        names = {"param": self._stepped_role, **{role: role for role in state_dtypes(self.form, amsgrad=amsgrad)}}
+        return {role: self._arrays[in_bank(name, bank)][span_of(role, where)] for role, name in names.items()}
 
     def count_step(self, positions: Collection[int]) -> None:
         """Count a step of these slices, whose gradients the worker has read."""

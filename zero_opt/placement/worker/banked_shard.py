@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import sums_of
+from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.shared_memory import Arena
 from ..interface import ParamState
@@ -28,8 +29,8 @@ class BankedShard(ArenaShard):
 
     banks = 2
 
-    def __init__(self, bucket: GradBucket) -> None:
-        super().__init__(bucket)
+    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
+        super().__init__(bucket, form)
         self.squares: list[Tensor] = []
         self._sums = [sums_of(piece.in_shard.numel) for piece in self.pieces]
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
@@ -43,7 +44,10 @@ class BankedShard(ArenaShard):
         return arrays
 
     def numel_of(self, role: str) -> int:
-        return sum(self._sums) if role == _SQUARES else super().numel_of(role)
+        return sum(self._sums) if role == _SQUARES else super().numel_of(role.removesuffix(SECOND_BANK))
+
+    def _held_numel(self, role: str, kind: str) -> int:
+        return sum(self._sums) if role == _SQUARES else super()._held_numel(role.removesuffix(SECOND_BANK), kind)
 
     def kind_of(self, role: str) -> tuple[str, str]:
         if role == _SQUARES:
@@ -52,17 +56,17 @@ class BankedShard(ArenaShard):
 
     @property
     def spare_nbytes(self) -> int:
-        doubled = (dtype for role, (_, dtype) in self._sections.items() if role.endswith(SECOND_BANK))
-        return super().spare_nbytes + sum(self.bucket.shard_numel * dtype.itemsize for dtype in doubled)
+        doubled = {role: dtype for role, (_, dtype) in self._sections.items() if role.endswith(SECOND_BANK)}
+        return super().spare_nbytes + sum(self.numel_of(role) * dtype.itemsize for role, dtype in doubled.items())
 
     def bind(self, arena: Arena) -> None:
         self._other.clear()
         super().bind(arena)
         self.squares = list(torch.split(self._arrays[_SQUARES], self._sums)) if self.grads_in_arena else []
 
-    def _slice(self, role: str, position: int) -> Tensor:
+    def _array(self, role: str, position: int) -> Tensor:
         name = in_bank(role, self.bank[position])
-        return super()._slice(name if name in self._arrays else role, position)
+        return self._arrays[name if name in self._arrays else role]
 
     def count_step(self, positions: Collection[int]) -> None:
         """Let the banks count, and be shown, that the step has written."""
@@ -70,7 +74,7 @@ class BankedShard(ArenaShard):
         for position in positions:
             self.bank[position] ^= 1
             self._copies.pop(position, None)
-            if position in self._views:
+            if position in self._views and not self.compact:
                 _, before = self._views[position]
                 after = self._other.pop(position, None) or self._shown(position)
                 after["step"] = before["step"]  # there is one

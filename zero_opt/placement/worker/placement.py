@@ -12,7 +12,7 @@ from torch import nn
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels.functions import adam_hypers
-from ...policies import WorkerOffload
+from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
@@ -48,6 +48,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     Args:
         model: results arrive after the step, in the order of its modules; ``None``, within it.
+        form: what is kept of a parameter.
         grad_buffers: how many each bucket has.
     """
 
@@ -61,9 +62,11 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         defaults: Mapping[str, Any],
         group: Group,
         model: nn.Module | None,
+        form: AdamState,
         grad_buffers: int = 1,
     ) -> None:
         super().__init__()
+        self._form = form
         self._grad_buffers = grad_buffers
         self._delay = policy.delay
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
@@ -78,7 +81,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        added = [self._shard_type(bucket) for bucket in buckets]
+        added = [self._shard_type(bucket, self._form) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         self._register(added)
 
@@ -139,7 +142,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _written_to(self) -> bool:
         """Return whether the user has written to state since :meth:`_mark_state`."""
         state, version = self._marked
-        return state._version != version
+        return state._version != version or any(shard.holds_edits() for shard in self._shards.values())
 
     def close(self) -> None:
         try:

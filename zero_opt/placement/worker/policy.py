@@ -49,10 +49,11 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         super().check(groups, describe)
 
     def build(self, group: Group) -> WorkerPlacement:
-        model = self.inputs.reduction.overlap_param_gather
+        given = (self.offload, self.inputs.defaults, group)
+        model, form = self.inputs.reduction.overlap_param_gather, self.inputs.form_with_masters
         if self.offload.speculate:
-            return SpeculativePlacement(self.offload, self.inputs.defaults, group, model)
-        return WorkerPlacement(self.offload, self.inputs.defaults, group, model, self._grad_buffers)
+            return SpeculativePlacement(*given, model, form)
+        return WorkerPlacement(*given, model, form, self._grad_buffers)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally = Tally()
@@ -62,7 +63,7 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         # A run is a stretch of neighbors with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
-            shard = make(bucket)
+            shard = make(bucket, self.inputs.form_with_masters)
             arrays = shard.missing(amsgrad=inputs.amsgrad(bucket.layout.group), grads=self._grad_buffers)
             shard.add_memory(tally, arrays)
             taken += shard.nbytes_of(arrays)

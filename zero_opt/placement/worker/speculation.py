@@ -34,7 +34,7 @@ from ...comm.exchange import SliceSums
 from ...comm.groups import Group
 from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
-from ...policies import WorkerOffload
+from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
@@ -109,9 +109,14 @@ class SpeculativePlacement(WorkerPlacement):
     _shard_type = BankedShard
 
     def __init__(
-        self, policy: WorkerOffload, defaults: Mapping[str, Any], group: Group, model: nn.Module | None
+        self,
+        policy: WorkerOffload,
+        defaults: Mapping[str, Any],
+        group: Group,
+        model: nn.Module | None,
+        form: AdamState,
     ) -> None:
-        super().__init__(policy, defaults, group, model)
+        super().__init__(policy, defaults, group, model, form)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made

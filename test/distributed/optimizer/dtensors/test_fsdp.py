@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,6 +116,37 @@ def _parts_of_any_size(rank: int, world_size: int) -> None:
 
 def test_parts_of_any_size_are_stepped_as_tensors_by_themselves() -> None:
     run_processes(3, _parts_of_any_size)
+
+
+def _compact_parts(rank: int, world_size: int) -> None:
+    """Likewise with compact state, which is shown as DTensors of values; the user edits one in place."""
+    mesh = mesh_of((world_size,))
+    forms = [(torch.float32, zero_opt.AdamState("block8")), (torch.bfloat16, zero_opt.AdamState("bfloat16", "split"))]
+    for (dtype, form), offload in product(forms, (None, zero_opt.CPUOffload(), WORKER)):
+        net = sharded(mesh, ragged=True, dtype=dtype)
+        optimizer = zero_opt.ShardedOptimizer(net.parameters(), zero_opt.CPUAdamW, lr=0.02, offload=offload, state=form)
+        parts = [torch.nn.Parameter(part.clone()) for part in locals_of(net.parameters())]
+        oracle = zero_opt.CPUAdamW(parts, lr=0.02, state=form)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(net, step, rank)
+            for part, param in zip(parts, net.parameters(), strict=True):
+                part.grad = None if param.grad is None else param.grad.to_local().clone()
+            if step == 3:
+                optimizer.state[net.down.weight]["exp_avg"].mul_(3)
+                saved, at = oracle.state_dict(), [name for name, _ in net.named_parameters()].index("down.weight")
+                saved["state"][at]["exp_avg"].mul_(3)
+                oracle.load_state_dict(saved)
+            oracle.step()
+            optimizer.step()
+            assert_bitwise(locals_of(net.parameters()), [part.detach() for part in parts], f"{form}, {offload}")
+        states = oracle.state_dict()["state"]
+        assert_bitwise(local_state(optimizer), [states.get(at, {}) for at in range(len(parts))])
+        optimizer.close()
+
+
+def test_parts_have_compact_state() -> None:
+    run_processes(2, _compact_parts)
 
 
 def _no_messages(rank: int, world_size: int) -> None:

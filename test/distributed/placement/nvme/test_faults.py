@@ -91,7 +91,7 @@ def test_a_step_in_which_a_transfer_fails_is_taken_up_again(
     reference = _failing(tmp_path, None, None, dtype)
     faults = Faults(monkeypatch)
     optimizer = make(make_params(dtype), tmp_path)
-    transfers = sum(len(window.starts) for window, _ in placement_of(optimizer)._windows)
+    transfers = sum(len(window.parts) for window, _ in placement_of(optimizer)._windows)
     optimizer.close()
     assert transfers >= 4
     for name, code in (("preadv", errno.EIO), ("pwritev", errno.ENOSPC)):

@@ -105,8 +105,8 @@ def test_masters_of_fp32_parameters_are_in_the_file_where_those_are_elsewhere(
     """As on an accelerator, but that copies stay on the host."""
     made = extents.FileShard.__init__
 
-    def apart(self: Any, bucket: Any) -> None:
-        made(self, bucket)
+    def apart(self: Any, bucket: Any, form: Any) -> None:
+        made(self, bucket, form)
         self.direct = False
 
     monkeypatch.setattr(extents.FileShard, "__init__", apart)

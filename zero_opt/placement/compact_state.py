@@ -1,0 +1,73 @@
+"""Compact forms of Adam's state, shown as values in torch's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.adam_state import HALVES, live_state, plain_keys, plain_value, remainder_of
+from ..policies import AdamState
+from ..sharding.buckets import GradBucket
+from ..system.readable_pages import require_readable
+from .read_through import MadeState
+
+
+def is_compact(form: AdamState) -> bool:
+    """Return whether a live state of this form is another than what users and state dicts see of it."""
+    return form.moments != "float32" or form.master == "split"
+
+
+def form_of(bucket: GradBucket, form: AdamState) -> AdamState:
+    """Return what is kept of a bucket's slices: masters of bf16 and fp16 parameters only."""
+    return form if bucket.params[0].param.dtype in HALVES else replace(form, master=None)
+
+
+def live_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dict[str, Any]:
+    """Return the live state of a saved one, but for a master that is not split. The parameter is not written.
+
+    A split master is kept as far as the parameter is what it rounds to; without a master, the parameter is it.
+    """
+    plain = {key: value for key, value in saved.items() if key != "master"}
+    state = live_state(plain, torch.empty_like(stepped, dtype=torch.float32), form)
+    if form.master == "split":
+        state["remainder"] = remainder_of(stepped, saved.get("master"))
+    return state
+
+
+class PlainForm(MadeState):
+    """A slice's compact state in torch's form.
+
+    Args:
+        live: returns the state as it lies. stepped: returns the parameter, which is half of a split master, in the
+            shape of that. shaped: returns a value of that shape as users see it.
+    """
+
+    def __init__(
+        self,
+        live: Callable[[], Mapping[str, Any]],
+        stepped: Callable[[], Tensor],
+        shaped: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
+        self._live, self._stepped, self._shaped = live, stepped, shaped
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(plain_keys(self._live()))
+
+    def __len__(self) -> int:
+        return len(plain_keys(self._live()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self._live().values() if isinstance(value, Tensor))
+
+    def __getitem__(self, key: str) -> Any:
+        live = self._live()
+        if key not in plain_keys(live):
+            raise KeyError(key)
+        require_readable(*(value for value in live.values() if isinstance(value, Tensor)))
+        value = plain_value(live, self._stepped(), key)
+        return value if key == "step" else self._shaped(value)

@@ -1,0 +1,82 @@
+"""A state that is put together when it is read, because it lies in memory in another form."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from ..system.inference_mode import version_of
+
+
+class MadeState(Mapping[str, Any]):
+    """A slice's state in the form of ``torch.optim``, of which every value is made when it is asked for."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of what the values are made from."""
+
+
+class ReadThrough(MutableMapping[str, Any]):
+    """What users see of a state: values are made once and kept until :meth:`forget`.
+
+    So nothing written to them is lost: the next step takes over what is :meth:`edited`.
+    """
+
+    def __init__(self, saved: MadeState) -> None:
+        self._saved = saved
+        self._values: dict[str, Any] = {}
+        self._made: dict[str, tuple[Any, int]] = {}
+        self._dropped: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        keys = dict.fromkeys((*self._saved, *self._values))
+        return iter([key for key in keys if key not in self._dropped])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._dropped:
+            raise KeyError(key)
+        if key not in self._values:
+            value = self._saved[key]
+            self._values[key] = value
+            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0)
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._dropped.discard(key)
+        self._values[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._values.pop(key, None)
+        self._dropped.add(key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the values are made from."""
+        return self._saved.nbytes
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors that this state has given out."""
+        return [value for value in self._values.values() if isinstance(value, Tensor)]
+
+    def edited(self) -> bool:
+        """Whether users have written to a value, put another in its place, or dropped one."""
+        for key, value in self._values.items():
+            made, version = self._made.get(key, (None, 0))
+            if value is not made or (isinstance(value, Tensor) and version_of(value) != version):
+                return True
+        return bool(self._dropped)
+
+    def forget(self) -> None:
+        """Show what there is now."""
+        self._values.clear()
+        self._made.clear()
+        self._dropped.clear()
