@@ -380,7 +380,8 @@ class Group:
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
-        for pg in (self.pg, *(part for stages in self._stages for part in stages)):
+        parts = [part for stages in self._stages for part in stages]
+        for pg in [] if self._pg is None else [self._pg, *parts]:
             for device_type in self.device_backends:
                 with contextlib.suppress(RuntimeError):
                     abort_device_backend(pg, device_type)

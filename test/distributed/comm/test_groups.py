@@ -38,6 +38,7 @@ def _group(rank: int, world_size: int) -> list[object]:
         work.wait()
     group.close()
     group.close()
+    group.interrupt()
     return [gathered, tensors, value.item(), None if into is None else into.tolist()]
 
 
