@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,65 @@ def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any) -
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP])
 def test_gradients_of_another_dtype_than_their_parameter_are_refused(reduction: Any, offload: Any) -> None:
     run_processes(2, _with_grad_dtype, reduction, offload)
+
+
+# -- parameters that cannot be added up ------------------------------------------------------------------------------
+
+
+def _ones(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.ones(64, dtype=torch.complex64 if dtype is torch.complex32 else torch.float32).to(dtype))
+
+
+_ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "float8_e4m3fn": (partial(_ones, torch.float8_e4m3fn), r"parameter 4 .* is torch\.float8_e4m3fn"),
+    "float8_e5m2": (partial(_ones, torch.float8_e5m2), r"parameter 4 .* is torch\.float8_e5m2"),
+    "complex32": (partial(_ones, torch.complex32), r"parameter 4 .* is torch\.complex32"),
+    "conj": (lambda: nn.Parameter(torch.ones(64, dtype=torch.complex64).conj()), "parameter 4 .* conjugates"),
+    "negative": (lambda: nn.Parameter(torch._neg_view(torch.ones(64))), "parameter 4 .* negates"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True),
+        "nested tensor; only dense",
+    ),
+}
+
+
+def _odd_param(rank: int, world_size: int, odd: str, offload: Any) -> None:
+    make, text = _ODD[odd]
+    model = _net()
+    with pytest.raises(zero_opt.UnsupportedParam, match=text):
+        zero_opt.ShardedOptimizer([*model.parameters(), make()], torch.optim.AdamW, lr=0.01, offload=offload)
+    optimizer = _made(model, offload=offload)
+    with pytest.raises(zero_opt.UnsupportedParam, match=text):
+        optimizer.add_param_group({"params": [make()]})
+    _backward(model, 0, rank)
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:ComplexHalf support")
+@pytest.mark.parametrize("odd", _ODD)
+def test_parameters_that_cannot_be_added_up_are_refused_by_name(odd: str) -> None:
+    run_processes(2, _odd_param, odd, None)
+    run_processes(1, _odd_param, odd, zero_opt.CPUOffload())
+
+
+def _frozen_odd_param(rank: int, world_size: int) -> None:
+    """A frozen one may be of any kind; it is refused on every rank once it is thawed."""
+    model, odd = _net(), _ones(torch.float8_e4m3fn).requires_grad_(False)
+    optimizer = zero_opt.ShardedOptimizer([*model.parameters(), odd], torch.optim.AdamW, lr=0.01)
+    _backward(model, 0, rank)
+    optimizer.step()
+    odd.requires_grad_()
+    _backward(model, 1, rank)
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 4 .* or freeze it"):
+        optimizer.step()
+    odd.requires_grad_(False)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_frozen_parameter_may_be_of_any_dtype() -> None:
+    run_processes(2, _frozen_odd_param)
 
 
 # -- inference mode ---------------------------------------------------------------------------------------------------

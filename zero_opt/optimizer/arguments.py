@@ -19,7 +19,7 @@ from ..errors import (
     ZeroOptError,
 )
 from ..kernels.checks import shared_pair
-from ..sharding.flat_param import check_grad_dtype, check_memory, is_dtensor
+from ..sharding.flat_param import check_grad_dtype, check_memory, check_trainable, is_dtensor
 from ..sharding.wrapped_class import needs_closure
 
 
@@ -60,6 +60,8 @@ def template_of(
 
 def _on_meta(entry: Any) -> Any:
     if isinstance(entry, Tensor):
+        if entry.is_nested:
+            raise UnsupportedParam("a parameter is a nested tensor; only dense parameters can be sharded")
         if entry.is_quantized:
             raise UnsupportedParam(
                 f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
@@ -114,6 +116,8 @@ def checked_groups(
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
         check_memory(param, describe(index))
+        if param.requires_grad:
+            check_trainable(param, describe(index))
         check_grad_dtype(param, describe(index))
     _check_apart(params, describe)
 

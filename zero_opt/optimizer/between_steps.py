@@ -282,6 +282,10 @@ class BetweenSteps(Engine):
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()
+            if self.placement.pending:
+                log.warning(
+                    "load_state_dict() has dropped a pending step; call opt.flush() before it to keep its update"
+                )
             self._write(loaded)
         if self._groups.control.rank == 0:
             loaded.say(config, self.parts.params, self._describe)

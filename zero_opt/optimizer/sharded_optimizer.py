@@ -289,6 +289,7 @@ class ShardedOptimizer(UnevenInputs):
     @one_call("opt.reload_state()")
     def reload_state(self) -> None:
         """Undo :meth:`offload_state`."""
+        self._require_open()
         with self._engine.moving():
             self._engine.come_back()
             self._parked.come_back()

@@ -22,16 +22,32 @@ from ..layout import ParamSpec, Span
 from ..system.inference_mode import version_of
 
 _version_getter = attrgetter("_version")
+_TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
 def check_memory(param: Tensor, label: str) -> None:
     """Raise UnsupportedParam, naming the parameter, unless it is strided and its elements lie apart."""
-    if param.layout is not torch.strided:
-        raise UnsupportedParam(f"{label} is {param.layout}; only dense parameters can be sharded")
+    if param.is_nested or param.layout is not torch.strided:
+        kind = "a nested tensor" if param.is_nested else param.layout
+        raise UnsupportedParam(f"{label} is {kind}; only dense parameters can be sharded")
     if param.numel() and overlaps(param.shape, param.stride()):
         raise UnsupportedParam(
             f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
             "that owns its elements, e.g. param.contiguous()"
+        )
+
+
+def check_trainable(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the parameter, unless what lies in its memory can be added up and stepped."""
+    if param.dtype not in _TRAINABLE:
+        raise UnsupportedParam(
+            f"{label} is {param.dtype}, in which gradients cannot be added up; make it one of "
+            f"{', '.join(map(str, _TRAINABLE))}, or freeze it (requires_grad=False)"
+        )
+    if param.is_conj() or param.is_neg():
+        raise UnsupportedParam(
+            f"{label} is a view that torch conjugates or negates as it reads the memory; make the parameter of "
+            "tensor.resolve_conj().resolve_neg()"
         )
 
 
@@ -84,6 +100,7 @@ class FlatParam:
     def __init__(self, param: Tensor, label: str) -> None:
         self.param, self.label = param, label
         check_memory(param, label)
+        check_trainable(param, label)
         self.shape, self.numel = param.shape, param.numel()
         self._planned = self._identity()
         self._counter = _VersionCounter()

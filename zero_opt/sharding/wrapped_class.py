@@ -25,6 +25,9 @@ def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
     Raises:
         ConfigTypeError: not an optimizer class.
     """
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+        hint = f"; write register_elementwise({type(cls).__name__})" if isinstance(cls, torch.optim.Optimizer) else ""
+        raise ConfigTypeError(f"register_elementwise() takes an optimizer class, got {in_short(cls)}{hint}")
     check_wrapped_class(cls)
     _elementwise.add(cls)
     return cls

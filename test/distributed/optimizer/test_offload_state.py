@@ -85,3 +85,12 @@ def test_gradients_that_are_reduced_already_survive() -> None:
         optimizer.close()
         results.append([param.detach() for param in params])
     assert_bitwise(results[0], results[1])
+
+
+def test_no_state_comes_back_after_the_end() -> None:
+    for options in ({}, {"offload": zero_opt.CPUOffload()}):
+        optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW, **options)
+        optimizer.offload_state()
+        optimizer.close()
+        with pytest.raises(zero_opt.OptimizerClosed):
+            optimizer.reload_state()

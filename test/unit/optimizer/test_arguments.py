@@ -55,9 +55,15 @@ def test_a_subclass_is_not_assumed_to_be_like_its_base_until_registered() -> Non
 
 @pytest.mark.parametrize("bad", [None, "AdamW", torch.nn.Linear, torch.optim.SGD([Parameter(torch.ones(1))])])
 def test_what_is_no_optimizer_class_is_quoted(bad: object) -> None:
-    for check in (check_wrapped_class, register_elementwise):
-        with pytest.raises(ConfigTypeError, match=r"optimizer_class must be a torch\.optim\.Optimizer subclass"):
-            check(bad)  # type: ignore[operator]
+    with pytest.raises(ConfigTypeError, match=r"optimizer_class must be a torch\.optim\.Optimizer subclass"):
+        check_wrapped_class(bad)
+    with pytest.raises(ConfigTypeError, match=r"register_elementwise\(\) takes an optimizer class, got "):
+        register_elementwise(bad)  # type: ignore[arg-type]
+
+
+def test_an_instance_that_is_registered_has_its_way_out() -> None:
+    with pytest.raises(ConfigTypeError, match=r"write register_elementwise\(SGD\)$"):
+        register_elementwise(torch.optim.SGD([Parameter(torch.ones(1))]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,8 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
                 f"parameter {position} of those given has no shape yet, as a lazy module has not run; run a forward "
                 "first, on every rank, then make the optimizer"
             )
-        label = f"parameter {position} of those given, of shape {tuple(param.shape)},"
+        shape = "of several shapes" if param.is_nested else f"of shape {tuple(param.shape)}"
+        label = f"parameter {position} of those given, {shape},"
         if is_dtensor(param) and mesh is None:
             raise UnsupportedParam(f"{label} is a DTensor, and the others are not; make another optimizer for DTensors")
         if mesh is not None and not is_dtensor(param) and not mesh.takes_plain:
