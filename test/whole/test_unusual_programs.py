@@ -371,18 +371,22 @@ def test_a_graph_that_was_kept_over_a_step_is_stale(world_size: int, offload: An
 # -- gradients of another dtype --------------------------------------------------------------------------------------
 
 
-def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any) -> None:
+def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any, steps: int) -> None:
     model = _net().bfloat16()
     model[2].bias.grad_dtype = torch.float32
     with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 3 .* with grad_dtype=torch\.float32"):
         _made(model, reduction=reduction, offload=offload)
     model[2].bias.grad_dtype = torch.bfloat16
     optimizer = _made(model, reduction=reduction, offload=offload)
-    model[2].bias.grad_dtype = torch.float32
 
     def one_step() -> None:
         model(_inputs(0, rank).bfloat16()).float().square().mean().backward()
         optimizer.step()
+
+    for _ in range(steps):
+        one_step()
+        optimizer.zero_grad()
+    model[2].bias.grad_dtype = torch.float32
 
     with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 3 .* with grad_dtype=torch\.float32"):
         one_step()
@@ -392,7 +396,8 @@ def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any) -
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP])
 def test_gradients_of_another_dtype_than_their_parameter_are_refused(reduction: Any, offload: Any) -> None:
-    run_processes(2, _with_grad_dtype, reduction, offload)
+    for steps in (0, 2):
+        run_processes(2, _with_grad_dtype, reduction, offload, steps)
 
 
 # -- parameters that cannot be added up ------------------------------------------------------------------------------

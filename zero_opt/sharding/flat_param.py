@@ -22,6 +22,7 @@ from ..layout import ParamSpec, Span
 from ..system.inference_mode import version_of
 
 _version_getter = attrgetter("_version")
+_grad_dtype_getter = attrgetter("grad_dtype")
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
@@ -195,6 +196,14 @@ def versions_of(params: Collection[Tensor]) -> list[int]:
         return list(map(_version_getter, params))
     except RuntimeError:
         return list(map(version_of, params))
+
+
+def grad_dtypes_of(params: Collection[Tensor]) -> list[torch.dtype | None]:
+    """Return the ``grad_dtype`` of each leaf, ``None`` of other tensors."""
+    try:
+        return list(map(_grad_dtype_getter, params))
+    except RuntimeError:
+        return [param.grad_dtype if param.is_leaf else None for param in params]
 
 
 def edits_of(flats: Collection[FlatParam]) -> list[int]:

@@ -16,7 +16,7 @@ from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket
-from .flat_param import FlatParam, edits_of, moved_of, share_counters
+from .flat_param import FlatParam, edits_of, grad_dtypes_of, moved_of, share_counters
 
 _device = attrgetter("device")
 
@@ -114,9 +114,10 @@ class Partition:
         """Follow parameters whose data was re-pointed. Returns their indices.
 
         Raises:
-            UnsupportedParam: one does not fit any more; none was followed.
+            UnsupportedParam: one does not fit any more, or has gradients of another dtype; none was followed.
         """
-        facts = [*placing_of(self._params), list(map(shape_of, self._params)), list(map(_device, self._params))]
+        params = self._params
+        facts = [*placing_of(params), list(map(shape_of, params)), list(map(_device, params)), grad_dtypes_of(params)]
         if facts == self._facts:
             return []
         moved = moved_of(self.flats)

@@ -37,6 +37,8 @@ class _Twin:
         param, plain, part = self.param, self.plain, local_of(self.param)
         if plain.requires_grad is not param.requires_grad:
             plain.requires_grad_(param.requires_grad)
+        if plain.grad_dtype is not param.grad_dtype:  # which the partition refuses
+            plain.grad_dtype = param.grad_dtype
         if place_of(part) != place_of(plain):
             plain.data = part
         if self._apart and (version_of(param), version_of(part)) != self._edits:
