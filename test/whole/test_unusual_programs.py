@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,41 +178,6 @@ def test_amsgrad_that_comes_too_late_is_refused(offload: Any) -> None:
 
 def test_state_that_a_worker_has_no_place_for_is_refused() -> None:
     assert all("'mine'" in text for text in run_processes(2, _spoilt_state, zero_opt.WorkerOffload(), "with more"))
-
-
-def _loads_more(rank: int, world_size: int, offload: Any, strict: bool) -> Any:
-    """Load a state dict to which the user has added a key, of the first parameter."""
-    _, optimizer = _after_a_step(rank, offload)
-    optimizer.flush()
-    saved = optimizer.state_dict()
-    optimizer.flush()  # until all ranks have read it
-    saved["state"][0]["mine"] = "a word"
-    try:
-        optimizer.load_state_dict(saved, strict=strict)
-    except zero_opt.StateDictError as error:
-        return str(error)
-    found = optimizer.state_dict()["state"]
-    optimizer.flush()
-    return [sorted(found.get(index, ())) for index in range(2)]
-
-
-_DELAY = zero_opt.WorkerOffload(delay=1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("offload", [zero_opt.WorkerOffload(), _DELAY, "nvme"], ids=["worker", "delay", "nvme"])
-def test_loaded_state_that_has_no_place_is_refused(offload: Any, world_size: int, tmp_path: Path) -> None:
-    offload = zero_opt.NVMeOffload(tmp_path) if offload == "nvme" else offload
-    for message in run_processes(world_size, _loads_more, offload, True):
-        assert "the state of parameter 0 has 'mine', which has no place" in message
-    for first, second in run_processes(world_size, _loads_more, offload, False):
-        assert (first, second) == ([], ["exp_avg", "exp_avg_sq", "step"])
-
-
-@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
-def test_loaded_state_that_is_the_users_own_is_kept_beside_the_parameters(offload: Any) -> None:
-    for first, _ in run_processes(2, _loads_more, offload, True):
-        assert first == ["exp_avg", "exp_avg_sq", "mine", "step"]
 
 
 def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tuple[int, ...]) -> None:
@@ -398,65 +361,6 @@ def _with_grad_dtype(rank: int, world_size: int, reduction: Any, offload: Any, s
 def test_gradients_of_another_dtype_than_their_parameter_are_refused(reduction: Any, offload: Any) -> None:
     for steps in (0, 2):
         run_processes(2, _with_grad_dtype, reduction, offload, steps)
-
-
-# -- parameters that cannot be added up ------------------------------------------------------------------------------
-
-
-def _ones(dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.ones(64, dtype=torch.complex64 if dtype is torch.complex32 else torch.float32).to(dtype))
-
-
-_ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "float8_e4m3fn": (partial(_ones, torch.float8_e4m3fn), r"parameter 4 .* is torch\.float8_e4m3fn"),
-    "float8_e5m2": (partial(_ones, torch.float8_e5m2), r"parameter 4 .* is torch\.float8_e5m2"),
-    "complex32": (partial(_ones, torch.complex32), r"parameter 4 .* is torch\.complex32"),
-    "conj": (lambda: nn.Parameter(torch.ones(64, dtype=torch.complex64).conj()), "parameter 4 .* conjugates"),
-    "negative": (lambda: nn.Parameter(torch._neg_view(torch.ones(64))), "parameter 4 .* negates"),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True),
-        "nested tensor; only dense",
-    ),
-}
-
-
-def _odd_param(rank: int, world_size: int, odd: str, offload: Any) -> None:
-    make, text = _ODD[odd]
-    model = _net()
-    with pytest.raises(zero_opt.UnsupportedParam, match=text):
-        zero_opt.ShardedOptimizer([*model.parameters(), make()], torch.optim.AdamW, lr=0.01, offload=offload)
-    optimizer = _made(model, offload=offload)
-    with pytest.raises(zero_opt.UnsupportedParam, match=text):
-        optimizer.add_param_group({"params": [make()]})
-    _backward(model, 0, rank)
-    optimizer.step()
-    optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:ComplexHalf support")
-@pytest.mark.parametrize("odd", _ODD)
-def test_parameters_that_cannot_be_added_up_are_refused_by_name(odd: str) -> None:
-    run_processes(2, _odd_param, odd, None)
-    run_processes(1, _odd_param, odd, zero_opt.CPUOffload())
-
-
-def _frozen_odd_param(rank: int, world_size: int) -> None:
-    """A frozen one may be of any kind; it is refused on every rank once it is thawed."""
-    model, odd = _net(), _ones(torch.float8_e4m3fn).requires_grad_(False)
-    optimizer = zero_opt.ShardedOptimizer([*model.parameters(), odd], torch.optim.AdamW, lr=0.01)
-    _backward(model, 0, rank)
-    optimizer.step()
-    odd.requires_grad_()
-    _backward(model, 1, rank)
-    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 4 .* or freeze it"):
-        optimizer.step()
-    odd.requires_grad_(False)
-    optimizer.step()
-    optimizer.close()
-
-
-def test_a_frozen_parameter_may_be_of_any_dtype() -> None:
-    run_processes(2, _frozen_odd_param)
 
 
 # -- inference mode ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +291,46 @@ def test_dtensors_load_for_plain_parameters(placement: str, world_size: int) -> 
     for plain, *others in run_processes(world_size, _from_dtensors, placement):
         for other in others:
             assert_bitwise(other, plain)
+
+
+# -- keys that users add ---------------------------------------------------------------------------------------------
+
+
+def _loads_more(rank: int, world_size: int, offload: Any, strict: bool) -> Any:
+    """Load a state dict to which the user has added a key, of the first parameter."""
+    params = _params()
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, lr=0.5, reduction=zero_opt.AtStep(), offload=offload
+    )
+    _fill(params)
+    optimizer.step()
+    optimizer.flush()
+    saved = optimizer.state_dict()
+    optimizer.flush()  # until all ranks have read it
+    saved["state"][0]["mine"] = "a word"
+    try:
+        optimizer.load_state_dict(saved, strict=strict)
+    except zero_opt.StateDictError as error:
+        return str(error)
+    found = optimizer.state_dict()["state"]
+    optimizer.flush()
+    return [sorted(found.get(index, ())) for index in range(2)]
+
+
+_DELAY = zero_opt.WorkerOffload(delay=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offload", [zero_opt.WorkerOffload(), _DELAY, "nvme"], ids=["worker", "delay", "nvme"])
+def test_loaded_state_that_has_no_place_is_refused(offload: Any, world_size: int, tmp_path: Path) -> None:
+    offload = zero_opt.NVMeOffload(tmp_path) if offload == "nvme" else offload
+    for message in run_processes(world_size, _loads_more, offload, True):
+        assert "the state of parameter 0 has 'mine', which has no place" in message
+    for first, second in run_processes(world_size, _loads_more, offload, False):
+        assert (first, second) == ([], ["exp_avg", "exp_avg_sq", "step"])
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+def test_loaded_state_that_is_the_users_own_is_kept_beside_the_parameters(offload: Any) -> None:
+    for first, _ in run_processes(2, _loads_more, offload, True):
+        assert first == ["exp_avg", "exp_avg_sq", "mine", "step"]

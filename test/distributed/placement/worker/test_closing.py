@@ -1,4 +1,4 @@
-"""close() while a step is pending."""
+"""close(), or a load, while a step is pending."""
 
 from __future__ import annotations
 
@@ -59,3 +59,21 @@ def test_a_conflict_that_close_finds(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_closing_several_ranks_with_a_step_pending() -> None:
     assert run_processes(2, _close_pending)[0] is None
+
+
+def test_a_load_says_that_it_drops_a_pending_step(caplog: pytest.LogCaptureFixture) -> None:
+    params = make_params()
+    optimizer = make(params, offload=LATER)
+    backward(params, 1, 0)
+    optimizer.step()
+    optimizer.flush()
+    saved, before = optimizer.state_dict(), [param.detach().clone() for param in params]
+    optimizer.load_state_dict(saved)
+    assert "pending step" not in caplog.text
+    backward(params, 2, 0)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    assert "load_state_dict() has dropped a pending step; call opt.flush()" in caplog.text
+    optimizer.flush()
+    assert_bitwise([param.detach().clone() for param in params], before)
+    optimizer.close()

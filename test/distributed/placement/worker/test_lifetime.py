@@ -283,22 +283,6 @@ def test_cores_come_back_and_no_worker_stays(caplog: pytest.LogCaptureFixture) -
     assert "worker with" in caplog.text
 
 
-def test_a_load_says_that_it_drops_a_pending_step(caplog: pytest.LogCaptureFixture) -> None:
-    params = make_params()
-    optimizer = make(params, offload=LATER)
-    train(optimizer, params, range(1))
-    optimizer.flush()
-    saved, before = optimizer.state_dict(), values_of(params)
-    optimizer.load_state_dict(saved)
-    assert "pending step" not in caplog.text
-    train(optimizer, params, range(1, 2))
-    optimizer.load_state_dict(saved)
-    assert "load_state_dict() has dropped a pending step; call opt.flush()" in caplog.text
-    optimizer.flush()
-    assert_bitwise(values_of(params), before)
-    optimizer.close()
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

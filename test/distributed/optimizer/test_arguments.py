@@ -1,0 +1,107 @@
+"""Parameters that no optimizer over several ranks can have: refused by name when they are given, or used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import zero_opt
+from test.support.fsdp_models import mesh_of
+from test.support.harness import run_processes
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _backward(model: nn.Module, step: int, rank: int) -> None:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(inputs).square().mean().backward()
+
+
+def _ones(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.ones(64, dtype=torch.complex64 if dtype is torch.complex32 else torch.float32).to(dtype))
+
+
+_ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "float8_e4m3fn": (partial(_ones, torch.float8_e4m3fn), r"parameter 4 .* is torch\.float8_e4m3fn"),
+    "float8_e5m2": (partial(_ones, torch.float8_e5m2), r"parameter 4 .* is torch\.float8_e5m2"),
+    "complex32": (partial(_ones, torch.complex32), r"parameter 4 .* is torch\.complex32"),
+    "conj": (lambda: nn.Parameter(torch.ones(64, dtype=torch.complex64).conj()), "parameter 4 .* conjugates"),
+    "negative": (lambda: nn.Parameter(torch._neg_view(torch.ones(64))), "parameter 4 .* negates"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True),
+        "nested tensor; only dense",
+    ),
+}
+
+
+def _odd_param(rank: int, world_size: int, odd: str, offload: Any) -> None:
+    make, text = _ODD[odd]
+    model = _net()
+    with pytest.raises(zero_opt.UnsupportedParam, match=text):
+        zero_opt.ShardedOptimizer([*model.parameters(), make()], torch.optim.AdamW, lr=0.01, offload=offload)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, offload=offload)
+    with pytest.raises(zero_opt.UnsupportedParam, match=text):
+        optimizer.add_param_group({"params": [make()]})
+    _backward(model, 0, rank)
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:ComplexHalf support")
+@pytest.mark.parametrize("odd", _ODD)
+def test_parameters_that_cannot_be_added_up_are_refused_by_name(odd: str) -> None:
+    run_processes(2, _odd_param, odd, None)
+    run_processes(1, _odd_param, odd, zero_opt.CPUOffload())
+
+
+def _frozen_odd_param(rank: int, world_size: int) -> None:
+    """A frozen one may be of any kind; it is refused on every rank once it is thawed."""
+    model, odd = _net(), _ones(torch.float8_e4m3fn).requires_grad_(False)
+    optimizer = zero_opt.ShardedOptimizer([*model.parameters(), odd], torch.optim.AdamW, lr=0.01)
+    _backward(model, 0, rank)
+    optimizer.step()
+    odd.requires_grad_()
+    _backward(model, 1, rank)
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 4 .* or freeze it"):
+        optimizer.step()
+    odd.requires_grad_(False)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_frozen_parameter_may_be_of_any_dtype() -> None:
+    run_processes(2, _frozen_odd_param)
+
+
+def _dtensor_with_grad_dtype(rank: int, world_size: int) -> None:
+    param = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh_of((2,)), [Shard(0)]))
+    options: Any = {"lr": 0.1, "offload": zero_opt.CPUOffload()}
+    param.grad_dtype = torch.float64
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 0 .* with grad_dtype=torch\.float64"):
+        zero_opt.ShardedOptimizer([param], torch.optim.AdamW, **options)
+    param.grad_dtype = torch.float32
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, **options)
+    for dtype in (torch.float32, torch.float64):
+        param.grad = None
+        param.grad_dtype = dtype
+        local = torch.ones(4, 4, dtype=dtype)
+        param.grad = DTensor.from_local(local, param.device_mesh, [Shard(0)])
+        if dtype is torch.float32:
+            optimizer.step()
+            continue
+        with pytest.raises(zero_opt.UnsupportedParam, match=r"parameter 0 .* with grad_dtype=torch\.float64"):
+            optimizer.step()
+    optimizer.close()
+
+
+def test_a_dtensor_whose_gradients_have_another_dtype_is_refused() -> None:
+    run_processes(2, _dtensor_with_grad_dtype)
