@@ -25,9 +25,11 @@ def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
     Raises:
         ConfigTypeError: not an optimizer class.
     """
-    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
-        hint = f"; write register_elementwise({type(cls).__name__})" if isinstance(cls, torch.optim.Optimizer) else ""
-        raise ConfigTypeError(f"register_elementwise() takes an optimizer class, got {in_short(cls)}{hint}")
+    given: object = cls
+    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
+        instance = isinstance(given, torch.optim.Optimizer)
+        hint = f"; write register_elementwise({type(given).__name__})" if instance else ""
+        raise ConfigTypeError(f"register_elementwise() takes an optimizer class, got {in_short(given)}{hint}")
     check_wrapped_class(cls)
     _elementwise.add(cls)
     return cls
