@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
-from test.accelerator import assert_no_races, enable, unavailable
+from test.accelerator import C, assert_no_races, enable, unavailable
 from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
 from test.support.harness import run_processes
 
@@ -113,3 +115,29 @@ def test_a_mean_of_means_of_each_host(shape: tuple[int, int], dtype: torch.dtype
     for _, found, exchange in results:
         assert exchange == ("HierarchicalBackendExchange" if staged else "BackendExchange")
         assert torch.equal(found, expected)
+
+
+def _close_alone(rank: int, world_size: int) -> None:
+    enable()
+    torch.accelerator.set_device_index(rank % 2)
+    param = torch.nn.Parameter(torch.zeros(500, device=DEVICE))
+    opt = zero_opt.ShardedOptimizer([param], torch.optim.SGD, init_device_mesh("cpu", (2, 2)), lr=1.0, foreach=False)
+    store = dist.distributed_c10d._get_default_store()
+    # At first no buckets are launched before step(), then during backward.
+    for _ in range(2):
+        param.grad = None
+        param.sum().backward()
+        opt.step()
+        opt.zero_grad()
+    if rank == 0:
+        param.sum().backward()
+        opt.close()
+        C.synchronize()
+        store.set("closed", "")
+    else:
+        store.wait(["closed"], timedelta(seconds=60))
+        opt.close()
+
+
+def test_a_rank_may_close_alone_amid_a_reduction() -> None:
+    run_processes(4, _close_alone, backend=BACKEND, timeout=120)
