@@ -464,3 +464,28 @@ def _made_in_inference_mode(rank: int, world_size: int) -> None:
 
 def test_parameters_that_were_made_in_inference_mode_are_refused() -> None:
     run_processes(2, _made_in_inference_mode)
+
+
+def _edited_gradients(rank: int, world_size: int, backward: bool, edit: bool) -> None:
+    """Edit gradients between clip and step, having made them in inference mode or not."""
+    model = _net()
+    optimizer = _made(model, reduction=zero_opt.AtStep())
+    before = _values(model)
+    loss = model(_inputs(0, rank)).square().mean()
+    with torch.inference_mode(backward):
+        loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    with torch.inference_mode(edit):
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(2.0)
+    with pytest.raises(zero_opt.GradientConflict, match="edited after opt"):
+        optimizer.step()
+    assert_bitwise(_values(model), before)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("edit", [True, False])
+def test_gradients_of_inference_mode_that_are_edited_after_clipping_are_noticed(edit: bool) -> None:
+    for backward in (True, False):
+        run_processes(2, _edited_gradients, backward, edit)

@@ -95,7 +95,7 @@ class Engine(Protocol):
         return
 
     def forget_epoch(self) -> None:
-        """Count no ``zero_grad`` after the last step: ranks without inputs have called none."""
+        """Count no ``zero_grad`` after the last step: ranks without inputs have called none. Collective."""
         return
 
     def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)

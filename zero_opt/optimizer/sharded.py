@@ -39,6 +39,7 @@ from ..errors import (
     ZeroOptError,
 )
 from ..layout import mask_of, mask_of_flags
+from ..policies import AlreadyReduced, DDPHook
 from ..reduction import DDPHookReduction, GradShard, OwnRounds
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure, norm_dtype
 from ..reduction.nonfinite import skips_step
@@ -335,3 +336,10 @@ class ShardedEngine(BetweenSteps):
 
     def forget_epoch(self) -> None:
         self.count.epoch = 0
+        if self._config.offload is not None and isinstance(self._config.reduction, (AlreadyReduced, DDPHook)):
+            # DDP, which ends first, has sent the last rank's parameters to all ranks. Where no rank has been written to
+            # otherwise, they have the values that they had.
+            writes = self.partition.edits()
+            by_ddp = len(writes) == len(self.partition.flats) and len(set(writes.values())) == 1
+            if not self.agreement.any(not by_ddp):
+                self.placement.ignore_writes()

@@ -142,6 +142,11 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     def conflict(self) -> StepPending | None:
         return changed_while_pending(() if self._pending is None else self._pending.used, self._remedy, self._cause)
 
+    def ignore_writes(self) -> None:
+        for shard, positions in () if self._pending is None else self._pending.used:
+            for position in positions:
+                shard.follow(position)
+
     def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
         """Whether a shard of the group is stepped with amsgrad; options may have been edited."""
         check_fused(self._policy_name, shard.bucket.layout.group, group)

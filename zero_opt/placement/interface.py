@@ -118,6 +118,9 @@ class Placement(ABC):
         """What is wrong if the user has changed a parameter that a pending step updates."""
         return None
 
+    def ignore_writes(self) -> None:
+        """Take the parameters that a pending step updates as not written to: their values are those from before."""
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -80,8 +80,15 @@ class AtStepReduction(GradReduction):
         if agreed.rounds:
             self._scaled, self.step_factor = False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
+            self._count_writes()
             self._reduced = _Signature(self._parts.all_params)
         return self._shards()
+
+    def _count_writes(self) -> None:
+        """Put copies in the place of gradients that were made in inference mode, of which torch counts no writes."""
+        for param in self._parts.all_params:
+            if param.grad is not None and param.grad.is_inference():
+                param.grad = param.grad.clone()
 
     def _shards(self) -> list[GradShard]:
         """Return the reduced gradients, where they may be written to; see [Note: who owns a shard's memory]."""

@@ -41,4 +41,5 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
                 group.broadcast(raw, src)
             else:
                 broadcast(pg, raw, src).wait()
-            tensor.copy_(staging)
+            with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                tensor.copy_(staging)

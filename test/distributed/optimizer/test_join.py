@@ -155,6 +155,48 @@ def test_under_ddp_they_clip_along() -> None:
     assert torch.stack([moment.norm() for moment in moments]).norm() < 0.1  # of means of gradients of norm 0.1 at most
 
 
+def _delayed(rank: int, world_size: int, edit: int) -> list[Tensor]:
+    """Under DDP, whose last rank sends its parameters to all at the end, while a step is pending."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+    ddp = DistributedDataParallel(net)
+    optimizer = zero_opt.ShardedOptimizer(
+        ddp.parameters(),
+        zero_opt.CPUAdamW,
+        lr=0.01,
+        reduction=zero_opt.AlreadyReduced(),
+        offload=zero_opt.WorkerOffload(delay=1, threads=1),
+    )
+    with Join([ddp, optimizer]):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+        if edit and rank == 1:  # which is the last
+            with torch.no_grad():
+                net[edit - 1].bias.zero_()
+    before = [param.detach().clone() for param in net.parameters()]
+    if edit:
+        with pytest.raises(zero_opt.StepPending, match="was changed while a step for it was pending"):
+            optimizer.flush()
+    else:
+        optimizer.flush()
+        assert not any(torch.equal(param, was) for param, was in zip(net.parameters(), before, strict=True))
+    optimizer.close()
+    return [param.detach() for param in net.parameters()]
+
+
+def test_a_pending_step_outlives_what_ddp_sends_at_the_end() -> None:
+    first, second = run_processes(2, _delayed, 0)
+    assert_bitwise(first, second)
+
+
+def test_a_pending_step_does_not_undo_an_edit_before_the_end() -> None:
+    for edit in (1, 3):  # of parameters of either rank's shard
+        run_processes(2, _delayed, edit)
+
+
 def _differing_calls(rank: int, world_size: int) -> str:
     params = ADAM.params()
     optimizer = ADAM.sharded(params, OVERLAPPED)

@@ -45,6 +45,22 @@ def test_params_and_buffers_become_the_sources() -> None:
         assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
+def _broadcast_in_inference_mode(rank: int, world_size: int, made: bool, called: bool) -> list[torch.Tensor]:
+    with torch.inference_mode(made):
+        model = torch.nn.BatchNorm2d(3)
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+    with torch.inference_mode(called):
+        broadcast_params(model, src=1)
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(("made", "called"), [(True, False), (True, True), (False, True)])
+def test_tensors_of_inference_mode_become_the_sources_too(made: bool, called: bool) -> None:
+    for tensors in run_threads(2, _broadcast_in_inference_mode, made, called):
+        assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+
 DTYPES = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex64, torch.int64]
 
 
