@@ -244,4 +244,6 @@ def build_exchange(
     rounded = {} if between_hosts is None else dict.fromkeys(_on_other_hosts(control), between_hosts)
     messages = PairwiseExchange(reduce_group, gather_group, pool, rounded)
     host = build_host_exchange(control, messages, pool, host_bytes) if host_bytes else messages
+    if host is messages:
+        messages.connect()
     return host if is_host(device) else RelayExchange(reduce_group.rank, host, pool)

@@ -29,6 +29,7 @@ from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
+from .lazy_gloo import partners
 from .rendezvous import Meeting, Patience
 from .store import c10d, default_store, missing, values
 from .waits_beside import outcome, submitted
@@ -56,7 +57,7 @@ _numbers = itertools.count()
 
 def require_room(world_size: int, groups: int) -> None:
     """Raise OutOfResources unless this process may open the descriptors and start the threads of so many groups."""
-    descriptors = groups * (world_size - 1 + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
+    descriptors = groups * (len(partners(0, world_size)) + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
     require_descriptors(descriptors, f"connections to the other ranks ({world_size - 1}) need about")
     _require_threads(groups * _THREADS + _SPARE_THREADS)
 
@@ -165,13 +166,16 @@ class Connecting(Meeting):
         Raises:
             ProcessGroupError: they are not there in time.
         """
-        if not until(lambda: self.ask(store.check, list(keys)), self.patience_s, lambda _: look()):
+        self._wait(lambda: self.ask(store.check, list(keys)), store, keys, look)
+        return self.ask(values, store, keys)
+
+    def _wait(self, done: Callable[[], bool], store: Any, keys: Sequence[str], look: Callable[[], None]) -> None:
+        if not until(done, self.patience_s, lambda _: look()):
             ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"
             )
-        return self.ask(values, store, keys)
 
     def meet(self) -> None:
         """Wait until all ranks have made their groups.
@@ -179,9 +183,10 @@ class Connecting(Meeting):
         Raises:
             ProcessGroupError: one has not, in time. ZeroOptError: one cannot.
         """
-        made = default_store(f"{self.name}/made")
+        made, ranks = default_store(f"{self.name}/made"), [f"{rank}" for rank in range(self._world_size)]
         self.ask(made.set, f"{self.rank}", "")
-        self.wait_for(made, [f"{rank}" for rank in range(self._world_size)], self.look)
+        self.ask(made.add, "count", 1)
+        self._wait(lambda: self.ask(made.add, "count", 0) == len(ranks), made, ranks, self.look)
 
 
 def _no_look() -> None:

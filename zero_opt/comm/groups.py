@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
+from .lazy_gloo import greetings, lazy_gloo, partners
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
@@ -49,8 +49,8 @@ THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
 # What a rank waits for that asks for state, or is asked.
 _ASKS = "this rank waits for its message"
-# The tag of Group.move(); no exchange of buckets over the same connections has it.
-_MOVED = NEVER_SENT - 1
+# Tags of Group.move(), of the rounds of all_gather(), and the first of connect(); no exchange of buckets has them.
+_MOVED, _ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
@@ -139,6 +139,8 @@ class Group:
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
+        self._connected = self._at_once()
+        self._used = set(self._connected)
         self.parent: dist.ProcessGroup | None = parent
         self._waits = SerialThread("zero_opt wait", self.interrupt)
         self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
@@ -164,7 +166,7 @@ class Group:
         kinds = c10d.ProcessGroup.BackendType
         to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
         addresses = connecting.addresses(purpose)
-        gloo = connecting.connected(lambda: c10d.ProcessGroupGloo(addresses, rank, size, timeout=to_connect))
+        gloo = connecting.connected(lambda: self._new_gloo(addresses, to_connect))
         gloo._set_default_timeout(timeout)
         gloo._set_sequence_number_for_group()
         pg._set_default_backend(kinds.GLOO)
@@ -176,6 +178,36 @@ class Group:
             add_device_backend(pg, device_type, backend, timeout, ranks)
         pg._set_group_desc(f"zero_opt:{purpose}:{connecting.number}")
         return pg
+
+    def _new_gloo(self, addresses: Any, timeout: timedelta) -> Any:
+        """Return a backend for tensors in host memory, connected as collectives need it."""
+        gloo = lazy_gloo(addresses, self.rank, self.world_size, timeout)
+
+        def receive(tensor: Tensor, peer: int, tag: int) -> Any:
+            return gloo.recv([tensor], peer, tag)
+
+        def send(tensor: Tensor, peer: int, tag: int) -> Any:
+            return gloo.send([tensor], peer, tag)
+
+        for work, _ in greetings(send, receive, self._connected, _GREETINGS):
+            work.wait(timeout)
+        return gloo
+
+    def _at_once(self) -> set[int]:
+        """Return the ranks to connect to when the group is made."""
+        return partners(self.rank, self.world_size)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect to ranks, all of which call this about this rank, before messages to them keep a thread waiting."""
+        fresh = set(peers) - {self.rank} - self._connected if self.has_send_recv else set()
+
+        def greet() -> None:
+            for message, _ in greetings(self.send_to, self.receive_from, fresh, _GREETINGS):
+                message.wait_here()
+
+        if fresh:
+            self.aside(greet)
+            self._connected |= fresh
 
     @property
     def pg(self) -> dist.ProcessGroup:
@@ -343,6 +375,8 @@ class Group:
         if self.has_send_recv:
             if tensor is None or numel == 0 or src == dst:
                 return None
+            if self.rank in (src, dst):
+                self.connect([dst if self.rank == src else src])
             if self.rank == src:
                 return self.send_to(tensor, dst, _MOVED)
             return self.receive_from(tensor, src, _MOVED) if self.rank == dst else None
@@ -351,11 +385,16 @@ class Group:
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Message:
         """Start sending a contiguous tensor to one rank."""
-        return Message(self.pg.send, tensor, dst, tag, self)
+        return self._message(self.pg.send, tensor, dst, tag)
 
     def receive_from(self, tensor: Tensor, src: int, tag: int) -> Message:
         """Start receiving a contiguous tensor from one rank; messages of one tag come in order."""
-        return Message(self.pg.recv, tensor, src, tag, self)
+        return self._message(self.pg.recv, tensor, src, tag)
+
+    def _message(self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int) -> Message:
+        message = Message(begin, tensor, peer, tag, self)
+        self._used.add(peer)  # there is a connection
+        return message
 
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
@@ -372,11 +411,10 @@ class Group:
             return
         if self.farewell is not None:
             self.farewell()
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                with contextlib.suppress(PeerLost, RuntimeError):
-                    empty = torch.empty(1, dtype=torch.float32, device="cpu")
-                    Transfer(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT).wait(0.001)
+        for rank in list(self._used):
+            with contextlib.suppress(PeerLost, RuntimeError):
+                empty = torch.empty(1, dtype=torch.float32, device="cpu")
+                Transfer(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT).wait(0.001)
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""
@@ -415,6 +453,10 @@ class SideGroup(Group):
 
     beside: Watch | None = None
 
+    def _at_once(self) -> set[int]:
+        """Return the neighbors in [Note: the ring]."""
+        return {(self.rank + away) % self.world_size for away in (-1, 1)}
+
     def lookout(self, only: int | None = None) -> Callable[[], None]:
         """Return what :meth:`Group.lookout` does; ``only``: the rank that is waited for, if not all are."""
         return (lambda: None) if self.beside is None else Stops(self.beside, _ASKS, only).look
@@ -452,33 +494,6 @@ def connect(
     if hosts > 1:
         patience = patience._replace(call=f"ShardedOptimizer() with a mesh of {hosts} x {parent.size() // hosts} ranks")
     return Connecting(parent, groups, patience)
-
-
-class AloneGroup(Group):
-    """The group of a rank alone, which needs no torch.distributed."""
-
-    def __init__(self) -> None:
-        self.inline_bytes, self.backend, self.parent = 0, ALONE, None
-        self.rank, self.world_size = 0, 1
-        self.timeout_s = math.inf  # steps wait for no other rank, but for threads of this process that read the state
-        self._pid = os.getpid()
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._require_not_forked()
-        return [tensor.clone()]
-
-    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:  # noqa: ARG002
-        self._require_not_forked()
-        return [payload]
-
-    def disconnect(self) -> None:
-        """Do nothing: there is no connection to break."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Do nothing: there is no rank to send to."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to destroy."""
 
 
 def check_rank(rank: object, world_size: int, name: str) -> None:

@@ -23,6 +23,9 @@ class PeerMessages(Protocol):
     rank: int
     world_size: int
 
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect to ranks, as they do to this one."""
+
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Any:
         """Start sending a contiguous tensor; the result is waited for."""
 

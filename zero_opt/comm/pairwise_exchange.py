@@ -150,6 +150,11 @@ class PairwiseExchange(Exchange):
         """Return the dtype in which gradients of a dtype travel to a peer, and from it."""
         return self._rounded.get(peer, dtype) if dtype is torch.float32 else dtype
 
+    def connect(self, peers: Iterable[int] | None = None) -> None:
+        """Connect to peers, by default all, as they do to this rank."""
+        for group in (self._reduce, self._gather):
+            group.connect(self._peers if peers is None else peers)
+
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, _ = reduction
         own, plans = Span(bounds[self.rank], bounds[self.rank + 1]), dict[int, list[Span]]()

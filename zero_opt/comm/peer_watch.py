@@ -3,8 +3,9 @@
 [Note: who has not come]
 A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
 the process group was made with how many such calls it has entered; those that have not put down as many are the ones
-that are missing. Nothing is written, nor read, while ranks come within that second. Of a rank in this host the kernel
-knows besides whether it is stopped or has ended, also where a process that it has forked keeps its connections open.
+that are missing. The first rank to ask reads that for all. Nothing is written, nor read, while ranks come within that
+second. Of a rank in this host the kernel knows besides whether it is stopped or has ended, also where a process that it
+has forked keeps its connections open.
 
 [Note: who has left]
 A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
@@ -16,6 +17,7 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import time
@@ -37,10 +39,12 @@ from .process_identity import ProcessIdentity
 SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
-# How often the processes of this host are looked at.
-LOOK_AGAIN_S = 0.5
+# How often the processes of this host are looked at, if they are no more than so many; more of them, less often.
+LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
+# How long a rank may take to read what all ranks have put down there.
+_REPORT_S = 1.0
 # A connection is closed a little before its process has ended.
 _CLOSING_S = 0.3
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
@@ -50,7 +54,7 @@ _ALIVE_S = 5.0
 # How long the news of why a connection broke may take, or that a rank is doubted: see :meth:`Watch.doubt`. The
 # connections of a lost host may break this far apart.
 _NEWS_S = 20.0
-_STOPPED, _ENDED = "Tt", "ZXx"
+_STOPPED = "Tt"
 # More calls than a rank will ever enter: one that every rank misses that has left.
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
@@ -86,6 +90,7 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
+        near: the number of other ranks of this host.
         awaited: the rank whose message an exchange has last waited for.
         timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due.
@@ -105,7 +110,7 @@ class Watch:
         self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
-        self._entered = 0
+        self.near, self._entered = len(self._near), 0
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self._warned = -1  # the last step of which the log says that an exchange waits long
@@ -160,12 +165,27 @@ class Watch:
 
     def _marked(self) -> dict[int, int]:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
+        return self._ask(self._read_marks) or {}
 
-        def read() -> dict[int, int]:
-            keys = {rank: f"at/{rank}" for rank in self._others}
-            return {r: int(self._store.get(key)) if self._store.check([key]) else -1 for r, key in keys.items()}
+    def _read_marks(self) -> dict[int, int]:
+        """Do what :meth:`_marked` does. The first rank that asks in a call reads all marks for the others.
 
-        return self._ask(read) or {}
+        They read those of the ranks again that had not come then: a rank that has come stays so.
+        """
+        report = f"marks/{self._entered}"
+        first = int(self._store.compare_set(f"{report}/reader", "", str(self._rank))) == self._rank
+        if not first and until(lambda: bool(self._store.check([report])), _REPORT_S):
+            marks = dict(enumerate(json.loads(self._store.get(report))))
+            late = [rank for rank in self._others if marks[rank] < self._entered]
+            return {rank: marks[rank] for rank in self._others} | self._marks_of(late)
+        found = self._marks_of(self._others)
+        if first:
+            self._store.set(report, json.dumps([found.get(rank, self._entered) for rank in range(len(self._global))]))
+        return found
+
+    def _marks_of(self, ranks: Sequence[int]) -> dict[int, int]:
+        keys = {rank: f"at/{rank}" for rank in ranks}
+        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
 
     def stopped(self) -> list[int]:
         """The ranks of this host that are stopped."""
@@ -173,7 +193,7 @@ class Watch:
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
-        return [r for r, near in self._near.items() if not self.departures.knows(r) and near.state() in _ENDED]
+        return [r for r, near in self._near.items() if not self.departures.knows(r) and near.has_ended()]
 
     def leave_lost(self, rank: int) -> PeerLost:
         """Leave, and return the error, once a rank has ended and its connections have not broken."""
@@ -379,7 +399,7 @@ class Watch:
     def lives(self, rank: int) -> bool:
         """Return whether a rank of this host still runs a little after its connection has broken."""
         process = self._near.get(rank)
-        return process is not None and not until(lambda: process.state() in _ENDED, _CLOSING_S)
+        return process is not None and not until(process.has_ended, _CLOSING_S)
 
     def _leave_departed(self, departure: Departure, text: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
@@ -417,6 +437,7 @@ class Stops:
         """``waiting``: see :meth:`Watch.hung`. ``only``: the rank that is waited for, if not all are."""
         self._watch, self._waiting, self._only = watch, waiting, only
         self._begun = self._looked = time.monotonic()
+        self._apart_s = LOOK_AGAIN_S * max(1.0, watch.near / _LOOKED_AT)
         self._since: dict[int, float] = {}
         self._ended: dict[int, float] = {}
 
@@ -429,7 +450,7 @@ class Stops:
     def look(self) -> None:
         """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
         now = time.monotonic()
-        if now - self._looked < LOOK_AGAIN_S:
+        if now - self._looked < self._apart_s:
             return
         self._looked = now
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}

@@ -65,6 +65,10 @@ class ProcessIdentity(NamedTuple):
         """Return whether both processes are known to be on one host, in the same namespaces."""
         return bool(self.host and self.started) and self.host == other.host
 
+    def has_ended(self) -> bool:
+        """Return whether a process of this host runs no more; a zombie has ended."""
+        return self.state() in "ZXx"
+
     def state(self) -> str:
         """Return the kernel's letter for the state of a process of this host: ``X`` if ended, ``?`` if unknown."""
         state, started = _stat(self.pid)

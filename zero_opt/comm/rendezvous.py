@@ -49,6 +49,12 @@ from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
 from .store import StoreCalls, c10d, default_store, missing, values
 
+# The longest pause between two questions whether all have come, per rank: the store has one server.
+_PAUSE_RANK_S = 0.0004
+# Of ranks that have not come, so many are asked for where they are.
+_ASKED = 64
+# Counts the ranks that have come, or have read what all said.
+_COUNT = "count"
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
 # A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
@@ -200,6 +206,8 @@ class Meeting:
         self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
         self._place = _meeting_place(self._key, self._number)
         self._absent: list[int] = []
+        # Arrivals when all that had come was read last: fewer than there are ranks are not worth reading.
+        self._read, self._first = len(self._key[1]) - 1, False
         self._calls: Sequence[str] = ()
         self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
 
@@ -214,10 +222,10 @@ class Meeting:
                 come in time, or is stopped. PeerLost: one has ended, its host is silent, an exception has ended its
                 call, or the store is lost. ZeroOptError: a rank's error.
         """
-        met, come_s = False, self._patience.come_s
+        met, come_s, pause_s = False, self._patience.come_s, _PAUSE_RANK_S * len(self._key[1])
         try:
             require()
-            met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), come_s, self._look_around)
+            met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), come_s, self._look_around, pause_s)
             if not met:
                 raise PeerSilent(
                     f"{self._named()} did not come to {self._call} in {come_s:.1f} s; {self._come}, or give them "
@@ -266,13 +274,29 @@ class Meeting:
         """Say that this rank has come; returns whether all have."""
         said = [uuid.uuid4().hex, ProcessIdentity.of_this_process(), self._call]
         self._place.set(f"came/{self.rank}", json.dumps(said))
+        self._first = self._place.add(_COUNT, 1) == 1
         return self._complete()
 
     def _complete(self) -> bool:
         """Return whether all ranks have come, and know of each other."""
+        count = self._place.add(_COUNT, 0)
+        if count > self._read:
+            self._read_came(count)
+        complete = bool(self.name) and default_store(self.name).add(_COUNT, 0) == len(self._key[1])
+        if complete:
+            require_same(self._calls)
+        return complete
+
+    def _read_came(self, count: int) -> None:
+        """Read what the ranks have said on coming, if all have, and let them know that this rank has read it.
+
+        Args:
+            count: how often ranks have come here, with those of an earlier process group. Ranks that come later change
+                both the count and what is read.
+        """
         if not self._place.check(self._keys("came")):
-            return False
-        came = values(self._place, self._keys("came"))
+            return
+        came, self._read = values(self._place, self._keys("came")), count
         name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
         if name != self.name:
             _, identities, self._calls = zip(*map(json.loads, came), strict=True)
@@ -281,10 +305,7 @@ class Meeting:
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
             default_store(name).set(f"seen/{self.rank}", "")
-        complete = bool(default_store(name).check(self._keys("seen")))
-        if complete:
-            require_same(self._calls)
-        return complete
+            default_store(name).add(_COUNT, 1)
 
     def _look_around(self, waited: float) -> None:
         """Look around, if it is time to, ``waited`` seconds after the beginning.
@@ -323,9 +344,10 @@ class Meeting:
         """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""
         here, members = dist.get_rank(), self._key[1]
         _at().set(str(here), json.dumps([self._key, self._number]))
-        keys = missing(self._place, self._keys("came")) or missing(default_store(self.name), self._keys("seen"))
-        self._absent = [int(key.rpartition("/")[2]) for key in keys]
-        for rank in (members[index] for index in self._absent):
+        self._absent = self._missing_from(self._place, "came")
+        if not self._absent and self.name:
+            self._absent = self._missing_from(default_store(self.name), "seen")
+        for rank in (members[index] for index in self._absent[:_ASKED]):
             said = _at().get(str(rank)) if _at().check([str(rank)]) else b""
             (group, ranks), number = json.loads(said or '[["", []], 0]')
             there = group, tuple(ranks)
@@ -340,6 +362,19 @@ class Meeting:
                 self._met[there] += 1
                 return error
         return None
+
+    def _missing_from(self, place: Any, kind: str) -> list[int]:
+        """Return the ranks without a key of this kind. The first rank that has come looks for all."""
+        report, keys = f"missing {kind}", self._keys(kind)
+        if not self._first and place.check([report]):
+            reported = json.loads(place.get(report))
+            keys = [keys[rank] for rank in reported]
+            if len(keys) > _ASKED:
+                return [int(rank) for rank in reported]
+        absent = [int(key.rpartition("/")[2]) for key in missing(place, keys)]
+        if self._first:
+            place.set(report, json.dumps(absent))
+        return absent
 
     def _stopped(self, waited: float) -> PeerSilent | None:
         """Return the error about ranks of this host that have come, and have been stopped for too long since.

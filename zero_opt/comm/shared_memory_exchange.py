@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from .exchange import NATIVE_DTYPES, BucketReduction, Exchange, Ident, ParamRuns
 from .groups import Group, bytes_tensor
 from .hierarchical_exchange import HierarchicalExchange
 from .pairwise_exchange import PairwiseExchange
+from .process_identity import ProcessIdentity
 from .shared_ranks import SharedPeer, SharedRanks, native_bucket
 
 # The first page holds the peer words, and after them a nonce that proves whose memory it is.
@@ -95,7 +95,7 @@ def build_host_exchange(
         offer["host"] = process_identity.host_id()
         own, nonce = _new_arena(nbytes), secrets.token_bytes(_NONCE_BYTES)
         own.view(native.PEER_WORDS_NBYTES, _NONCE_BYTES, torch.uint8).copy_(bytes_tensor(nonce))
-        offer.update(pid=os.getpid(), fd=own.fd, nonce=nonce.hex())
+        offer.update(process=ProcessIdentity.of_this_process(), fd=own.fd, nonce=nonce.hex())
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         offer["error"] = f"rank {group.rank} has no shared memory: {_why(error)}"
     offers = [json.loads(p) for p in group.all_gather_bytes(json.dumps(offer).encode())]
@@ -107,9 +107,8 @@ def build_host_exchange(
         if not any(failures):
             if per_host == group.world_size:
                 return HostExchange(SharedRanks(group, own, peers), messages, pool)
+            messages.connect(range(group.rank % per_host, group.world_size, per_host))
             return HierarchicalExchange(SharedRanks(group, own, peers, divisor=1), messages, per_host, pool)
-    for peer in peers:
-        peer.close()
     if own is not None:
         own.close()
     if group.rank == 0 and per_host > 1:
@@ -165,8 +164,9 @@ def _map_all(group: Group, offers: Mapping[int, dict[str, Any]], nbytes: int, pe
 def _map_peers(rank: int, offers: Mapping[int, dict[str, Any]], nbytes: int) -> Iterable[SharedPeer]:
     for other, offer in offers.items():
         if other != rank:
-            pid, token = offer["pid"], (native.PEER_WORDS_NBYTES, bytes.fromhex(offer["nonce"]))
-            yield SharedPeer(other, pid, Arena.of_peer(pid, offer["fd"], nbytes, token))
+            process, nonce = ProcessIdentity(*offer["process"]), bytes.fromhex(offer["nonce"])
+            arena = Arena.of_peer(process.pid, offer["fd"], nbytes, (native.PEER_WORDS_NBYTES, nonce))
+            yield SharedPeer(other, process, arena)
 
 
 def _why(error: Exception) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +13,10 @@ import torch
 
 from ..errors import OptimizerClosed, PeerLost
 from ..system.extension import native
-from ..system.failures import on_failure
-from ..system.shared_memory import PAGE, Arena, above_stdio
+from ..system.shared_memory import PAGE, Arena
 from .exchange import NATIVE_DTYPES, Ident, Run, SliceSums
 from .groups import Group
+from .process_identity import ProcessIdentity
 
 _PASSED, _NOT_YET = 2, 3
 # Offset in the first page of the number, from 1, of the last step that failed on the arena's rank. The rank writes it
@@ -33,24 +31,19 @@ _ENDS_S = 5.0
 
 
 class SharedPeer:
-    """Another rank: its arena and its process."""
+    """Another rank: its arena and its process. It takes no descriptor, since a host may have many ranks."""
 
-    def __init__(self, rank: int, pid: int, arena: Arena) -> None:
-        self.rank, self.pid, self.arena = rank, pid, arena
-        with on_failure(arena.close):
-            pidfd = above_stdio(os.pidfd_open(pid))
-        self._close = weakref.finalize(self, os.close, pidfd)
-        self._poll = select.poll()
-        self._poll.register(pidfd, select.POLLIN)
+    def __init__(self, rank: int, process: ProcessIdentity, arena: Arena) -> None:
+        self.rank, self.process, self.arena = rank, process, arena
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
 
     def gone(self) -> bool:
         """Return whether the rank has left: it has set its byte, or its process has ended."""
-        return bool(self.arena.bytes[_LEFT_AT]) or bool(self._poll.poll(0))
-
-    def close(self) -> None:
-        """Close the descriptors of the process and of its memory."""
-        self._close()
-        self.arena.close()
+        return bool(self.arena.bytes[_LEFT_AT]) or self.process.has_ended()
 
 
 class SharedRanks:
@@ -146,8 +139,6 @@ class SharedRanks:
     def close(self) -> None:
         """End an exchange that still waits for a peer, with an error, and unmap all memory."""
         self.leave()
-        for peer in self._peers.values():
-            peer.close()
         self._own.close()
         if self._reading.acquire(timeout=_ENDS_S):
             for arena in (self._own, *(peer.arena for peer in self._peers.values())):

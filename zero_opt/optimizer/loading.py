@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..comm.groups import AloneGroup, Group
+from ..comm.alone_group import AloneGroup
+from ..comm.groups import Group
 from ..errors import StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES

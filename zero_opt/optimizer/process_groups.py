@@ -7,11 +7,12 @@ from functools import partial
 
 import torch.distributed as dist
 
+from ..comm.alone_group import AloneGroup
 from ..comm.connecting import made_by_all
 from ..comm.departures import How
 from ..comm.device_backends import group_timeout_s
 from ..comm.exchange import Exchange
-from ..comm.groups import AloneGroup, Group, SideGroup, connect
+from ..comm.groups import Group, SideGroup, connect
 from ..comm.keepalive import HostLimits
 from ..comm.peer_watch import Watch
 from ..placement import Placement

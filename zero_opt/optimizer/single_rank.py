@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from ..comm.groups import AloneGroup, Group, check_rank
+from ..comm.alone_group import AloneGroup
+from ..comm.groups import Group, check_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
 from ..reduction.grad_norm import Measured, check_max_norm, measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -20,6 +21,7 @@ from ..errors import OutOfMemory, OutOfResources, mib
 from .failures import on_failure
 
 PAGE = mmap.PAGESIZE
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def page_aligned(nbytes: int) -> int:
@@ -40,6 +42,25 @@ def above_stdio(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
+
+
+def _mapped(fd: int, nbytes: int) -> Tensor:
+    """Return the bytes of an open file, mapped until the last tensor over them is gone.
+
+    Python's ``mmap`` would keep a descriptor of its own open for as long.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, arguments = ctypes.c_void_p, (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
+    address = libc.mmap(None, ctypes.c_size_t(nbytes), *arguments, ctypes.c_long(0))
+    if address in (None, _MAP_FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    unmap = weakref.finalize(memory, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    unmap.atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)  # holds the memory
 
 
 class Arena:
@@ -63,8 +84,7 @@ class Arena:
 
     def _map(self) -> None:
         """Map the arena as long as it is. Tensors over an older mapping of it share its memory."""
-        mapped = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
-        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping
+        self.bytes = _mapped(self.fd, os.fstat(self.fd).st_size)
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Self:
@@ -87,7 +107,8 @@ class Arena:
     def of_peer(cls, pid: int, fd: int, nbytes: int, token: tuple[int, bytes]) -> Arena:
         """Map the arena, created with ``nbytes``, that process ``pid`` has open as ``fd``.
 
-        In another process namespace ``pid`` is another process, so the file is checked before it is mapped.
+        In another process namespace ``pid`` is another process, so the file is checked before it is mapped. The
+        arena's descriptor is closed: a rank maps the memory of many.
 
         Args:
             token: an offset in the arena, and the bytes that it holds there.
@@ -104,7 +125,9 @@ class Arena:
         except OSError as error:
             os.close(opened)
             raise OSError(f"what process {pid} has open there is not the memory that was offered: {error}") from error
-        return cls(opened)
+        arena = cls(opened)
+        arena.close()
+        return arena
 
     @classmethod
     def _seals(cls) -> int:
@@ -137,7 +160,7 @@ class Arena:
         return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def unmap(self) -> None:
-        """Release :attr:`bytes`. The mapping, with its own descriptor, ends when the last tensor over it is gone."""
+        """Release :attr:`bytes`. The mapping ends when the last tensor over it is gone."""
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

@@ -9,11 +9,17 @@ from collections.abc import Callable
 _FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
 
 
-def until(done: Callable[[], bool], patience_s: float, look: Callable[[float], None] = lambda _: None) -> bool:
+def until(
+    done: Callable[[], bool],
+    patience_s: float,
+    look: Callable[[float], None] = lambda _: None,
+    longest_pause_s: float = 0.0,
+) -> bool:
     """Call ``done`` until it returns True, at growing intervals; returns False after ``patience_s`` seconds.
 
     Args:
         look: called before each interval, with the seconds since the beginning; may raise.
+        longest_pause_s: the longest interval, if that is longer than usual.
     """
     begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while not done():
@@ -22,5 +28,5 @@ def until(done: Callable[[], bool], patience_s: float, look: Callable[[float], N
         if waited > patience_s:
             return False
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _PAUSE_S)
+        pause_s = min(1.5 * pause_s, max(_PAUSE_S, longest_pause_s))
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,9 @@ class _Silent:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Do nothing."""
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> _Silent:  # noqa: ARG002
         return self

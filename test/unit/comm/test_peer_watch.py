@@ -14,6 +14,12 @@ class _EmptyStore:
     def check(self, keys: list[str]) -> bool:
         return False
 
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return desired.encode()
+
 
 @pytest.fixture(params=["one host"])
 def watch(request: pytest.FixtureRequest) -> Iterator[Watch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_opt.comm.groups import AloneGroup
+from zero_opt.comm.alone_group import AloneGroup
 from zero_opt.placement import core_sharers
 
 

@@ -9,7 +9,7 @@ import torch
 
 from test.support.harness import assert_bitwise
 from zero_opt import Selective
-from zero_opt.comm.groups import AloneGroup
+from zero_opt.comm.alone_group import AloneGroup
 from zero_opt.placement.selective.schedule import Schedule, Selector, largest, selected_count
 
 

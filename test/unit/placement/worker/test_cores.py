@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero_opt import ConfigError, WorkerOffload
-from zero_opt.comm.groups import AloneGroup
+from zero_opt.comm.alone_group import AloneGroup
 from zero_opt.placement.worker import cores
 from zero_opt.placement.worker.cores import Confined, CoreSplit, agreed_split, split_cores
 
