@@ -9,7 +9,7 @@ RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4
 
-.PHONY: demo test test-accelerator test-clients test-gpu test-hosts lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-ranks lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -57,6 +57,10 @@ test-accelerator: setup
 # timeouts: takes a quarter of an hour. Needs root.
 test-hosts: setup
 	ZERO_OPT_HOSTS=long $(BIN)/python -m pytest test/hosts
+
+# 256 ranks of one host, each with 1,024 descriptors at the most: takes minutes, and 7 GB of memory.
+test-ranks: setup
+	ZERO_OPT_RANKS=256 $(BIN)/python -m pytest -s test/whole/test_many_ranks_of_one_host.py
 
 # An hour of training with a worker killed every 10 s, 2,000 exits of finished ranks on busy cores, and 50,000 random
 # training scripts on threaded ranks.

@@ -118,6 +118,10 @@ class Departures:
         """Return whether a rank is known to have left."""
         return rank in self._heard
 
+    def of(self, rank: int | None) -> Departure | None:
+        """Return what is known of a rank that has left."""
+        return None if rank is None else self._heard.get(rank)
+
     def lost(self) -> Departure | None:
         """Return the first departure of a rank that was lost."""
         with self._lock:

@@ -27,12 +27,12 @@ from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
-from .lazy_gloo import greetings, lazy_gloo, partners
+from .lazy_gloo import all_gather, greetings, lazy_gloo, partners
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
-from .waits_beside import looked_beside, outcome, submitted
+from .waits_beside import SubmittedCall, looked_beside, outcome, submitted
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -40,6 +40,8 @@ _inherited: list[dist.ProcessGroup] = []
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
 _ENVELOPE = "<32sq{}s"
 INLINE_BYTES = 216
+# Up to so many ranks gloo's own all-gather, a ring, is faster than one in rounds.
+_RING = 4
 # Whom a collective waits for.
 ALL = "another rank"
 # The backend of a group of one.
@@ -165,8 +167,8 @@ class Group:
         pg = c10d.ProcessGroup(c10d.PrefixStore(name, c10d._get_default_store()), rank, size)
         kinds = c10d.ProcessGroup.BackendType
         to_connect = min(timeout, timedelta(seconds=connecting.patience_s))
-        addresses = connecting.addresses(purpose)
-        gloo = connecting.connected(lambda: self._new_gloo(addresses, to_connect))
+        self._addresses = connecting.addresses(purpose)  # held here: gloo asks it whenever two ranks connect
+        gloo = connecting.connected(lambda: self._new_gloo(self._addresses, to_connect))
         gloo._set_default_timeout(timeout)
         gloo._set_sequence_number_for_group()
         pg._set_default_backend(kinds.GLOO)
@@ -313,11 +315,22 @@ class Group:
             ProcessGroupError: in a fork of the process that made the group. PeerLost, PeerSilent: one does not come.
         """
         self._require_not_forked()
-        outputs, pg = [torch.empty_like(tensor) for _ in range(self.world_size)], self.pg
+        pg = self.pg
+        if self.has_send_recv and tensor.is_cpu and self.world_size > _RING:
+            work = SubmittedCall(self._waits, all_gather, self._swap, self.rank, tensor, self.world_size)
+            self._run(work.begin, ALL, tensor)
+            return list(work.value)
+        outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         self._run(lambda: pg.allgather([outputs], [tensor]), ALL, tensor)
         return outputs
 
-    def _run(self, begin: Callable[[], dist.Work], who: str, like: Tensor) -> None:
+    def _swap(self, out: Tensor, dst: int, into: Tensor, src: int) -> None:
+        """Send a tensor to a rank and receive one from a rank; raises the backend's errors."""
+        works = [self.pg.recv([into], src, _ROUNDS), self.pg.send([out], dst, _ROUNDS)]
+        for work in works:
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    def _run(self, begin: Callable[[], Any], who: str, like: Tensor) -> None:
         """Run a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
         if self.watch is None or not like.is_cpu:
             Transfer(who, begin, on_host=like.is_cpu).wait()

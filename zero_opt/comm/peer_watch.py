@@ -90,7 +90,6 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
-        near: the number of other ranks of this host.
         awaited: the rank whose message an exchange has last waited for.
         timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due.
@@ -110,7 +109,7 @@ class Watch:
         self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
-        self.near, self._entered = len(self._near), 0
+        self._entered = 0
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self._warned = -1  # the last step of which the log says that an exchange waits long
@@ -437,7 +436,7 @@ class Stops:
         """``waiting``: see :meth:`Watch.hung`. ``only``: the rank that is waited for, if not all are."""
         self._watch, self._waiting, self._only = watch, waiting, only
         self._begun = self._looked = time.monotonic()
-        self._apart_s = LOOK_AGAIN_S * max(1.0, watch.near / _LOOKED_AT)
+        self._apart_s = LOOK_AGAIN_S * max(1.0, len(watch._near) / _LOOKED_AT)
         self._since: dict[int, float] = {}
         self._ended: dict[int, float] = {}
 
@@ -445,6 +444,9 @@ class Stops:
         """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
         if time.monotonic() - self._begun > WARN_AFTER_S and threading.current_thread() is threading.main_thread():
             self._watch.warn()
+        departure = self._watch.departures.of(self._watch.awaited)  # see [Note: connecting on first use]
+        if departure is not None and departure.how in (How.FAILED, How.INTERRUPTED):
+            raise self._watch._leave_departed(departure)
         self.look()
 
     def look(self) -> None:

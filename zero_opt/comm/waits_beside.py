@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost
@@ -33,6 +34,33 @@ def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None
     while look is not None and not futures.wait([future], LOOK_AGAIN_S).done:
         look()
     return future.result(0)
+
+
+class SubmittedCall:
+    """A call on a thread, waited for as a backend's work is."""
+
+    def __init__(self, thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> None:
+        self._submit = lambda: submitted(thread, call, *arguments)
+
+    def begin(self) -> SubmittedCall:
+        """Submit the call."""
+        self._future = self._submit()
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether the call is over."""
+        return self._future.done()
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Return once the call is over, and raise what it has raised; RuntimeError: it is not over in time."""
+        if not futures.wait([self._future], None if patience is None else patience.total_seconds()).done:
+            raise RuntimeError("the call is not over")
+        self._future.result(0)
+
+    @property
+    def value(self) -> Any:
+        """What the call has returned."""
+        return self._future.result(0)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
@@ -60,3 +62,35 @@ def test_a_missing_rank_is_named_in_the_singular(watch: Watch, step: int) -> Non
     last = "its last step is 3" if step else "it has taken no step"
     assert one.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
     assert "look at what it does" in one
+
+
+class _CountedStore:
+    """A store that counts what it is asked, per rank."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self._store, name)
+
+
+def test_of_many_ranks_one_looks_for_all_who_is_missing() -> None:
+    world_size, absent, store = 100, [7, 50], HashStore()
+    processes = [ProcessIdentity("", rank, rank) for rank in range(world_size)]
+    stores = [_CountedStore(store) for _ in processes]
+    watches = [Watch(own, rank, processes, (60.0, 30.0)) for rank, own in enumerate(stores)]
+    waiting = [watch for rank, watch in enumerate(watches) if rank not in absent]
+    for watch in waiting:
+        watch._entered = 1
+        watch.mark()
+    for own in stores:
+        own.asked = 0
+    assert all(watch.missing() == absent for watch in waiting)
+    assert stores[0].asked > world_size
+    assert all(own.asked <= 2 * len(absent) + 4 for own in stores[1:])
+    watches[7]._entered = 1
+    watches[7].mark()
+    assert watches[3].missing() == [50]
+    for watch in watches:
+        watch.close()

@@ -1,0 +1,65 @@
+"""How many connections an optimizer makes, and that what needs others makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import zero_opt
+from test.support.harness import run_processes
+from zero_opt.comm.lazy_gloo import partners
+
+# Each group listens for connections.
+_GROUPS, _RING = 2, 2
+
+
+def _sockets() -> int:
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
+    return count
+
+
+def _counts(rank: int, world_size: int, exchange: str) -> tuple[list[int], Any]:
+    """Return the sockets that training takes, and then those that saving takes besides; and the state."""
+    before = _sockets()
+    params = [torch.nn.Parameter(torch.ones(500))]
+    reduction = zero_opt.Overlapped(exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5, momentum=0.9, reduction=reduction)
+    for step in range(3):
+        ((rank + step) * params[0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = _sockets()
+    states = [optimizer.state_dict()] if rank == 1 else []
+    optimizer.consolidate_state_dict(to=1)
+    states += [optimizer.state_dict()] if rank == 1 else []
+    counts = [trained - before, _sockets() - trained]
+    optimizer.close()
+    return counts, [state["state"][0]["momentum_buffer"] for state in states]
+
+
+@pytest.mark.parametrize("world_size", [6, 9])
+def test_training_on_one_host_connects_to_partners_and_saving_to_the_rank_that_saves(world_size: int) -> None:
+    found = run_processes(world_size, _counts, "auto")
+    expected = sum(range(world_size)) / world_size
+    sums = [0.0, 0.0, 0.0]
+    for step in range(3):
+        mean = expected + step
+        sums[step] = mean + 0.9 * sums[step - 1] if step else mean
+    for rank, ((trained, saved), buffers) in enumerate(found):
+        assert trained == len(partners(rank, world_size)) + _RING + _GROUPS
+        assert saved <= (_GROUPS * world_size if rank == 1 else _GROUPS)
+        assert len(buffers) == (2 if rank == 1 else 0)
+        for buffer in buffers:
+            torch.testing.assert_close(buffer, torch.full((500,), sums[-1]))
+
+
+def test_an_exchange_by_messages_connects_to_all_when_it_is_made() -> None:
+    for (trained, _), _ in run_processes(6, _counts, "backend"):
+        assert trained == 5 + _RING + _GROUPS
