@@ -40,7 +40,7 @@ class SubmittedCall:
     """A call on a thread, waited for as a backend's work is."""
 
     def __init__(self, thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> None:
-        self._submit = lambda: submitted(thread, call, *arguments)
+        self._submit: Callable[[], futures.Future[Any]] = lambda: submitted(thread, call, *arguments)
 
     def begin(self) -> SubmittedCall:
         """Submit the call."""
