@@ -32,7 +32,7 @@ from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
-from .waits_beside import SubmittedCall, looked_beside, outcome, submitted
+from .waits_beside import SubmittedCall, outcome, submitted
 
 # Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
 _inherited: list[dist.ProcessGroup] = []
@@ -49,8 +49,6 @@ ALONE = "alone"
 # Backends of torch's tests, whose ranks are threads, and of its dry runs, whose other ranks do not exist.
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
-# What a rank waits for that asks for state, or is asked.
-_ASKS = "this rank waits for its message"
 # Tags of Group.move(), of the rounds of all_gather(), and the first of connect(); no exchange of buckets has them.
 _MOVED, _ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
 
@@ -455,33 +453,6 @@ class Group:
                 dist.destroy_process_group(self._pg)
         self._pg = None  # the last reference, which gives back connections and threads
         self._stages.clear()
-
-
-class SideGroup(Group):
-    """A group for messages between two ranks, beside all collectives.
-
-    Attributes:
-        beside: the watch of the ranks in training, which knows which of them are stopped.
-    """
-
-    beside: Watch | None = None
-
-    def _at_once(self) -> set[int]:
-        """Return the neighbors in [Note: the ring]."""
-        return {(self.rank + away) % self.world_size for away in (-1, 1)}
-
-    def lookout(self, only: int | None = None) -> Callable[[], None]:
-        """Return what :meth:`Group.lookout` does; ``only``: the rank that is waited for, if not all are."""
-        return (lambda: None) if self.beside is None else Stops(self.beside, _ASKS, only).look
-
-    def looking(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which another thread than the main one waits for a rank, which may stop or be killed."""
-        return looked_beside(self.lookout(rank), self.interrupt)
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this is a fork of the process that made the group, which cannot use it."""
-        return os.getpid() != self._pid
 
 
 def connect(

@@ -12,9 +12,10 @@ from ..comm.connecting import made_by_all
 from ..comm.departures import How
 from ..comm.device_backends import group_timeout_s
 from ..comm.exchange import Exchange
-from ..comm.groups import Group, SideGroup, connect
+from ..comm.groups import Group, connect
 from ..comm.keepalive import HostLimits
 from ..comm.peer_watch import Watch
+from ..comm.side_group import SideGroup
 from ..placement import Placement
 from ..policies import Checks
 from ..sharding.partition import Partition

@@ -44,8 +44,9 @@ from torch import Tensor
 
 from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
-from ..comm.groups import SideGroup, bytes_tensor, tensor_bytes
+from ..comm.groups import bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, Watch
+from ..comm.side_group import SideGroup
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
