@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -63,6 +64,7 @@ class BackgroundGather(ParamGather):
     ) -> None:
         super().__init__(partition, exchanges)
         self._thread, self._model, self._results, self._lookout = thread, model, results, lookout
+        self._pid = os.getpid()
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
         self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
@@ -206,7 +208,8 @@ class BackgroundGather(ParamGather):
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.flush()
+        if os.getpid() == self._pid:  # in a fork there is no thread to wait for
+            self.flush()
 
 
 class _Hook:

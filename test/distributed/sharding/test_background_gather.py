@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -138,3 +141,23 @@ def add_a_stranger(rank: int, world_size: int, who: tuple[int, ...]) -> list[Ten
 def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[int, ...]) -> None:
     runs = run_processes(2, add_a_stranger, who)
     assert_bitwise(runs[0], runs[1])
+
+
+def _close_in_a_fork(rank: int, world_size: int) -> None:
+    model = Model()
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, reduction=zero_opt.Overlapped(overlap_param_gather=model)
+    )
+    optimizer._engine.gather._arriving[0] = Future()  # that of a thread which is in no fork
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # for a child that waits for ever
+        optimizer.close()
+        os._exit(0)
+    del optimizer._engine.gather._arriving[0]
+    assert os.waitpid(child, 0)[1] == 0
+    optimizer.close()
+
+
+def test_a_close_in_a_fork_waits_for_no_gather() -> None:
+    run_processes(2, _close_in_a_fork)
