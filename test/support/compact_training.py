@@ -96,10 +96,16 @@ def clip_factor(params: list[nn.Parameter]) -> float:
 
 
 def plain_steps(
-    form: Form, world_size: int, reduction: Any, params: list[nn.Parameter], plain: Any, *, clip: bool = True
+    form: Form,
+    world_size: int,
+    reduction: Any,
+    params: list[nn.Parameter],
+    plain: Any,
+    *,
+    clip: bool = True,
+    step: int = 0,
 ) -> Iterator[None]:
-    """Make steps of the class itself, clipped as the optimizer clips."""
-    step = 0
+    """Make steps of the class itself from number ``step`` on, clipped as the optimizer clips."""
     while True:
         for at, param in enumerate(params):
             param.grad = reduced(form, world_size, reduction, step, at)

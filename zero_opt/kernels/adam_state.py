@@ -6,7 +6,7 @@ param's shape; for a bf16 or fp16 param also ``master``. Every number that a liv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +154,25 @@ def plain_value(state: Mapping[str, Any], param: Tensor, key: str) -> Any:
     moments = [_like(state[moment], torch.float32) for moment in MOMENTS]
     native.unpack_moments(_moment_run(state, moments, 1.0))
     return moments[MOMENTS.index(key)]
+
+
+def unpacked(codes: Sequence[Tensor], bases: Sequence[Tensor], lead: int) -> list[Tensor]:
+    """Return both 8-bit moments of consecutive elements in fp32, 1-D.
+
+    Args:
+        codes: of exp_avg and exp_avg_sq, 1-D. bases: of their blocks. lead: elements of the first block before these.
+    """
+    whole = [torch.cat([run.new_zeros(lead), run]) for run in codes]
+    state = dict(zip((*MOMENTS, *BASES), (*whole, *(base.contiguous() for base in bases)), strict=True))
+    return [plain_value(state, whole[0], moment)[lead:] for moment in MOMENTS]
+
+
+def code_key(key: str, value: Any) -> str:
+    """Return the key under which a value of a live state is saved as it is: 8-bit codes are no values of torch's."""
+    return f"{key}_codes" if key in MOMENTS and isinstance(value, Tensor) and value.dtype is torch.uint8 else key
+
+
+CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
 
 
 def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:

@@ -244,11 +244,11 @@ class BetweenSteps(Engine):
             self._complete_state("consolidate_state_dict()")
             self.parts.full.consolidate(to)
 
-    def rows(self) -> StatesByIndex:
+    def rows(self, *, compact: bool) -> StatesByIndex:
         """Return all state, pending step included, cut by rows over the ranks."""
         with self._of_all_ranks():
-            self._complete_state("sharded_state_dict()")
-            return self.parts.full.rows()
+            self._complete_state(f"sharded_state_dict({'compact=True' if compact else ''})")
+            return self.parts.full.rows(compact=compact)
 
     def as_planned(self, index: int, param: Tensor) -> Tensor:
         flat = None if is_dtensor(param) else self.partition.flats.get(index)

@@ -107,8 +107,12 @@ class Engine(Protocol):
     def consolidate(self, to: int) -> None:
         """Bring the full state to one rank, where :meth:`state_dict` returns it while it is current."""
 
-    def rows(self) -> StatesByIndex:
-        """Return copies of all state by global parameter index, cut by rows over the ranks, in host memory."""
+    def rows(self, *, compact: bool) -> StatesByIndex:
+        """Return copies of all state by global parameter index, cut by rows over the ranks, in host memory.
+
+        Args:
+            compact: whether compact state is returned as it is.
+        """
 
     def as_planned(self, index: int, param: Tensor) -> Tensor:  # noqa: ARG002  (of the protocol)
         """Return a tensor like that which a parameter was when it was planned, whatever it was re-pointed to."""

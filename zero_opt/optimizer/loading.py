@@ -14,6 +14,7 @@ from ..errors import StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES
 from ..placement.adam_rules import ADAM_CLASSES, NATIVE_CLASSES
+from ..placement.compact_state import is_compact
 from ..policies import check_flag
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
@@ -23,6 +24,7 @@ from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from ..system.log import log
 from .arguments import check_options
+from .compact_rows import compact_values
 from .config import Config
 from .dtensors.mesh_params import state_like
 
@@ -41,7 +43,9 @@ def asked_by_load() -> bool:
     return frame.f_globals.get("__name__") == _LOADER
 
 
-def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def places(
+    config: Config, group: Group, packed: Mapping[str, Any], param: Tensor, *, compact: bool = False
+) -> dict[str, Any]:
     """Return tensors to load a parameter's state into: cut by rows over ``group``, or as its DTensor is."""
     require_importable()
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
@@ -49,7 +53,10 @@ def places(config: Config, group: Group, packed: Mapping[str, Any], param: Tenso
     hypers, (dtype, _) = hypers_of(packed), config.placement.stepped_as(param)
     if is_dtensor(param):
         return state_like(config, hypers, param, dtype)
-    made = {**first_state(config.optimizer_class, hypers, param, dtype), **config.placement.column_places(param)}
+    first = first_state(config.optimizer_class, hypers, param, dtype)
+    if compact and is_compact(config.placement.inputs.form):
+        first = dict(compact_values(first, param, config.placement.inputs.form))
+    made = {**first, **config.placement.column_places(param)}
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value
         for key, (value, shape) in made.items()

@@ -381,10 +381,10 @@ class ShardedOptimizer(UnevenInputs):
             return make()
 
     @one_call("sharded_state_dict()", replans=True)
-    def _rows(self) -> dict[int, dict[str, Any]]:
+    def _rows(self, *, compact: bool) -> dict[int, dict[str, Any]]:
         """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
-        return self._engine.rows()
+        return self._engine.rows(compact=compact)
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.

@@ -15,6 +15,8 @@ from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group, check_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
+from ..kernels.adam_state import code_key
+from ..placement.compact_state import is_compact
 from ..reduction.grad_norm import Measured, check_max_norm, measure
 from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
@@ -155,8 +157,13 @@ class SingleRank(Engine):
     def consolidate(self, to: int) -> None:
         check_rank(to, 1, "to")
 
-    def rows(self) -> StatesByIndex:
-        return copied(self._current().state_dict()["state"], torch.device("cpu"))
+    def rows(self, *, compact: bool) -> StatesByIndex:
+        wrapped = self._current()
+        states = wrapped.state_dict()["state"]
+        if compact and is_compact(self._config.placement.inputs.form):
+            live = enumerate(wrapped.state.get(param, {}) for param in self._params)
+            states = {i: {code_key(key, value): value for key, value in state.items()} for i, state in live if state}
+        return copied(states, torch.device("cpu"))
 
     def state_dict(self) -> StateDict:
         return self._current().state_dict()

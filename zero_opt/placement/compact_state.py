@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.adam_state import HALVES, live_state, plain_keys, plain_value, remainder_of
+from ..kernels.adam_state import HALVES, code_key, live_state, plain_keys, plain_value, remainder_of
+from ..kernels.runs import BASES
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.readable_pages import require_readable
@@ -63,6 +64,14 @@ class PlainForm(MadeState):
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self._live().values() if isinstance(value, Tensor))
+
+    def as_it_is(self) -> dict[str, Any]:
+        """Return the state as it lies, elements in the shape that users see; see :func:`code_key`."""
+        shapeless = ("step", *BASES)
+        return {
+            code_key(key, value): value if key in shapeless else self._shaped(value)
+            for key, value in self._live().items()
+        }
 
     def __getitem__(self, key: str) -> Any:
         live = self._live()

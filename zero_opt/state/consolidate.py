@@ -19,6 +19,7 @@ from ..comm.groups import check_rank
 from ..comm.transfers import TransferQueue
 from ..errors import StepPending
 from ..placement import Placement
+from ..placement.compact_state import PlainForm
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
@@ -48,11 +49,17 @@ class LocalState:
     """This rank's state as it is at the moment, and its entries.
 
     Args:
-        flats, buckets, whole: those of the :class:`Partition`.
+        flats, buckets, whole: those of the :class:`Partition`. compact: whether compact state is listed as it is.
     """
 
     def __init__(
-        self, placement: Placement, flats: Mapping[int, FlatParam], buckets: Sequence[GradBucket], whole: bool
+        self,
+        placement: Placement,
+        flats: Mapping[int, FlatParam],
+        buckets: Sequence[GradBucket],
+        whole: bool,
+        *,
+        compact: bool = False,
     ) -> None:
         if placement.pending:
             raise StepPending(
@@ -60,14 +67,17 @@ class LocalState:
             )
         self.flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
-        self._state = dict(placement.saved())
+        self._state = {
+            index: state.as_it_is() if compact and isinstance(state, PlainForm) else state
+            for index, state in placement.saved()
+        }
         self._parts = {index: placement.param_of(index) for index in self._state}
         self._last: tuple[tuple[int, str], Any] = ((-1, ""), None)  # read by run(): it may have been made for that
 
     @classmethod
-    def of(cls, placement: Placement, partition: Partition) -> LocalState:
+    def of(cls, placement: Placement, partition: Partition, *, compact: bool = False) -> LocalState:
         """Return the state of a placement."""
-        return cls(placement, partition.flats, partition.buckets, partition.whole)
+        return cls(placement, partition.flats, partition.buckets, partition.whole, compact=compact)
 
     def entries(self) -> Iterator[Entry]:
         """Return the entries that this rank sends.
@@ -81,7 +91,7 @@ class LocalState:
             for key, value in state.items():
                 entry = state_entry(index, key, value, self._parts[index], start, self._whole)
                 # State that is not cut is the same on every owner: the owner of the first element sends it.
-                if entry.kind == "slice" or start == 0:
+                if entry.kind in ("slice", "blocks") or start == 0:
                     yield entry
 
     def run(self, entry: Entry) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm.groups import tensor_bytes
 from ..errors import StateDictError
+from ..kernels.runs import BASES, BLOCK_NUMEL
 from ..system.readable_pages import require_readable
 from .state_dict import dtype_name, is_plain, torch_dtype
 
@@ -32,8 +33,9 @@ class Entry(NamedTuple):
     """One state value of one rank's slice of a parameter.
 
     Attributes:
-        kind: "slice" (elements start to start + numel of a tensor of the parameter's shape), "tensor" (a whole tensor
-            of its own shape), "inline" (a small one, its bytes in ``value`` as hex) or "value" (a Python number).
+        kind: "slice" (elements start to start + numel of a tensor of the parameter's shape), "blocks" (the same of a
+            1-D tensor with an element for each block of the parameter's), "tensor" (a whole tensor of its own shape),
+            "inline" (a small one, its bytes in ``value`` as hex) or "value" (a Python number).
     """
 
     param: int
@@ -47,7 +49,7 @@ class Entry(NamedTuple):
     @property
     def travels(self) -> bool:
         """Whether elements travel besides the entry itself."""
-        return self.kind in ("slice", "tensor")
+        return self.kind in ("slice", "blocks", "tensor")
 
     @property
     def numel(self) -> int:
@@ -83,6 +85,8 @@ def state_entry(index: int, key: str, value: Any, part: Tensor, start: int, whol
             raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
         return Entry(index, key, "value", "", [], 0, value)
     dtype = dtype_name(value.dtype)
+    if key in BASES and value.dtype is torch.int16:
+        return Entry(index, key, "blocks", dtype, [value.numel()], start // BLOCK_NUMEL, None)
     if value.dim() and not whole_params and value.shape == part.shape:
         return Entry(index, key, "slice", dtype, [value.numel()], start, None)
     if value.numel() <= _INLINE_NUMEL:

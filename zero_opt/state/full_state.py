@@ -106,9 +106,9 @@ class FullState:
                 raise failed
             return consolidated(self._agreement, self._partition, self._placement, 0) or {}
 
-    def rows(self) -> StatesByIndex:
-        """Return all state cut by rows over the ranks, in host memory."""
-        return self._by_rows().snapshot()
+    def rows(self, *, compact: bool) -> StatesByIndex:
+        """Return all state cut by rows over the ranks, in host memory; compact state as it is, if asked for."""
+        return self._by_rows().snapshot(compact=compact)
 
     def _by_rows(self) -> ShardedState:
         """Return the object that moves rows. Collective.

@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ..comm.agreement import Agreement
 from ..comm.groups import Group
 from ..comm.transfers import TransferQueue
+from ..kernels.runs import blocks_of
 from ..kernels.strides import contiguous_strides, is_dense
 from ..layout import ParamSlice, Span
 from ..placement import Placement
+from ..sharding.flat_param import element_order
 from ..sharding.partition import Partition
 from ..system.shared_memory import allocation_errors
 from .consolidate import LocalState, listing
@@ -105,8 +107,11 @@ class ShardedState:
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> StatesByIndex:
+    def snapshot(self, *, compact: bool) -> StatesByIndex:
         """Return the state in host memory: tensors cut by rows, small ones and numbers in full.
+
+        Args:
+            compact: whether compact state is returned as it is.
 
         Extra memory: the result, and a few tensors on their way.
 
@@ -116,7 +121,7 @@ class ShardedState:
         """
         mine, failed = b"", list[Exception]()
         with self._agreement.together("sharded_state_dict()"):
-            local = LocalState.of(self._placement, self._partition)
+            local = LocalState.of(self._placement, self._partition, compact=compact)
             mine = listing(local)
         listings = [listed(payload) for payload in self._group.all_gather_bytes(mine)]
         runs: dict[tuple[int, str], Tensor] = {}
@@ -154,6 +159,8 @@ class ShardedState:
         if entry.kind == "tensor":
             return Form(tuple(entry.shape), contiguous_strides(torch.Size(entry.shape)), dtype)
         flat = self._partition.flats[entry.param]
+        if entry.kind == "blocks":
+            return Form((blocks_of(flat.numel),), (1,), dtype)
         return Form(tuple(flat.shape), flat.strides, dtype)
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -242,3 +249,51 @@ def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
 
 def _form_of(value: DTensor) -> Form:
     return Form(tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def full_of(value: Tensor) -> Tensor:
+    """Return all elements of a tensor. Collective if it is a DTensor."""
+    if not isinstance(value, DTensor):
+        return value.detach()
+    held: Any = value.detach().int() if value.dtype is torch.int16 else value.detach()  # gloo sends no int16
+    full: Tensor = held.full_tensor()
+    return full.to(value.dtype)
+
+
+class Rows(NamedTuple):
+    """Elements of a saved tensor that are here: all of it, or this rank's rows.
+
+    Attributes:
+        run: the elements, 1-D, in the tensor's order of memory. span: which these are. cut: whether they are rows.
+    """
+
+    form: Form
+    run: Tensor
+    span: Span
+    cut: bool
+
+    @classmethod
+    def of(cls, value: Tensor, group: Group) -> Rows:
+        """Return what is here of a tensor that :func:`blank` made; of any other, all of it. Collective."""
+        if not isinstance(value, DTensor):
+            return cls.whole(value)
+        form = _form_of(value)
+        if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
+            return cls.whole(full_of(value))
+        span = form.run(group.rank, group.world_size)
+        run = torch.empty(span.numel, dtype=form.dtype, device="cpu")
+        form.rows(run).copy_(value.to_local().detach())
+        return cls(form, run, span, cut=True)
+
+    @classmethod
+    def whole(cls, value: Tensor) -> Rows:
+        """Return all elements of a tensor."""
+        strides = element_order(value.shape, value.stride())
+        run = torch.empty(value.numel(), dtype=value.dtype, device="cpu")
+        run.as_strided(value.shape, strides).copy_(value.detach())
+        return cls(Form(tuple(value.shape), strides, value.dtype), run, Span(0, value.numel()), cut=False)
+
+    def with_values(self, run: Tensor, group: Group) -> Tensor:
+        """Return a tensor like that which these elements are of, with other values."""
+        form = self.form._replace(dtype=run.dtype)
+        return form.wrap(run, group) if self.cut else run.as_strided(form.shape, form.strides)

@@ -190,6 +190,6 @@ def _with_elements(entry: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
         before = trial.state.get(key)
         if isinstance(before, Tensor) and before.dim():
             state[key] = before
-        elif before is None and isinstance(value, Tensor) and value.dim():
+        elif before is None and isinstance(value, Tensor) and (value.dim() or key == "master"):
             state[key] = torch.zeros_like(trial.param, dtype=value.dtype)
     return state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, quoted
+from ..kernels.adam_state import CODES
 from ..kernels.checks import is_count, oddity
 from ..layout import ParamSlice
 from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS, MAXIMUM, NATIVE_CLASSES
@@ -213,6 +214,11 @@ def _check_values(index: int, state: Mapping[str, Any], *, whole: bool, takes_wr
         takes_wrappers: the class may keep tensors that are made of other tensors.
     """
     for key, value in state.items():
+        if key in (*CODES, "remainder") and isinstance(value, Tensor) and not value.is_floating_point():
+            raise StateDictError(
+                f"state {key!r} of parameter {index} was saved with sharded_state_dict(opt, compact=True); load it "
+                "with zero_opt.load_sharded_state_dict()"
+            )
         if not (whole or is_plain(key)):
             raise StateDictError(
                 f"the state of parameter {index} has the key {quoted(key)}, a {type(key).__name__}, which cannot "

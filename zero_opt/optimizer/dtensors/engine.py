@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...comm.agreement import StepAgreement
-from ...errors import ZeroOptError
+from ...errors import ConfigConflict, ZeroOptError
+from ...placement.compact_state import is_compact
 from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
@@ -144,7 +145,12 @@ class DTensorEngine(ShardedEngine):
         self._complete_state("consolidate_state_dict()")
         self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
-    def rows(self) -> StatesByIndex:
+    def rows(self, *, compact: bool) -> StatesByIndex:
+        if compact and is_compact(self._config.placement.inputs.form):
+            raise ConfigConflict(
+                "parameters are DTensors, and each rank has 8-bit blocks of its own part, which go with no other cut; "
+                "leave compact=False"
+            )
         self._complete_state("sharded_state_dict()")
         return self._as_seen(super()._full_state())
 

@@ -1,0 +1,149 @@
+"""Compact state saved by three ranks goes on to the bit at other world sizes: in torch's form, and as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.compact_training import FORMS, Form, backward, groups_of, make_optimizer, make_params, plain_steps
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB
+
+BEFORE, AFTER = 5, 4
+REDUCTION = zero_opt.Overlapped(BUCKET_MB)
+OFFLOADS: dict[str, Callable[[Path], Any]] = {
+    "device": lambda _: None,
+    "cpu": lambda _: zero_opt.CPUOffload(),
+    "worker": lambda _: zero_opt.WorkerOffload(threads=1),
+    "nvme": lambda folder: zero_opt.NVMeOffload(folder),
+}
+
+
+def _steps(params: list[nn.Parameter], form: Form, optimizer: Any, steps: range, rank: int, world_size: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(params, form, REDUCTION, step, rank, world_size)
+        optimizer.step()
+
+
+def _save(rank: int, world_size: int, forms: dict[str, Form], folder: Path, offload: Any) -> dict[str, Any]:
+    found = {}
+    for name, form in forms.items():
+        params = make_params(form)
+        optimizer = make_optimizer(params, form, REDUCTION, offload=offload)
+        _steps(params, form, optimizer, range(BEFORE), rank, world_size)
+        dcp.save(zero_opt.sharded_state_dict(optimizer, compact=True), checkpoint_id=folder / name)
+        optimizer.consolidate_state_dict()
+        state = optimizer.state_dict() if rank == 0 else None
+        optimizer.close()
+        found[name] = [param.detach() for param in params], state
+    return found
+
+
+def _resume(rank: int, world_size: int, saved: dict[str, Any], folder: Path, offload: Any) -> list[Any]:
+    """Go on from full state dicts, and from folders of compact ones."""
+    found = []
+    for (name, (values, state_dict)), compact in ((item, how) for item in saved.items() for how in (False, True)):
+        form, params = FORMS[name], [nn.Parameter(value.clone()) for value in values]
+        alone = world_size == 1 and offload is None and form.state.master is None
+        optimizer = make_optimizer(
+            params, form, REDUCTION, offload=offload, **({"max_grad_norm": None} if alone else {})
+        )
+        if compact:
+            into = zero_opt.sharded_state_dict(optimizer, compact=True)
+            dcp.load(into, checkpoint_id=folder / name)
+            zero_opt.load_sharded_state_dict(optimizer, into)
+        else:
+            optimizer.load_state_dict(state_dict)
+        _steps(params, form, optimizer, range(BEFORE, BEFORE + AFTER), rank, world_size)
+        optimizer.consolidate_state_dict()
+        state = optimizer.state_dict()["state"] if rank == 0 else None
+        optimizer.close()
+        found.append((name, [param.detach() for param in params], state))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "world_size"),
+    [("device", "worker", 2), ("worker", "nvme", 5), ("nvme", "device", 2), ("cpu", "cpu", 2), ("cpu", "device", 1)],
+)
+def test_saved_at_three_ranks_and_resumed_at_others(first: str, then: str, world_size: int, tmp_path: Path) -> None:
+    saved = run_processes(3, _save, FORMS, tmp_path, OFFLOADS[first](tmp_path))[0]
+    runs = run_processes(world_size, _resume, saved, tmp_path, OFFLOADS[then](tmp_path))
+    for number, (name, _, state) in enumerate(runs[0]):
+        form = FORMS[name]
+        params = make_params(form)
+        plain = zero_opt.CPUAdamW(groups_of(params), lr=0.02, state=form.state)
+        list(islice(plain_steps(form, 3, REDUCTION, params, plain), BEFORE))
+        assert_bitwise(saved[name][0], [param.detach() for param in params], f"{name}, saved")
+        clip = world_size > 1 or then != "device" or form.state.master is not None
+        list(islice(plain_steps(form, world_size, REDUCTION, params, plain, clip=clip, step=BEFORE), AFTER))
+        for run in runs:
+            assert_bitwise(run[number][1], [param.detach() for param in params], f"{name}, {number}")
+        assert_bitwise(state, plain.state_dict()["state"], f"{name}, {number}, state")
+
+
+def test_a_compact_checkpoint_is_as_small_as_the_state() -> None:
+    form = FORMS["block8, split"]
+    params = make_params(form)
+    optimizer = make_optimizer(params, form, zero_opt.AtStep(), offload=zero_opt.CPUOffload())
+    _steps(params, form, optimizer, range(4), 0, 1)
+    saved, plain = zero_opt.sharded_state_dict(optimizer, compact=True), zero_opt.sharded_state_dict(optimizer)
+    states = {index: saved["state"][index] for index in saved["state"] if params[index] in optimizer.state}
+    sizes = [sum(value.nbytes for state in states.values() for value in state.values())]
+    sizes += [sum(value.nbytes for state in plain["state"].values() for value in state.values())]
+    assert sizes[0] == optimizer.memory_report()["state"] < 0.5 * sizes[1]  # of some, amsgrad's state too
+    assert all("exp_avg" not in state for state in saved["state"].values())
+    with pytest.raises(zero_opt.StateDictError, match=r"load it with zero_opt.load_sharded_state_dict"):
+        optimizer.load_state_dict(saved)
+    other = torch.optim.AdamW(groups_of([nn.Parameter(param.detach().clone()) for param in params]))
+    other.load_state_dict({key: saved[key] for key in ("state", "param_groups")})
+    for group in other.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    with pytest.raises(KeyError, match="exp_avg"):  # torch has no values to go on from
+        other.step()
+    optimizer.close()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    options: dict[str, Any] = {"lr": 0.1, "offload": zero_opt.CPUOffload(), "state": zero_opt.AdamState("block8")}
+    param = nn.Parameter(torch.ones(40, 30))
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, **options)
+    param.sum().backward()
+    optimizer.step()
+    saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+    turned = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(30, 40).t())], zero_opt.CPUAdamW, **options)
+    with pytest.raises(zero_opt.StateDictError, match="another order of elements in memory"):
+        zero_opt.load_sharded_state_dict(turned, saved)
+    saved["state"][0]["exp_avg_base"] = torch.zeros(3, dtype=torch.int16)
+    with pytest.raises(
+        zero_opt.StateDictError, match=r"'exp_avg_base' of parameter 0 must be torch.int16 of shape \(19"
+    ):
+        zero_opt.load_sharded_state_dict(optimizer, saved)
+    optimizer.close()
+    turned.close()
+
+
+def _differ(rank: int, world_size: int, values: Tensor) -> str:
+    param = nn.Parameter(values.clone())
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=0.1, state=zero_opt.AdamState("block8"))
+    param.sum().backward()
+    optimizer.step()
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        zero_opt.sharded_state_dict(optimizer, compact=rank == 1)
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_ranks_that_save_in_different_forms_are_told() -> None:
+    for said in run_processes(2, _differ, torch.ones(300)):
+        assert "sharded_state_dict(compact=True)" in said

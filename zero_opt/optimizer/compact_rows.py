@@ -1,0 +1,103 @@
+"""Compact state in a sharded state dict: places for it, and the values that what was loaded stands for.
+
+Codes and remainders have the parameter's shape, and are cut by rows like other state. Bases have an element per block
+of 64 elements in storage order, so the parameter must have that order again when they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.groups import Group
+from ..errors import StateDictError
+from ..kernels.adam_state import CODES, HALVES, MOMENTS, code_key, state_dtypes, unpacked
+from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
+from ..policies import AdamState
+from ..sharding.flat_param import element_order
+
+Sized = Mapping[str, tuple[Any, torch.Size]]
+
+
+def compact_values(made: Sized, param: Tensor, form: AdamState) -> Sized:
+    """Return the state of a parameter as it is in its compact form, a value each and the shape that it grows to.
+
+    Args:
+        made: the same in torch's form.
+    """
+    if not {*MOMENTS} <= made.keys():
+        return made
+    splits = form.master == "split" and param.dtype in HALVES
+    kept = {key: value for key, value in made.items() if not (key == "master" and splits)}
+    dtypes = state_dtypes(form if splits else AdamState(form.moments), amsgrad="max_exp_avg_sq" in made)
+    for role, dtype in dtypes.items():
+        shape = torch.Size([blocks_of(param.numel())]) if role in BASES else param.shape
+        value = torch.zeros(1, dtype=dtype, device="cpu")
+        kept.pop(role, None)
+        kept[code_key(role, value)] = value, shape
+    return kept
+
+
+def order_of(param: Tensor) -> list[int]:
+    """Return the strides that say in which order a parameter's blocks are."""
+    return list(element_order(param.shape, param.stride()))
+
+
+def is_as_it_lies(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a state dict has state that is no value of torch's."""
+    return CODES[0] in entry or "remainder" in entry
+
+
+def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: object) -> None:
+    """Raise StateDictError for a compact entry that does not fit a parameter.
+
+    Args:
+        order: what :func:`order_of` said of the parameter when the entry was saved.
+    """
+    wanted: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    if CODES[0] in entry:
+        wanted |= dict.fromkeys(CODES, (torch.uint8, param.shape))
+        wanted |= dict.fromkeys(BASES, (torch.int16, torch.Size([blocks_of(param.numel())])))
+        if order != order_of(param):
+            raise StateDictError(
+                f"compact state of parameter {index} was saved of another order of elements in memory, strides {order} "
+                f"and not {order_of(param)}; save it without compact=True"
+            )
+    if "remainder" in entry:
+        wanted["remainder"] = torch.int16, param.shape
+        if param.dtype is not torch.bfloat16:
+            raise StateDictError(
+                f"state 'remainder' of parameter {index} is half of a split master, whose other half is a parameter in "
+                f"torch.bfloat16, not in {param.dtype}; save it without compact=True"
+            )
+    for key, (dtype, shape) in wanted.items():
+        value = entry.get(key)
+        if not (isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape):
+            given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise StateDictError(
+                f"state {key!r} of parameter {index} must be {dtype} of shape {tuple(shape)}, and is {given}"
+            )
+
+
+def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
+    """Return a checked compact entry in torch's form, cut as it is. Collective."""
+    from ..state.row_sharded import Rows, full_of  # take seconds to import, and few need them
+
+    plain = {key: value for key, value in entry.items() if key not in (*CODES, *BASES, "remainder")}
+    if CODES[0] in entry:
+        codes = [Rows.of(entry[key], group) for key in CODES]
+        bases = [full_of(entry[key]).cpu() for key in BASES]
+        span = codes[0].span
+        blocks = slice(span.start // BLOCK_NUMEL, max(blocks_of(span.stop), span.start // BLOCK_NUMEL))
+        lead = span.start % BLOCK_NUMEL if span.numel else 0
+        runs = [run.run for run in codes]
+        moments = unpacked(runs, [base[blocks] for base in bases], lead) if span.numel else [r.float() for r in runs]
+        plain.update(zip(MOMENTS, (codes[0].with_values(run, group) for run in moments), strict=True))
+    if "remainder" in entry:
+        low = Rows.of(entry["remainder"], group)
+        high = Rows.whole(param).run[low.span.start : low.span.stop].view(torch.int16).int() << 16
+        plain["master"] = low.with_values((high + low.run.int()).view(torch.float32), group)
+    return plain
