@@ -39,6 +39,8 @@ from .shared_ranks import native_bucket
 
 # The dtypes whose sums over a host are exact enough to travel: those of bf16 and fp16 would be rounded twice.
 _SUMMED = (torch.float32, torch.float64)
+# Epoch and sequence of what follows a step's gathers.
+_AFTER_GATHERS = ((1 << 63) - 1, (1 << 63) - 1)
 
 
 class SharedMemory(Protocol):
@@ -200,8 +202,22 @@ class HierarchicalExchange(Exchange):
         self._messages.fail(step)
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
-        """Send one message to each rank, besides those of the gather."""
-        return self._messages.failures(step)
+        """Send one message to each counterpart, besides those of the gather, and spread what they say in the host."""
+        peers = [self._counterparts[host] for host in self._order[:-1]]
+        failed_steps, hosts = self._messages.failed_steps(peers), len(self._order)
+        place = self._messages.rank % self._per_host
+        words = torch.zeros(self._per_host, hosts, dtype=torch.int64, device="cpu")
+
+        def finish() -> list[int]:
+            for rank, failed in failed_steps().items():
+                words[place, rank // self._per_host] = failed
+            runs = [Run(0, words.numel(), words.view(torch.float64).view(-1), False)]  # of which only bytes are copied
+            bounds = range(0, words.numel() + 1, hosts)
+            if not self._shared.gather(Ident(step, *_AFTER_GATHERS), native_bucket(runs, bounds, torch.float64)):
+                raise StepDesync(f"another rank skipped the end of step {step}")
+            return [rank for rank, failed in enumerate(words.t().flatten().tolist()) if failed == step]
+
+        return finish
 
     def leave(self) -> None:
         self._shared.leave()

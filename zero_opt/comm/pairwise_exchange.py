@@ -233,13 +233,18 @@ class PairwiseExchange(Exchange):
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""
-        failed = torch.tensor([self._failed_step], dtype=torch.int64, device="cpu")
-        words = {rank: failed.clone() for rank in range(self.world_size)}
-        works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(self._peers)]
-        works += [self._gather.send_to(words[self.rank], peer, _FAILURES) for peer in self._peers]
+        failed_steps = self.failed_steps(self._peers)
+        return lambda: sorted(rank for rank, failed in failed_steps().items() if failed == step)
 
-        def finish() -> list[int]:
+    def failed_steps(self, peers: Sequence[int]) -> Callable[[], Mapping[int, int]]:
+        """Start to exchange with peers the last step that failed on each; returns that of each, and of this rank."""
+        failed = torch.tensor([self._failed_step], dtype=torch.int64, device="cpu")
+        words = {rank: failed.clone() for rank in (self.rank, *peers)}
+        works = [self._gather.receive_from(words[peer], peer, _FAILURES) for peer in reversed(peers)]
+        works += [self._gather.send_to(words[self.rank], peer, _FAILURES) for peer in peers]
+
+        def finish() -> dict[int, int]:
             wait_all(works)
-            return [rank for rank, word in words.items() if word.item() == step]
+            return {rank: int(word) for rank, word in words.items()}
 
         return finish

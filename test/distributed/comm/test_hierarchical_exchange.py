@@ -14,6 +14,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import process_identity, shared_memory_exchange
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
+from zero_opt.comm.lazy_gloo import partners
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange
 from zero_opt.tools.estimate import estimate
@@ -210,3 +211,45 @@ def lose(rank: int, world_size: int, lost: int) -> str:
 def test_a_rank_that_is_killed_is_named_on_every_host(lost: int) -> None:
     results = run_processes(4, lose, lost, expect_errors=True)
     assert all(f"rank {lost} " in str(text) for rank, text in enumerate(results) if rank != lost), results
+
+
+class Stumbles(torch.optim.SGD):
+    """Fails in its third step, on one rank."""
+
+    __module__ = "torch.optim"  # whose classes step one bucket after the other
+    left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).left -= 1
+        if type(self).left == 0:
+            raise MemoryError("no more of it")
+        return super().step(closure)
+
+
+def stumble(rank: int, world_size: int, count: int, failing: int) -> tuple[str, str, set[int]]:
+    """Return the exchange, what the third step raises, and to whom the rank is connected."""
+    on_hosts_of(count, rank)
+    zero_opt.register_elementwise(Stumbles)
+    param = torch.nn.Parameter(torch.ones(3000))
+    opt = zero_opt.ShardedOptimizer([param], Stumbles, lr=0.5)
+    exchange = exchange_of(opt)
+    for step in range(3):
+        (param * rank).sum().backward()
+        if step < 2:
+            opt.step()
+            opt.zero_grad()
+    Stumbles.left = int(rank == failing)
+    with pytest.raises((zero_opt.StepFailed, MemoryError)) as caught:
+        opt.step()
+    used = set(exchange._messages._gather._used)
+    opt.close()
+    return type(exchange).__name__, f"{type(caught.value).__name__}: {caught.value}", used
+
+
+@pytest.mark.parametrize("failing", [1, 11])
+def test_a_failed_step_is_heard_of_on_all_hosts_without_connections_to_all(failing: int) -> None:
+    found = run_processes(12, stumble, 2, failing)
+    for rank, (kind, text, used) in enumerate(found):
+        assert kind == HierarchicalExchange.__name__
+        assert text.startswith("MemoryError: " if rank == failing else f"StepFailed: rank {failing}")
+        assert used == partners(rank, 12) | {other for other in range(rank % 2, 12, 2) if other != rank}
