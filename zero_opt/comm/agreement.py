@@ -201,31 +201,35 @@ class Agreement:
                     f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
                 )
 
-    def require_same_values(self, mine: Mapping[int, int], params: Sequence[Tensor]) -> set[int]:
+    def uneven_edits(self, mine: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return how often each rank has written to the parameters that not all have written to equally often.
+
+        Args:
+            mine: by parameter, how often it was written to here.
+        """
+        listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
+        counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
+        return {index: by_rank for index, by_rank in counts.items() if len(set(by_rank)) > 1}
+
+    def require_same_values(self, uneven: Mapping[int, Sequence[int]], params: Sequence[Tensor]) -> None:
         """Require equal values of parameters that the ranks have not written to equally often. Collective.
 
         The values may be equal all the same: where one rank loads a checkpoint, and it or DDP sends the values to the
         other ranks through ``.data``, only the first rank's version counters rise.
 
         Args:
-            mine: by parameter, how often it was written to here. params: all parameters of the optimizer.
-
-        Returns:
-            The parameters that the ranks have not written to equally often.
+            uneven: what :meth:`uneven_edits` returns. params: all parameters of the optimizer.
 
         Raises:
             RankMismatch: on every rank, naming parameters that differ, and the ranks that wrote to them.
         """
-        listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
-        counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
-        uneven = [index for index, by_rank in counts.items() if len(set(by_rank)) > 1]
         with self.together():
             digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
         digests_by_rank = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
         apart = [index for index, *others in zip(uneven, *digests_by_rank, strict=True) if len(set(others)) > 1]
         if not apart:
-            return set(uneven)
-        by_rank = counts[apart[0]]
+            return
+        by_rank = uneven[apart[0]]
         least, most = min(by_rank), max(by_rank)
         where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
         where += " alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}"

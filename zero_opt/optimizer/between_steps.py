@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -15,10 +15,18 @@ from torch import Tensor
 
 from ..comm.exchange import close_all
 from ..comm.groups import Group
-from ..errors import ConfigTypeError, ParamsReplaced, PeerLost, UnsupportedParam, ZeroOptError
+from ..errors import (
+    ConfigTypeError,
+    ParamsReplaced,
+    PeerLost,
+    RankMismatch,
+    StepPending,
+    UnsupportedParam,
+    ZeroOptError,
+)
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.flat_param import is_dtensor, moved_of
+from ..sharding.flat_param import is_dtensor, moved_of, own_writes
 from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
@@ -72,6 +80,7 @@ class BetweenSteps(Engine):
         self._loaded = self._half_loaded = self._closed = False
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
+        self._told_pending = False  # all ranks have raised what was changed while a step was pending
         self._digest, self._forms = HyperDigest(), HyperForms(config.optimizer_class)
         parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
@@ -101,7 +110,9 @@ class BetweenSteps(Engine):
         calls, self._sends, self.agreement.told = self.group.calls, False, 0
         try:
             yield
+            self._told_pending = False
         except BaseException as error:
+            self._told_pending |= isinstance(error, StepPending)
             alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
             if alone and id(error) != self.agreement.told and error is not self._guard.failure:
                 self.group.leave_interrupted(error, f"{self._one_call.under_way} in")
@@ -150,6 +161,9 @@ class BetweenSteps(Engine):
             with self._of_all_ranks():
                 with self.agreement.together("add_param_group()"):
                     self._planner.planned.require()
+                    conflict = self._changed_while_pending()
+                    if conflict is not None:
+                        raise conflict
                     known = len(user.param_groups)
                     self._parked.require_here()
                     with adopt_errors():
@@ -201,31 +215,80 @@ class BetweenSteps(Engine):
                 self.agreement.raise_first_error(self._guard.tell_failure(), "flush()")
 
     def _finish_pending(self) -> None:
-        """Bring a pending step into the parameters of all ranks. Collective."""
+        """Bring a pending step into the parameters of all ranks. Collective.
+
+        Parameters that were changed meanwhile keep the change, and lack the update; state has the update, and lacks
+        what was changed. The error that says so is raised at the end, unless a step has raised it already.
+
+        Raises:
+            RankMismatch: on every rank, if values differ of a parameter that was changed on some ranks; each rank has
+                its own then. StepPending: on every rank, if parameters or state were changed on one.
+        """
         conflict: ZeroOptError | None = None
-        begun = False
+        mismatch: RankMismatch | None = None
+        begun, due, kept = False, False, dict[int, Tensor]()
         try:
             with self.agreement.together("flush()"):
                 with suppress(UnsupportedParam):  # its update goes to the data of the plan, and the next step raises it
                     self._follow_moved()
-                conflict = self.placement.conflict()
+                conflict = self._changed_while_pending()
                 begun = self.placement.pending
                 self._params_may_differ |= begun
-                with self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
-                    list(self.placement.bring_in())
+            due = self.agreement.any(self._params_may_differ)
+            if due:
+                mismatch, kept = self._keep_uneven_edits()
+            with self.agreement.together(), self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
+                list(self.placement.bring_in())
         except Exception as error:
             self._params_may_differ = True
             if begun and not isinstance(error, PeerLost):
                 self._guard.take_back()
             raise
-        if self.agreement.any(self._params_may_differ):
+        if due:
             broadcast_shards(self.partition.buckets, self._groups.control)
+            self._restore(kept)
             self._params_may_differ = False
             self.gather.forget_failure()
             with self.parts.visible.lock:
                 self._show_state()
                 self._guard.commit(self.count.step)
-        self.agreement.raise_first_error(conflict)
+        if mismatch is not None:
+            raise mismatch from conflict
+        self.agreement.raise_first_error(None if self._told_pending else conflict)
+
+    def _changed_while_pending(self) -> ZeroOptError | None:
+        """Return the error if the user has changed state or parameters on this rank while a step was pending."""
+        try:
+            with self.parts.visible.lock:
+                self.parts.visible.require_as_shown()
+        except ZeroOptError as error:
+            return error
+        return self.placement.conflict()
+
+    def _keep_uneven_edits(self) -> tuple[RankMismatch | None, dict[int, Tensor]]:
+        """Let parameters that were changed on some ranks only keep on every rank what they have there. Collective.
+
+        Returns:
+            What is wrong if their values differ, and copies of them, which a gather is about to overwrite.
+        """
+        uneven = self.agreement.uneven_edits(self.partition.edits())
+        if not uneven:
+            return None, {}
+        mismatch = None
+        try:
+            self.agreement.require_same_values(uneven, self.parts.params)
+        except RankMismatch as error:
+            mismatch = error
+        self.partition.count_edit(uneven)  # once more on every rank: the next step sees that they differ still
+        params = {index: self.partition.flats[index].param for index in uneven} if mismatch else {}
+        return mismatch, {index: param.detach().clone() for index, param in params.items()}
+
+    def _restore(self, kept: Mapping[int, Tensor]) -> None:
+        """Give parameters the values of these copies."""
+        flats = [self.partition.flats[index] for index in kept]
+        with own_writes(flats):
+            for flat, values in zip(flats, kept.values(), strict=True):
+                flat.param.detach().copy_(values)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

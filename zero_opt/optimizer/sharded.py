@@ -180,10 +180,13 @@ class ShardedEngine(BetweenSteps):
     def _accept_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
         """Accept the user's writes to parameters if the values are equal on all ranks."""
         if not agreed.same_edits:
-            unseen = self.agreement.require_same_values(edits, self.parts.params) - edits.keys()
+            if self._config.offload is not None:  # what differs is compared, and named, with no step pending
+                self.flush()
+                edits = self.partition.edits()
+            uneven = self.agreement.uneven_edits(edits)
+            self.agreement.require_same_values(uneven, self.parts.params)
             # Parameters that were written to on other ranks have the same values here. Masters take those over too.
-            params = [self.partition.flats[index].param for index in unseen]
-            torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
+            self.partition.count_edit(uneven.keys() - edits.keys())
         if edits or not agreed.same_edits:
             self.partition.accept_edits()
 

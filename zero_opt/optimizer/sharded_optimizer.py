@@ -207,7 +207,7 @@ class ShardedOptimizer(UnevenInputs):
             StepDesync, RankMismatch, GradientConflict, GradientsLocal: on every rank; parameters, state are untouched.
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             ParamsReplaced: ``param_groups`` was edited after the first step, or holds other shapes; likewise.
-            StepPending: a parameter was changed while a delayed step was pending; likewise.
+            StepPending: a parameter or state was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
             ProcessGroupError: this rank has others since; likewise.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
@@ -267,7 +267,9 @@ class ShardedOptimizer(UnevenInputs):
         tries again a step that a worker could not take, or in which a disk failed.
 
         Raises:
-            StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update.
+            StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update. Or
+                state was; it has the update, and lacks the change. Not if the call before has raised it already.
+            RankMismatch: a parameter was changed on some ranks only; each rank has its own values then.
             WorkerDied, WorkerFailed, StorageFailed: worker or disk cannot take the pending step. StepFailed.
         """
         self._require_open()

@@ -116,7 +116,8 @@ def changed_while_pending(
         for position in filter(shard.edited, positions):
             return StepPending(
                 f"{shard.flats[position].label} was changed while a step for it was pending{cause}; {remedy} before "
-                "changing parameters. A flush() after it keeps the change and drops the update"
+                "changing parameters. To go on, call it on every rank, unless it is what raises this: it keeps the "
+                "change and drops the update"
             )
     return None
 

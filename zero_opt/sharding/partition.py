@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -140,6 +140,11 @@ class Partition:
         writes = zip(self.flats, edits, self._known_edits, strict=True)
         counts = {index: now - was + (index in self._moved) for index, now, was in writes}
         return {index: counts[index] for index in sorted(counts) if counts[index]}
+
+    def count_edit(self, indices: Iterable[int]) -> None:
+        """Take parameters as written to by the user once more."""
+        params = [self.flats[index].param for index in indices]
+        torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
 
     def accept_edits(self) -> None:
         """Start to count edits again: parameters are equal on all ranks, or will be once every gather has ended."""

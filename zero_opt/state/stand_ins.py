@@ -6,6 +6,7 @@ used, not from its values. So a step of a few zeros makes the owners' scalars, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -117,14 +118,16 @@ class StandIns:
         """
         state, params, stepped_here = self._owner.state, self._params, indices_of(used)
         for kind, members in self._members.items():
-            sharing: dict[tuple[Any, ...], list[int]] = {}
+            sharing: dict[tuple[tuple[str, int], ...], list[int]] = {}
+            holders: Counter[int] = Counter()  # by id of a value: the user may have replaced others of an entry
             for index in members:
-                entry = state.get(params[index]) or _NOTHING
-                sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
-            for alike in sharing.values():
+                objects = tuple((key, id(value)) for key, value in (state.get(params[index]) or _NOTHING).items())
+                holders.update(held for _, held in objects)
+                sharing.setdefault(objects, []).append(index)
+            for objects, alike in sharing.items():
                 stepped = [index for index in alike if index in stepped_here]
                 if stepped:
-                    self._step(kind, stepped, copies=len(stepped) < len(alike))
+                    self._step(kind, stepped, copies=any(holders[held] > len(stepped) for _, held in objects))
 
     def _step(self, kind: Kind, members: Sequence[int], *, copies: bool) -> None:
         """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""

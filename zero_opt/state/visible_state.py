@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ..errors import StateDictError, ZeroOptError
+from ..errors import StateDictError, StepPending, ZeroOptError
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
@@ -48,6 +49,8 @@ class VisibleState:
         self._cut: set[int] = set()  # of these, the parameters of which other ranks have slices too
         self._live: dict[int, ParamState] = {}  # as users see it, by global index
         self._versions: dict[int, list[int]] = {}  # of what lies on accelerators, as of follow()
+        # While a step is pending: the owner's entries as of follow(), and the values in each.
+        self._followed: dict[int, tuple[ParamState, dict[str, Any]]] | None = None
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
@@ -59,6 +62,7 @@ class VisibleState:
         self._cut = {piece.param for piece in self._pieces if piece.in_param.numel != flats[piece.param].numel}
         self._stand_ins.add({index: kind for index, kind in added.items() if index not in mine})
         self._show_live()
+        self._note_entries()
 
     def _show_live(self) -> None:
         """Let the owner's ``state`` have the live state of this rank's slices."""
@@ -72,11 +76,63 @@ class VisibleState:
         self._due.append(used)
 
     def follow(self) -> None:
-        """Show what steps have made of the state; not the last step's while it is pending."""
+        """Show what steps have made of the state; not the last step's while it is pending.
+
+        What the user has made of entries while a step was pending is undone.
+        """
+        for index in self._edited_while_pending():
+            self._put_back(index)
         while len(self._due) > self._placement.pending:
             self._stand_ins.step(self._due.pop(0))
         self._show_live()
         self._versions = self._versions_now()
+        self._note_entries()
+
+    def _note_entries(self) -> None:
+        self._followed = self._entries() if self._placement.pending else None
+
+    def _entries(self) -> dict[int, tuple[ParamState, dict[str, Any]]]:
+        """Return the owner's entries, each with its values but for those that are put together when they are read."""
+        state, found = self._owner.state, {}
+        for index in self._partition.flats:
+            entry: ParamState | None = state.get(self._params[index]) or None
+            if entry is not None:
+                found[index] = (entry, dict(entry) if isinstance(entry, dict) else {})
+        return found
+
+    def _edited_while_pending(self) -> list[int]:
+        """Return the parameters whose entries the user has added, replaced, changed or dropped while a step is pending.
+
+        A write to a tensor in place is seen by the placement, but for :class:`ReadThrough`.
+        """
+        if self._followed is None:
+            return []
+        now, before = self._entries(), self._followed
+        return [index for index in self._partition.flats if _is_edited(before.get(index), now.get(index))]
+
+    def _put_back(self, index: int) -> None:
+        """Let a parameter's entry be what :meth:`follow` has shown."""
+        state, param = self._owner.state, self._params[index]
+        if self._followed is None or index not in self._followed:
+            state.pop(param, None)
+            return
+        entry, values = self._followed[index]
+        if isinstance(entry, ReadThrough):
+            entry.forget()
+        else:
+            entry.clear()
+            entry.update(values)
+        state[param] = entry
+
+    def require_as_shown(self) -> None:
+        """Raise StepPending if the user has edited entries while a step is pending; :meth:`follow` undoes that."""
+        edited = self._edited_while_pending()
+        if edited:
+            raise StepPending(
+                f"opt.state of {self._partition.flats[edited[0]].label} was changed while a step for it was pending; "
+                "call opt.flush() before that. To go on, call it on every rank, unless it is what raises this: it "
+                "brings the step in and undoes the change; make it again then"
+            )
 
     def _versions_now(self) -> dict[int, list[int]]:
         """Return versions of the live state on accelerators. On the CPU a write is over when the call returns."""
@@ -97,6 +153,7 @@ class VisibleState:
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
         """Replace all state by loaded state, given by global index in full shape; :meth:`follow` comes next."""
         self._due.clear()
+        self._followed = None
         self.dropped.clear()
         self._owner.state.clear()
         self._live.clear()
@@ -108,10 +165,11 @@ class VisibleState:
         Tensors may have the parameter's shape, of which this rank's slice is taken.
 
         Raises:
-            StepPending: state was replaced while a step was pending. StateDictError: what it was replaced by.
+            StepPending: state was edited while a step was pending. StateDictError: what it was replaced by.
             StepDesync: called by a signal handler that has interrupted such a call.
         """
         with self._adopting.held():
+            self.require_as_shown()
             try:
                 self._adopt_slices()
             except ZeroOptError:
@@ -150,3 +208,15 @@ class VisibleState:
         else:
             self._live[piece.param] = entry
         return replaced
+
+
+def _is_edited(before: tuple[ParamState, dict[str, Any]] | None, now: tuple[ParamState, dict[str, Any]] | None) -> bool:
+    """Return whether an entry is another object than before, or has other values or some that were written to."""
+    if before is None or now is None:
+        return before is not now
+    (entry, values), (other, others) = before, now
+    if entry is not other or values.keys() != others.keys():
+        return True
+    return any(others[key] is not value for key, value in values.items()) or (
+        isinstance(entry, ReadThrough) and entry.edited()
+    )

@@ -274,7 +274,9 @@ def edited(mine: dict[int, int], theirs: dict[int, int], differ: set[int]) -> se
         if mine.get(index, 0) != theirs.get(index, 0)
     ]
     other = RecordedGroup([json.dumps([*theirs.items()]).encode(), b"", json.dumps(digests).encode()])
-    return agreement(other).require_same_values(mine, params)
+    uneven = agreement(other).uneven_edits(mine)
+    agreement(other).require_same_values(uneven, params)
+    return set(uneven)
 
 
 def test_parameters_written_to_on_one_rank_may_be_alike_after_all() -> None:

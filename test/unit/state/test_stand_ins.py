@@ -80,6 +80,16 @@ def test_edits_count_from_the_next_step_on() -> None:
     assert [float(elsewhere.owner.state[param]["step"]) for param in elsewhere.params] == [2, 8, 2, 4]
 
 
+def test_a_value_that_entries_share_is_stepped_once_where_others_of_theirs_are_replaced() -> None:
+    elsewhere = Elsewhere()
+    elsewhere.step(0, 1, 2, 3)
+    for param in elsewhere.params[:3]:
+        elsewhere.owner.state[param]["exp_avg"] = torch.zeros(0)
+    for used in ((0, 1, 2, 3), (1, 2)):
+        elsewhere.step(*used)
+        elsewhere.compare()
+
+
 def test_dropped_entries_are_told_once_and_start_afresh() -> None:
     elsewhere = Elsewhere()
     elsewhere.step(0, 1, 2, 3)

@@ -15,6 +15,7 @@ from ...kernels.functions import adam_hypers
 from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
+from ...sharding.flat_param import versions_of
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
 from ...system.log import log
@@ -135,14 +136,14 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         torch.autograd.graph.increment_version([self._worker.arena.bytes])
 
     def _mark_state(self) -> None:
-        """Remember the arena as it is, for :meth:`_written_to`."""
-        state = self._worker.arena.bytes
-        self._marked = state, state._version
+        """Remember the arena and step counts as they are, for :meth:`_written_to`."""
+        state = [self._worker.arena.bytes, *(shard.steps for shard in self._shards.values())]
+        self._marked = state, versions_of(state)
 
     def _written_to(self) -> bool:
         """Return whether the user has written to state since :meth:`_mark_state`."""
-        state, version = self._marked
-        return state._version != version or any(shard.holds_edits() for shard in self._shards.values())
+        state, versions = self._marked
+        return versions_of(state) != versions or any(shard.holds_edits() for shard in self._shards.values())
 
     def close(self) -> None:
         try:
@@ -232,13 +233,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             return StepPending(
                 f"{flat.label} was changed before the last update had arrived in it, as it may after step() has "
                 "returned (overlap_param_gather), and has not got that; call opt.flush() before changing parameters, "
-                "and once to go on as they are"
+                "and now, on every rank, unless it is what raises this, to go on as they are"
             )
         if self._pending is not None and self._written_to():
             return StepPending(
                 "opt.state was written to while a step that changes it was pending, which may have undone that; with "
-                "delay=1, call opt.flush() before writing to it. A flush() after it raises this once more and brings "
-                "the step in: write again then"
+                "delay=1, call opt.flush() before writing to it. To go on, call it on every rank, unless it is what "
+                "raises this: it brings the step in. Write again then"
             )
         return super().conflict()
 

@@ -300,8 +300,7 @@ def _edit_while_pending(rank: int, world_size: int) -> None:
     with pytest.raises(zero_opt.StepPending, match=r"parameter 2 .* call opt\.flush\(\) before changing"):
         optimizer.step()
     assert_bitwise([param.detach() for param in params], before)
-    with pytest.raises(zero_opt.StepPending, match="keeps the change"):
-        optimizer.flush()
+    optimizer.flush()
     assert_bitwise(params[2].detach(), before[2])
     assert not torch.equal(params[0], before[0])
     optimizer.step()
@@ -325,9 +324,9 @@ def _edit_state_while_pending(rank: int, world_size: int) -> None:
         optimizer.state[params[0]]["exp_avg"].zero_()
     optimizer.zero_grad()
     backward(params, 3, rank)
-    for call in (optimizer.step, optimizer.flush):
-        with pytest.raises(zero_opt.StepPending, match=r"opt\.state was written to while a step .* write again then"):
-            call()
+    with pytest.raises(zero_opt.StepPending, match=r"opt\.state was written to while a step .* Write again then"):
+        optimizer.step()
+    optimizer.flush()
     optimizer.state[params[0]]["exp_avg"].zero_()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})  # the arena grows
     optimizer.step()
