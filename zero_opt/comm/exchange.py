@@ -22,6 +22,7 @@ from ..kernels.adam_state import HALVES
 from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
+from ..system.stages import Stages
 
 _Part = TypeVar("_Part")
 
@@ -32,6 +33,12 @@ NATIVE_DTYPES = {torch.float64: "float64", **{dtype: DTYPE_NAMES[dtype] for dtyp
 # The use of a pool's buffer for a mean that is not written to the shard at once. Staging of gathers and of reductions
 # that need it has uses 0 and 1, sharding/buckets 2, exchanges by messages 3 to 5.
 MEAN = 6
+_USES = 7
+
+
+def of_lane(use: int, lane: int) -> int:
+    """Return the use of a pool's buffer that each lane has for itself; see :meth:`Exchange.lane`."""
+    return use + lane * _USES
 
 
 class Ident(NamedTuple):
@@ -245,7 +252,7 @@ class BucketReduction(NamedTuple):
     Attributes:
         runs: on an accelerator the whole bucket in one run. out: is overwritten, or added to where the runs say so.
             Elements that no run covers mean nothing. sums: ascending; none unless :attr:`Exchange.adds_up` has the
-            dtype.
+            dtype. lane: the one that :meth:`Exchange.lane` gives the bucket, or 0.
     """
 
     ident: Ident
@@ -253,19 +260,21 @@ class BucketReduction(NamedTuple):
     bounds: Sequence[int]
     out: Tensor
     sums: Sequence[SliceSums] = ()
+    lane: int = 0
 
 
 class Exchange(ABC):
     """How the ranks of a group exchange buckets.
 
     Every rank exchanges the same buckets in the same order. Only one thread at a time calls, and one exchange ends
-    before the next begins, except as :attr:`gathers_ahead` says; :meth:`leave` and :meth:`close` may be called by any
-    thread at any time.
+    before the next begins, except as :meth:`lane` and :attr:`gathers_ahead` say; :meth:`leave` and :meth:`close` may be
+    called by any thread at any time.
 
     Attributes:
         gathers_ahead: how many gathers may be started before the oldest has ended.
         blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
             they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
+        overlaps: whether :meth:`lane` gives any bucket a lane.
         nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
 
@@ -273,7 +282,7 @@ class Exchange(ABC):
         pool: has the buffers that elements pass through.
     """
 
-    gathers_ahead, nbytes, blocks = 0, 0, True
+    gathers_ahead, nbytes, blocks, overlaps = 0, 0, True, False
     _failed_step = -1  # the last step that failed on this rank
     adds_up: Sequence[torch.dtype] = ()
 
@@ -289,6 +298,19 @@ class Exchange(ABC):
         Returns:
             ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
         """
+
+    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002
+        """Return the lane of a bucket's reductions, by the bucket's index, size and dtype; the same on every rank.
+
+        Reductions of other lanes may be under way at the same time, in the stages of :meth:`reduce_in_stages`;
+        ``None``: no others may.
+        """
+        return None
+
+    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+        """Reduce a bucket, as :meth:`reduce_runs` does. What needs memory is in the first stage."""
+        yield from ()
+        return self.reduce_runs(reduction)
 
     @abstractmethod
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
@@ -348,7 +370,7 @@ class StagedExchange(Exchange):
         return self._pool.staging(turn, numel, like.dtype, like.device)
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
-        ident, runs, bounds, out, _ = reduction
+        ident, runs, bounds, out, *_ = reduction
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
             bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))

@@ -78,20 +78,33 @@ class HeadedMessages:
     A rank that takes part in an exchange announces it to its peers before it waits for any rank, and sends what it has
     announced. To each peer it sends its data once it has started to receive that peer's: a connection carries its
     messages in order, so "ready to receive" behind this rank's own data would keep the peer from sending meanwhile.
+
+    An exchange may be announced before the data of those that were announced earlier is sent or received. Data is sent,
+    and received, in the order of the announcements.
     """
 
     def __init__(self, messages: PeerMessages, peers: Iterable[int]) -> None:
         self._messages = messages
         self._inbox = {peer: _Inbox(messages, peer) for peer in peers}
         self._sent = dict.fromkeys(self._inbox, 0)
-        self._under_way: dict[int, list[Any]] = {peer: [] for peer in self._inbox}
+        self._under_way: dict[int, list[tuple[int, Any]]] = {peer: [] for peer in self._inbox}
 
-    def announce(self, peer: int, ident: Ident, sizes: Sequence[int]) -> None:
-        """Start sending a peer the header of an exchange; ``sizes``: of its messages, in bytes, none of them empty."""
-        padded = [*sizes] + [0] * (MOST_MESSAGES - len(sizes))
+    def announce(self, peer: int, ident: Ident, tensors: Sequence[Tensor]) -> int:
+        """Start sending a peer the header of an exchange.
+
+        Args:
+            tensors: of the sizes of those that :meth:`send` will be given, none of them empty.
+
+        Returns:
+            The exchange's number among those with this peer.
+        """
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        padded = sizes + [0] * (MOST_MESSAGES - len(sizes))
         header = torch.tensor([*ident, *padded], dtype=torch.int64, device="cpu")
-        self._under_way[peer].append(self._messages.send_to(header, peer, 2 * self._sent[peer]))
-        self._sent[peer] = (self._sent[peer] + 1) % TAG_MODULUS
+        number = self._sent[peer]
+        self._under_way[peer].append((number, self._messages.send_to(header, peer, 2 * (number % TAG_MODULUS))))
+        self._sent[peer] += 1
+        return number
 
     def is_in(self, peer: int, ident: Ident) -> bool:
         """Wait until a peer has come to an exchange, or to a later one; returns ``False`` if it has skipped it."""
@@ -101,18 +114,18 @@ class HeadedMessages:
         """Start receiving the data of an exchange that the peer is in."""
         return self._inbox[peer].take(into)
 
-    def send(self, peer: int, tensors: Iterable[Tensor]) -> None:
-        """Start sending a peer the data of the exchange that was announced last."""
-        tag = 2 * ((self._sent[peer] - 1) % TAG_MODULUS) + 1
-        self._under_way[peer] += [self._messages.send_to(tensor, peer, tag) for tensor in tensors]
+    def send(self, peer: int, number: int, tensors: Iterable[Tensor]) -> None:
+        """Start sending a peer the data of an exchange, by the number it was announced with."""
+        tag = 2 * (number % TAG_MODULUS) + 1
+        self._under_way[peer] += [(number, self._messages.send_to(tensor, peer, tag)) for tensor in tensors]
 
-    def end(self, peers: Iterable[int]) -> None:
-        """Wait until all is sent to peers that are in the exchange that was announced last.
+    def end(self, peer: int, number: int) -> None:
+        """Wait until all is sent to a peer of an exchange that it is in, and of those before.
 
         What is sent to a peer that has skipped it is read only when that peer gets to a later exchange, for which it
         may need this rank to get there first.
         """
-        for peer in peers:
-            # gloo allows one wait for each message.
-            sends, self._under_way[peer] = self._under_way[peer], []
-            wait_all(sends)
+        under_way = self._under_way[peer]
+        # gloo allows one wait for each message.
+        self._under_way[peer] = [(later, work) for later, work in under_way if later > number]
+        wait_all(work for earlier, work in under_way if earlier <= number)

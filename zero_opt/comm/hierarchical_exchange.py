@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import StepDesync
 from ..layout import Span
+from ..system.stages import Stages, in_one_go
 from .exchange import (
     NATIVE_DTYPES,
     BucketReduction,
@@ -31,6 +32,7 @@ from .exchange import (
     add_mean,
     chunks_of,
     copy_all,
+    of_lane,
     parts_within,
     wait_all,
 )
@@ -86,7 +88,7 @@ class HierarchicalExchange(Exchange):
     other hosts, then to the ranks of its host, and waits for neither before it has done both.
     """
 
-    gathers_ahead = 1
+    gathers_ahead, overlaps = 1, True
 
     def __init__(self, shared: SharedMemory, messages: PairwiseExchange, per_host: int, pool: StagingPool) -> None:
         """``per_host``: the number of ranks of each host."""
@@ -113,30 +115,34 @@ class HierarchicalExchange(Exchange):
         within = [run._replace(add=False) for run, _ in parts_within(runs, Span(of_host[0], of_host[-1]))]
         return native_bucket(within, of_host, dtype)
 
+    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:
+        return self._messages.lane(bucket, nbytes, dtype) if dtype in _SUMMED else None
+
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         if reduction.out.dtype in _SUMMED:
-            return self._in_two_stages(reduction)
+            return in_one_go(self.reduce_in_stages(reduction))
         # All ranks know by this, before any waits for a message of another, whether one has skipped the exchange.
         empty = torch.empty(0, dtype=torch.float32, device="cpu")
-        come = self._in_two_stages(BucketReduction(reduction.ident, (), [0] * (self._world_size + 1), empty))
+        come = self.reduce_runs(BucketReduction(reduction.ident, (), [0] * (self._world_size + 1), empty))
         return come and self._messages.reduce_runs(reduction)
 
-    def _in_two_stages(self, reduction: BucketReduction) -> bool:
-        """Reduce a bucket, as :meth:`reduce_runs` does."""
-        ident, runs, bounds, out, _ = reduction
+    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+        if reduction.out.dtype not in _SUMMED:
+            return self.reduce_runs(reduction)
+        ident, runs, bounds, out, _, lane = reduction
         headed, numels = self._messages.headed, [bounds[rank + 1] - bounds[rank] for rank in self._counterparts]
         others = self._order[:-1]
         sent_as = self._messages.sent_as(out.dtype, self._counterparts[others[0]])
-        sums = self._rooms(SENT, numels, out)
-        leaving = sums if sent_as is out.dtype else self._rooms(SENT, numels, out.new_empty(0, dtype=sent_as))
-        arriving = self._rooms(RECEIVED, [numels[self._host]] * len(numels), leaving[0].values)
-        for host in others:
-            sizes = [tensor.numel() * tensor.element_size() for tensor in leaving[host].messages]
-            headed.announce(self._counterparts[host], ident, sizes)
+        sums = self._rooms(of_lane(SENT, lane), numels, out)
+        rounded = out.new_empty(0, dtype=sent_as)
+        leaving = sums if sent_as is out.dtype else self._rooms(of_lane(SENT, lane), numels, rounded)
+        arriving = self._rooms(of_lane(RECEIVED, lane), [numels[self._host]] * len(numels), rounded)
+        buckets = {host: self._native(runs, bounds, host, out.dtype) for host in self._order}
+        numbers = {host: headed.announce(self._counterparts[host], ident, leaving[host].messages) for host in others}
+        yield
         here, met, works = True, list[int](), list[Any]()
-        for turn, host in enumerate(self._order):
+        for turn, (host, bucket) in enumerate(buckets.items()):
             # All ranks of this host find alike that one of them has skipped this exchange.
-            bucket = self._native(runs, bounds, host, out.dtype)
             here = here and self._shared.reduce(self._local(ident, turn), bucket, sums[host].values.data_ptr())
             if turn == 0:
                 met = [other for other in others if headed.is_in(self._counterparts[other], ident)]
@@ -146,10 +152,11 @@ class HierarchicalExchange(Exchange):
                 if leaving is not sums:
                     leaving[host].values.copy_(sums[host].values)
                 leaving[host].void.fill_(not here)
-                headed.send(self._counterparts[host], leaving[host].messages)
+                headed.send(self._counterparts[host], numbers[host], leaving[host].messages)
+        yield
         wait_all(works)
-        # Before their memory is used again, also where they are void.
-        headed.end(self._counterparts[host] for host in met)
+        for host in met:  # before their memory is used again, also where they are void
+            headed.end(self._counterparts[host], numbers[host])
         if not here or len(met) < len(others) or any(arriving[host].void.item() for host in others):
             return False
         arriving[self._host] = sums[self._host]
@@ -172,7 +179,7 @@ class HierarchicalExchange(Exchange):
 
     def _add_up(self, reduction: BucketReduction, sums: Sequence[Tensor]) -> None:
         """Write the mean over all ranks of this rank's shard, given the sums over each host."""
-        _, runs, bounds, out, _ = reduction
+        _, runs, bounds, out, *_ = reduction
         own = Span(bounds[self._messages.rank], bounds[self._messages.rank + 1])
         for run, (low, high) in parts_within(runs, own):
             there = slice(low - own.start, high - own.start)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Span
+from ..system.stages import Stages, in_one_go
 from .exchange import (
     BucketReduction,
     Exchange,
@@ -23,6 +24,7 @@ from .exchange import (
     StagingPool,
     add_mean,
     copy_all,
+    of_lane,
     paired,
     parts_within,
     put_together,
@@ -36,6 +38,8 @@ _LEAST_BYTES = 1 << 20
 _MOST_DIRECT = (MOST_MESSAGES - 1) // 2
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 SENT, RECEIVED, _ZEROS = 3, 4, 5
+# Buckets of up to so many bytes have one of so many lanes, by index; larger ones share the first lane.
+_LANE_BYTES, _LANES = 6 << 20, 4
 _GATHERED = (SENT, RECEIVED)
 # Tags of the gather's messages: of elements, and of the last step that failed.
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
@@ -130,7 +134,7 @@ class PairwiseExchange(Exchange):
         headed: the messages of reductions.
     """
 
-    gathers_ahead = 1
+    gathers_ahead, overlaps = 1, True
 
     def __init__(
         self,
@@ -155,40 +159,49 @@ class PairwiseExchange(Exchange):
         for group in (self._reduce, self._gather):
             group.connect(self._peers if peers is None else peers)
 
+    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002
+        return 0 if nbytes > _LANE_BYTES else bucket % _LANES
+
     def reduce_runs(self, reduction: BucketReduction) -> bool:
-        ident, runs, bounds, out, _ = reduction
-        own, plans = Span(bounds[self.rank], bounds[self.rank + 1]), dict[int, list[Span]]()
+        return in_one_go(self.reduce_in_stages(reduction))
+
+    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+        ident, runs, bounds, out, _, lane = reduction
+        own = Span(bounds[self.rank], bounds[self.rank + 1])
         dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}
-        for peer, dtype in dtypes.items():
-            plans[peer] = plan_messages(runs, bounds[peer], bounds[peer + 1], dtype.itemsize)
-            self.headed.announce(peer, ident, [span.numel * dtype.itemsize for span in plans[peer]])
-        shards, works, complete = self._room_for(own, self._peers, out), list[Any](), True
-        arriving, to_receive, stretches = dict(shards), dict[torch.dtype, list[Span]](), dict[torch.dtype, _Stretches]()
+        shards, works, complete = self._room_for(own, self._peers, out, lane), list[Any](), True
+        arriving, to_receive, outgoing = dict(shards), dict[torch.dtype, list[Span]](), dict[int, list[Tensor]]()
         for dtype in set(dtypes.values()):
             alike = [peer for peer in self._peers if dtypes[peer] is dtype]
-            stretches[dtype] = _Stretches(self._pool, SENT, dtype, out.device, runs, [plans[peer] for peer in alike])
+            plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], dtype.itemsize) for peer in alike}
+            stretches = _Stretches(self._pool, of_lane(SENT, lane), dtype, out.device, runs, plans.values())
+            outgoing |= {peer: [stretches.filled(span) for span in plan] for peer, plan in plans.items()}
             to_receive[dtype] = plan_messages(runs, *own, dtype.itemsize)
             if dtype is not out.dtype:
-                arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype))
+                arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype), lane)
+        numbers = {peer: self.headed.announce(peer, ident, outgoing[peer]) for peer in self._peers}
+        yield
         for peer, dtype in dtypes.items():
             if self.headed.is_in(peer, ident):
                 into = [arriving[peer][low - own.start : high - own.start] for low, high in to_receive[dtype]]
                 works += self.headed.receive(peer, into)
             else:
                 complete = False
-            self.headed.send(peer, [stretches[dtype].filled(span) for span in plans[peer]])
+            self.headed.send(peer, numbers[peer], outgoing[peer])
+        yield
         wait_all(works)
         if complete:
             for peer, shard in shards.items():
                 if arriving[peer] is not shard:
                     shard.copy_(arriving[peer])
             self._add_up(runs, own, shards, out)
-            self.headed.end(self._peers)
+            for peer, number in numbers.items():
+                self.headed.end(peer, number)
         return complete
 
-    def _room_for(self, own: Span, peers: Sequence[int], like: Tensor) -> dict[int, Tensor]:
+    def _room_for(self, own: Span, peers: Sequence[int], like: Tensor, lane: int) -> dict[int, Tensor]:
         """Return room for this rank's shard as some peers have it."""
-        room = self._pool.buffer(RECEIVED, len(peers) * own.numel, like.dtype, like.device)
+        room = self._pool.buffer(of_lane(RECEIVED, lane), len(peers) * own.numel, like.dtype, like.device)
         return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(peers)}
 
     def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:

@@ -48,7 +48,7 @@ class HostExchange(Exchange):
         self._shared, self._fallback = shared, fallback
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
-        ident, runs, bounds, out, sums = reduction
+        ident, runs, bounds, out, sums, _ = reduction
         if out.dtype not in NATIVE_DTYPES:
             return self._shared.meet(ident) and self._fallback.reduce_runs(reduction)
         return self._shared.reduce(ident, native_bucket(runs, bounds, out.dtype, sums), out.data_ptr())

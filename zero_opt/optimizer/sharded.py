@@ -208,7 +208,8 @@ class ShardedEngine(BetweenSteps):
             grad_scale *= float(clip_factor(measured().norm * grad_scale, limit))
         with self._guard.telling_why():
             self.gather.begin(self.count.step)
-            for bucket, failed in self._step_buckets(shards, grad_scale):
+            in_order = [shards[bucket] for bucket in self.gather.order()]
+            for bucket, failed in self._step_buckets(in_order, grad_scale):
                 self.gather.start(bucket, failed=failed)
             self._end_step(agreed, self.gather.end())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
+from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import indices_of
 from ..system.inference_mode import version_of
@@ -108,6 +110,7 @@ class AtStepReduction(GradReduction):
         parts = self._parts
         dense = indices_of(used).difference(self._sparse.reduce() if sparse else ())
         sequence, self._sequence = self._sequence, self._sequence + len(self._partition.buckets)
+        futures: list[Future[bool]] = []
         for position, bucket in enumerate(self._partition.buckets):
             members = bucket.layout.params
             if dense.isdisjoint(members):
@@ -118,8 +121,15 @@ class AtStepReduction(GradReduction):
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.count.step, parts.count.epoch, sequence + position)
             bucket.seal(fill)
-            overwrite = [False] * len(bucket.slices)
-            bucket.reduce(fill, ident, overwrite, parts.exchange_of(bucket), parts.pool)
+            overwrite, exchange = [False] * len(bucket.slices), parts.exchange_of(bucket)
+            if exchange.overlaps:
+                futures.append(parts.reduce(bucket, fill, ident, overwrite))
+            else:  # on this thread, which has nothing else to do
+                bucket.reduce(fill, ident, overwrite, exchange, parts.pool)
+        group = parts.agreement.group
+        with group.exchanging():
+            for future in futures:
+                outcome(future, group.lookout)
         self._partition.join()
         self._used, self._with_sparse = used, sparse
 

@@ -18,6 +18,7 @@ from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..sharding.partition import Partition
 from ..system.background_thread import SerialThread
+from ..system.stages import Lane
 
 
 class GradShard(NamedTuple):
@@ -100,6 +101,10 @@ class ReductionParts:
         An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
         exchange = self.exchange_of(bucket)
+        lane = bucket.lane(exchange)
+        if lane is not None:
+            arguments = (fill, ident, accumulate, exchange, self.pool)
+            return self.thread.submit_stages(Lane("reduction", lane), bucket.reduce_in_stages, *arguments)
         if exchange.blocks:
             return self.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
         done: Future[bool] = Future()

@@ -16,6 +16,7 @@ from ..comm.waits_beside import outcome
 from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.inference_mode import outside_inference_mode
+from ..system.stages import Lane, Stages
 from .buckets import GradBucket
 from .gather import ParamGather
 from .partition import Partition
@@ -70,6 +71,7 @@ class BackgroundGather(ParamGather):
         self._failures: Future[Sequence[int]] | None = None  # the ranks on which the last step failed
         # By id: torch.compile, which traces the hooks, refuses a module that it comes to in two ways.
         self._called: set[int] = set()
+        self._order: list[int] = []
         self._present: dict[int, nn.Module] = {}
         self._needs: dict[int, set[int]] = {}
         self._handles: list[Any] = []
@@ -95,6 +97,15 @@ class BackgroundGather(ParamGather):
         if fresh:
             _forget_compiled()
 
+    def order(self) -> Sequence[int]:
+        """Return first the buckets whose modules were registered first: the forward is likely to come to them first."""
+        buckets = self._partition.buckets
+        if len(self._order) != len(buckets):
+            places: dict[torch.Tensor, int] = {param: place for place, param in enumerate(self._model.parameters())}
+            turns = [min([places.get(flat.param, 0) for flat in bucket.params]) for bucket in buckets]
+            self._order = sorted(range(len(buckets)), key=turns.__getitem__)
+        return self._order
+
     def begin(self, step: int) -> None:
         super().begin(step)
         self._plan_waits()
@@ -105,7 +116,9 @@ class BackgroundGather(ParamGather):
         """Hand the bucket to the thread. Waits for nothing."""
         self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
         thread, ident = self._thread_of(self._last), self._next_ident()
-        self._arriving[bucket.layout.index] = thread.submit(self._gather_one, bucket, ident, stepped, failed)
+        lane = Lane("gather", ident.sequence % (self._last.gathers_ahead + 1))
+        arriving = thread.submit_stages(lane, self._gather_one, bucket, ident, stepped, failed)
+        self._arriving[bucket.layout.index] = arriving
 
     def end(self) -> Sequence[int]:
         """Return no rank, since no rank knows of failures yet; :meth:`failed` waits until they do."""
@@ -117,11 +130,14 @@ class BackgroundGather(ParamGather):
     def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
         return self._thread if exchange.blocks else CallingThread()
 
-    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Any:
+    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Stages[Any]:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
-            self._gather(bucket, ident, failed=failed)()
+            end = self._gather(bucket, ident, failed=failed)
+        yield
+        with torch.no_grad(), bucket.streams.side([], []):
+            end()
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:
@@ -141,6 +157,7 @@ class BackgroundGather(ParamGather):
         self._failures = None
 
     def watch(self) -> None:
+        self._order = []
         self._plan_waits()
 
     def _plan_waits(self) -> None:

@@ -22,10 +22,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.exchange import MEAN, BucketReduction, Exchange, Ident, ParamRuns, Run, SliceSums, StagingPool, copy_all
+from ..comm.exchange import (
+    MEAN,
+    BucketReduction,
+    Exchange,
+    Ident,
+    ParamRuns,
+    Run,
+    SliceSums,
+    StagingPool,
+    copy_all,
+    of_lane,
+)
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
+from ..system.stages import Stages, in_one_go
 from ..system.streams import Producers, Streams
 from .flat_param import FlatParam
 
@@ -234,7 +246,12 @@ class GradBucket:
             pool.reserve(self.layout.numel, dtype, self.device)
 
     def _runs(
-        self, grads: Sequence[Tensor | None], staged: Tensor | None, accumulate: Sequence[bool], pool: StagingPool
+        self,
+        grads: Sequence[Tensor | None],
+        staged: Tensor | None,
+        accumulate: Sequence[bool],
+        pool: StagingPool,
+        lane: int,
     ) -> list[Run]:
         """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
@@ -243,7 +260,7 @@ class GradBucket:
         offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
         for position, (grad, flat) in enumerate(zip(grads, self.params, strict=True)):
             if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides):
-                staging = pool.staging(_ODD_GRADS, self.layout.numel, self.dtype, self.device)
+                staging = pool.staging(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
                 values = staging[offsets[position] : offsets[position] + numels[position]]
                 flat.shaped(values).copy_(grad)
                 taken[position] = values
@@ -274,6 +291,10 @@ class GradBucket:
             fill.ready = [self.streams.produced()[1]]
         fill.grads = []
 
+    def lane(self, exchange: Exchange) -> int | None:
+        """Return the lane of this bucket's reductions; see :meth:`Exchange.lane`."""
+        return exchange.lane(self.layout.index, self.layout.numel * self.dtype.itemsize, self.dtype)
+
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> bool:
@@ -288,30 +309,52 @@ class GradBucket:
         Returns:
             ``False``, and an undefined shard, when another rank skipped this exchange.
         """
-        complete = self._reduce(fill, ident, accumulate, exchange, pool)
+        return in_one_go(self.reduce_in_stages(fill, ident, accumulate, exchange, pool))
+
+    def reduce_in_stages(
+        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
+    ) -> Stages[bool]:
+        """Reduce one round, as :meth:`reduce` does; the shard is written to in the last stage."""
+        grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
+        staged, fill.staged = fill.staged, None
+        events, read = fill.ready, [] if staged is None else [staged]
+        stages = self._reduce(grads, staged, ident, accumulate, exchange, pool)
+        while True:
+            with torch.no_grad(), self.streams.side(events, read):
+                try:
+                    next(stages)
+                except StopIteration as over:
+                    complete: bool = over.value
+                    break
+            events, read = [], []
+            yield
+            if self.reader is not None:
+                self.reader.rewrites(self)
         if complete and self.reader is not None:
             self.reader.reduced(self)
         return complete
 
     def _reduce(
-        self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
-    ) -> bool:
-        grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
-        staged, fill.staged = fill.staged, None
-        with torch.no_grad(), self.streams.side(fill.ready, [] if staged is None else [staged]):
-            shard = self.writable(keep=any(accumulate))
-            # What is staged is one run, whose mean is added as a whole or not at all.
-            partly = staged is not None and any(accumulate) and not all(accumulate)
-            if self.shard_dtype is self.dtype and not partly:
-                runs = self._runs(grads, staged, accumulate, pool)
-                reduction = BucketReduction(ident, runs, self.layout.bounds, shard, self._sums(exchange))
-                return exchange.reduce_runs(reduction)
-            mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
-            runs = self._runs(grads, staged, [False] * len(accumulate), pool)
-            complete = exchange.reduce_runs(BucketReduction(ident, runs, self.layout.bounds, mean))
-            if complete:
-                self._add(mean, accumulate)
-            return complete
+        self,
+        grads: Sequence[Tensor | None],
+        staged: Tensor | None,
+        ident: Ident,
+        accumulate: Sequence[bool],
+        exchange: Exchange,
+        pool: StagingPool,
+    ) -> Stages[bool]:
+        shard, lane, bounds = self.writable(keep=any(accumulate)), self.lane(exchange) or 0, self.layout.bounds
+        # What is staged is one run, whose mean is added as a whole or not at all.
+        partly = staged is not None and any(accumulate) and not all(accumulate)
+        if self.shard_dtype is self.dtype and not partly:
+            runs, sums = self._runs(grads, staged, accumulate, pool, lane), self._sums(exchange)
+            return (yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, shard, sums, lane)))
+        mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
+        runs = self._runs(grads, staged, [False] * len(accumulate), pool, lane)
+        complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, lane=lane))
+        if complete:
+            self._add(mean, accumulate)
+        return complete
 
     def _sums(self, exchange: Exchange) -> Sequence[SliceSums]:
         """Return what :attr:`reader` wants added up, as far as the exchange does that."""

@@ -54,6 +54,10 @@ class ParamGather:
     def close(self) -> None:
         """Release what is held."""
 
+    def order(self) -> Sequence[int]:
+        """Return the order in which buckets are to be gathered, the same on every rank."""
+        return range(len(self._partition.buckets))
+
     def begin(self, step: int) -> None:
         """Expect the buckets that hold a step's result."""
         self._step, self._started, self._last = step, 0, None

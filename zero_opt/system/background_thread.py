@@ -11,9 +11,11 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from .devices import thread_device
+from .stages import Lane, Stages, UnderWay, in_one_go
 from .threads import BackgroundThreads
 
-_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+# Of a call in stages, the lane.
+_Job = tuple[Future[Any], Lane | None, Callable[..., Any], tuple[Any, ...]]
 
 
 # How long the interpreter's exit waits for calls that still run, and then for those that it has interrupted.
@@ -27,18 +29,35 @@ _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> None:
-    while (job := jobs.get()) is not None:
-        future, call, arguments = job
+    under_way = UnderWay()
+    while True:
+        try:
+            job = jobs.get(block=not under_way)
+        except queue.Empty:  # nothing to begin
+            under_way.advance()
+            continue
+        if job is None:
+            break
+        future, lane, call, arguments = job
         try:
             begin()
-            result = call(*arguments)
+            if lane is None:
+                under_way.end_all()
+                result = call(*arguments)
+            else:
+                stages = call(*arguments)
         except BaseException as error:  # raised where the future is waited for
             future.set_exception(error)
         else:
-            future.set_result(result)
-            del result
+            if lane is None:
+                future.set_result(result)
+                del result
+            else:
+                under_way.begin(lane, stages, future)
+                del stages
         # Do not keep the last job's tensors, or its result, alive while waiting for the next one.
         del job, future, call, arguments
+    under_way.end_all()
     _running.pop(threading.current_thread(), None)
 
 
@@ -69,9 +88,13 @@ class CallingThread:
             future.set_exception(error)
         return future
 
+    def submit_stages(self, lane: Lane, call: Callable[..., Stages[Any]], *arguments: Any) -> Future[Any]:  # noqa: ARG002
+        """Run all stages of ``call(*arguments)``."""
+        return self.submit(lambda: in_one_go(call(*arguments)))
+
 
 class SerialThread:
-    """A daemon thread that runs calls one after the other.
+    """A daemon thread that runs calls one after the other, except for the stages of :meth:`submit_stages`.
 
     An exchange that a dead peer blocks cannot block the interpreter's exit, which joins the threads of
     ``concurrent.futures.ThreadPoolExecutor``. The thread has the device that is current where the first call is
@@ -96,6 +119,17 @@ class SerialThread:
             RuntimeError: the thread does not run yet, and the interpreter's exit has begun.
             OutOfResources: the operating system refuses a thread.
         """
+        return self._queue(None, call, arguments)
+
+    def submit_stages(self, lane: Lane, call: Callable[..., Stages[Any]], *arguments: Any) -> Future[Any]:
+        """Queue a call in stages, as :meth:`submit` does; while it pauses, such calls that follow may begin.
+
+        Args:
+            lane: which of those.
+        """
+        return self._queue(lane, call, arguments)
+
+    def _queue(self, lane: Lane | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread once the interpreter's exit has begun")
@@ -104,7 +138,7 @@ class SerialThread:
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)
         future: Future[Any] = Future()
-        self._jobs.put((future, call, arguments))
+        self._jobs.put((future, lane, call, arguments))
         return future
 
     def idle_within(self, seconds: float) -> bool:

@@ -30,6 +30,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
 from ..system.devices import is_host
 from ..system.extension import native_available
+from ..system.stages import Stages
 
 # The name of every exchange: messages that are not sent hold zeros.
 _IDENT = Ident(0, 0, 0)
@@ -127,8 +128,11 @@ class _Backend(StagedExchange):
 class _SharedMemory(PairwiseExchange):
     """The host exchange, which sends messages only of what its kernels cannot add up."""
 
-    def reduce_runs(self, reduction: BucketReduction) -> bool:
-        return reduction.out.dtype in NATIVE_DTYPES or super().reduce_runs(reduction)
+    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> None:
+        """Give no lane: one bucket is reduced at a time."""
+
+    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+        return reduction.out.dtype in NATIVE_DTYPES or (yield from super().reduce_in_stages(reduction))
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         return nothing_left if runs.first.dtype in NATIVE_DTYPES else super().gather_runs(ident, runs, bounds)

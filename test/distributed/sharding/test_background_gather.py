@@ -59,6 +59,33 @@ def train(rank: int, policy_of: Any, background: bool) -> list[Tensor]:
     return [*outputs, *saved.values(), *(p.detach().clone() for p in model.parameters())]
 
 
+def orders(rank: int, world_size: int) -> tuple[list[int], list[int], list[int]]:
+    """The order of gathers, within the step and in the background; the place in the model of each bucket's first
+    parameter.
+    """
+    found = []
+    for late in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        policy = zero_opt.Overlapped(1e-4, overlap_param_gather=model if late else None)
+        groups: Any = [{"params": [layer.bias for layer in model]}, {"params": [layer.weight for layer in model]}]
+        opt: Any = zero_opt.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1, reduction=policy)
+        found.append(list(opt._engine.gather.order()))
+        buckets = opt._engine.partition.buckets
+        opt.close()
+    places = {param: place for place, param in enumerate(model.parameters())}
+    return found[0], found[1], [min(places[flat.param] for flat in bucket.params) for bucket in buckets]
+
+
+def test_gathers_in_the_background_follow_the_model() -> None:
+    for within, late, places in run_threads(2, orders):
+        assert within == sorted(late)
+        assert len(late) == len(places) > 2
+        assert [places[index] for index in late] == sorted(places)
+        assert late != within
+
+
 def tiny_overlapped(**options: Any) -> zero_opt.Overlapped:
     return zero_opt.Overlapped(bucket_mb=0.001, **options)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import queue
+import random
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero_opt.comm.exchange import BucketReduction, Exchange, Ident, ParamRuns, 
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange, ranks_per_host
+from zero_opt.system.stages import Lane, UnderWay
 
 _native: Any = pytest.importorskip("zero_opt._native")
 
@@ -30,7 +32,7 @@ WORLD_SIZES = (2, 3, 4, 6, 8, 16)
 # Elements of a bucket's runs, with a gap after each.
 NUMELS, GAP = (300, 0, 7, 129, 1000), 3
 TOTAL = sum(NUMELS) + GAP * len(NUMELS)
-Queues = dict[tuple[int, ...], "queue.Queue[Tensor]"]
+UnderWayMessages = dict[tuple[int, ...], "Message"]  # by sender, receiver, tag and number
 
 
 def slot_bytes(count: int) -> int:
@@ -38,24 +40,25 @@ def slot_bytes(count: int) -> int:
     return max(256, LINE_BYTES * count)
 
 
-class Messages:
-    """The messages of one thread."""
+class Message:
+    """What one rank sends another: read where it is, once the other is ready to receive it and either of them waits."""
 
-    def __init__(self, rank: int, world_size: int, queues: Queues) -> None:
-        self.rank, self.world_size, self._queues = rank, world_size, queues
-        self.sent_nbytes: dict[int, int] = defaultdict(int)
+    def __init__(self) -> None:
+        self._ends: dict[str, Tensor] = {}
+        self._changed, self._read = threading.Condition(), False
 
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Waiting:
-        self._queue(self.rank, dst, tag).put(tensor.detach().clone().view(-1).view(torch.uint8))
-        self.sent_nbytes[dst] += tensor.numel() * tensor.element_size()
-        return Waiting(lambda: None)
+    def begin(self, end: str, tensor: Tensor) -> Waiting:
+        with self._changed:
+            self._ends[end] = tensor.detach().view(-1).view(torch.uint8)
+            self._changed.notify_all()
+        return Waiting(self._complete)
 
-    def _queue(self, *key: int) -> queue.Queue[Tensor]:
-        return self._queues.setdefault(key, queue.Queue())
-
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Waiting:
-        arriving = self._queue(src, self.rank, tag)
-        return Waiting(lambda: tensor.view(torch.uint8).copy_(arriving.get(timeout=PATIENCE_S)))
+    def _complete(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._ends) == 2, PATIENCE_S), "a message has no other end"
+            if not self._read:
+                self._ends["into"].copy_(self._ends["sent"])
+                self._read = True
 
 
 class Waiting:
@@ -68,6 +71,27 @@ class Waiting:
         assert self._end is not None, "gloo hangs in a second wait for a message"
         self._end()
         self._end = None
+
+
+class Messages:
+    """The messages of one thread."""
+
+    def __init__(self, rank: int, world_size: int, under_way: UnderWayMessages) -> None:
+        self.rank, self.world_size, self._under_way = rank, world_size, under_way
+        self.sent_nbytes: dict[int, int] = defaultdict(int)
+        self._counts: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> Waiting:
+        self.sent_nbytes[dst] += tensor.numel() * tensor.element_size()
+        return self._message(self.rank, dst, tag).begin("sent", tensor)
+
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Waiting:
+        return self._message(src, self.rank, tag).begin("into", tensor)
+
+    def _message(self, *key: int) -> Message:
+        """The next one between two ranks with a tag."""
+        self._counts[key] += 1
+        return self._under_way.setdefault((*key, self._counts[key]), Message())
 
 
 class Memory:
@@ -106,7 +130,7 @@ class Ranks:
     def __init__(self, layout: Layout, *, flat: bool = False, dtype: torch.dtype | None = None) -> None:
         """``dtype``: what fp32 gradients are rounded to between hosts."""
         (hosts, count), world_size = layout, layout[0] * layout[1]
-        reductions, gathers = Queues(), Queues()
+        reductions, gathers = UnderWayMessages(), UnderWayMessages()
         self.messages = [Messages(rank, world_size, reductions) for rank in range(world_size)]
         self.exchanges: list[Exchange] = []
         self._arenas = [torch.zeros(count, DATA_AT + 2 * slot_bytes(count), dtype=torch.uint8) for _ in range(hosts)]
@@ -322,31 +346,59 @@ SKIPPED: list[dict[int, set[int]]] = [
 ]
 
 
+def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: random.Random | None) -> list[bool]:
+    """Reduce buckets, several of which are under way at a time; ``None``: one after the other."""
+    if pace is None:
+        return [exchange.reduce_runs(reduction) for reduction in reductions]
+    under_way, futures = UnderWay(), [Future[bool]() for _ in reductions]
+    for reduction, future in zip(reductions, futures, strict=True):
+        lane = exchange.lane(reduction.ident.sequence, 4 * TOTAL, reduction.out.dtype)
+        if lane is None:
+            under_way.end_all()
+            future.set_result(exchange.reduce_runs(reduction))
+        else:
+            stages = exchange.reduce_in_stages(reduction._replace(lane=lane))
+            under_way.begin(Lane("reduction", lane), stages, future)
+        for _ in range(pace.randrange(4)):  # as if the next bucket were not complete yet
+            if under_way:
+                under_way.advance()
+    under_way.end_all()
+    return [future.result(0) for future in futures]
+
+
+@pytest.mark.parametrize("paced", [False, True], ids=["one at a time", "several under way"])
 @pytest.mark.parametrize(
     ("mixed", "rounded"), [(False, None), (True, None), (True, torch.bfloat16)], ids=["fp32", "mixed", "rounded"]
 )
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("skipped", SKIPPED, ids=str)
+@pytest.mark.parametrize(("layout", "flat"), [*((layout, False) for layout in LAYOUTS), ((3, 1), True)], ids=str)
+@pytest.mark.parametrize("skipped", [{}, *SKIPPED], ids=str)
 def test_an_exchange_that_a_rank_skips_is_void_on_all(
-    skipped: dict[int, set[int]], layout: Layout, mixed: bool, rounded: torch.dtype | None
+    skipped: dict[int, set[int]], layout: Layout, flat: bool, mixed: bool, rounded: torch.dtype | None, paced: bool
 ) -> None:
     world_size = layout[0] * layout[1]
     bounds = bounds_of(world_size)
-    void = set().union(*skipped.values())
+    void = set().union(*(numbers for rank, numbers in skipped.items() if rank < world_size))
+    dtypes = [torch.bfloat16 if mixed and number % 3 == 2 else torch.float32 for number in range(9)]
+    means = [tree_mean(world_size, number, dtype) for number, dtype in enumerate(dtypes)]
 
     def train(rank: int, exchange: Exchange) -> list[int]:
-        complete = []
-        for number in range(6):
-            dtype = torch.bfloat16 if mixed and number % 2 else torch.float32
+        reductions = []
+        for number, dtype in enumerate(dtypes):
             if number not in skipped.get(rank, ()):
                 out = torch.zeros(bounds[rank + 1] - bounds[rank], dtype=dtype)
-                runs = runs_of(rank, number, dtype)
-                if exchange.reduce_runs(BucketReduction(Ident(0, 0, number), runs, bounds, out)):
-                    complete.append(number)
+                reductions.append(BucketReduction(Ident(0, 0, number), runs_of(rank, number, dtype), bounds, out))
+        complete = []
+        done = reduce_all(exchange, reductions, random.Random(rank) if paced else None)
+        for whole, (ident, _, _, out, *_) in zip(done, reductions, strict=True):
+            if whole:
+                complete.append(ident.sequence)
+                mean = means[ident.sequence][bounds[rank] : bounds[rank + 1]]
+                pairs = zip(covered(out, bounds[rank]), covered(mean, bounds[rank]), strict=True)
+                assert rounded or all(torch.equal(ours, theirs) for ours, theirs in pairs)
         return complete
 
-    for complete in Ranks(layout, dtype=rounded).at_once(train):
-        assert complete == [number for number in range(6) if number not in void]
+    for complete in Ranks(layout, flat=flat, dtype=rounded).at_once(train):
+        assert complete == [number for number in range(9) if number not in void]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def _in_order(self, grads: Sequence[GradShard]) -> list[int]:
         """The buckets that a step updates on whatever rank."""
-        return self._delivery.order([self._shards[shard.bucket].bucket for shard in grads if shard.used])
+        return [shard.bucket for shard in grads if shard.used]
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
@@ -54,9 +53,8 @@ class ParamWriter:
 class ResultDelivery:
     """The way of a worker's results into the parameters.
 
-    Given a model, the delivery keeps results until they are asked for, those first whose modules the forward comes to
-    first. What lies on an accelerator does not wait here: the processor only enqueues its copies, on the current
-    stream. Without a model, nothing waits.
+    Given a model, the delivery keeps results until they are asked for. What lies on an accelerator does not wait here:
+    the processor only enqueues its copies, on the current stream. Without a model, nothing waits.
 
     The placement calls :meth:`deliver` for each step. Until :meth:`await_results`, another thread may call
     :meth:`await_result` for single buckets.
@@ -67,30 +65,9 @@ class ResultDelivery:
 
     def __init__(self, writer: ParamWriter, model: nn.Module | None) -> None:
         self._writer, self._model = writer, model
-        self._places: dict[object, int] = {}
-        self._turns: dict[int, int] = {}
         self._left: dict[int, Used] = {}  # by bucket, until they have arrived
         self._lock = threading.Lock()  # of who copies
         self.overtaken: FlatParam | None = None
-
-    def order(self, buckets: Sequence[GradBucket]) -> list[int]:
-        """Indices of the buckets of one step in the order in which they are to arrive: the same on every rank.
-
-        With a model, in the order in which their modules were registered.
-        """
-        model = self._model
-        if model is not None:
-            buckets = sorted(buckets, key=lambda bucket: self._turn(bucket, model))
-        return [bucket.layout.index for bucket in buckets]
-
-    def _turn(self, bucket: GradBucket, model: nn.Module) -> int:
-        index = bucket.layout.index
-        if index not in self._turns:
-            params = [flat.param for flat in bucket.params]
-            if any(param not in self._places for param in params):
-                self._places = {param: place for place, param in enumerate(model.parameters())}
-            self._turns[index] = min(self._places[param] for param in params)
-        return self._turns[index]
 
     def deliver(self, made: Sequence[Used]) -> None:
         """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""

@@ -383,24 +383,7 @@ def test_models_with_another_order() -> None:
         assert "parameter 0 of overlap_param_gather: 'b.weight' on rank 0, 'a.weight' on rank 1" in message
 
 
-# -- order, and devices -----------------------------------------------------------------------------------------------
-
-
-def test_the_order_is_that_of_the_model() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = optimizer_of(model, False, NOW)
-    buckets = parts_of(optimizer).partition.buckets
-    writer: Any = None
-    late = ResultDelivery(writer, model)
-    first = {index: min(bucket.layout.params) for index, bucket in enumerate(buckets)}
-    order = late.order(buckets)
-    places = {param: place for place, param in enumerate(model.parameters())}
-    needed = [min(places[flat.param] for flat in buckets[index].params) for index in order]
-    assert needed == sorted(needed)
-    assert len({first[index] for index in order}) == len(buckets) > 2
-    assert order != sorted(order)
-    assert ResultDelivery(writer, None).order(buckets) == sorted(order)
-    optimizer.close()
+# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_lies_on_an_accelerator_does_not_wait() -> None:
