@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--between-hosts-dtype", type=_dtype, help="of fp32 gradients between hosts (default: as sent)")
     sizes.add_argument("--device", help="where parameters are, as cuda or cpu (default: this machine's accelerator)")
     sizes.add_argument("--reduction", choices=sorted(_REDUCTIONS), default="overlapped", help="(default overlapped)")
-    sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25)")
+    sizes.add_argument("--bucket-mb", type=float, help="size of a bucket (default 25, or 5 between hosts)")
     sizes.add_argument("--offload", choices=_OFFLOADS, default="none", help="where the shard lives")
     sizes.add_argument("--ratio", type=float, help="with --offload cpu: how much of the shard")
     sizes.add_argument("--subgroup-mb", type=float, help="with --offload cpu: see CPUOffload")

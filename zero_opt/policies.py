@@ -95,7 +95,8 @@ class Reduction:
     """How buckets travel, under every reduction policy.
 
     Attributes:
-        bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own.
+        bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own. ``None``: 5 where parameters in host
+            memory are exchanged by messages (between hosts, or with ``exchange="backend"``), else 25.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
             background after ``step()`` returns, and each module's forward waits for its own. With
@@ -108,15 +109,24 @@ class Reduction:
             ``torch.jit.script`` cannot be used.
     """
 
-    bucket_mb: float = 25
+    bucket_mb: float | None = None
     exchange: str = "auto"
     overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _check_positive(f"{owner}.bucket_mb", self.bucket_mb)
+        if self.bucket_mb is not None:
+            _check_positive(f"{owner}.bucket_mb", self.bucket_mb)
         _check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
         _check_model(owner, self.overlap_param_gather)
+
+
+def bucket_mb_of(reduction: Reduction | AlreadyReduced, *, by_messages: bool) -> float:
+    """Return the bucket size, chosen if none is given.
+
+    Messages of several buckets are under way at a time: small ones begin sooner, and lose nothing.
+    """
+    return (5 if by_messages else 25) if reduction.bucket_mb is None else reduction.bucket_mb
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ class AlreadyReduced:
 
     exchange: str = "auto"
     overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
-    bucket_mb: ClassVar[float] = Reduction.bucket_mb
+    bucket_mb: ClassVar[float | None] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
         _check_choice("AlreadyReduced.exchange", self.exchange, EXCHANGES)

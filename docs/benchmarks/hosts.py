@@ -1,6 +1,6 @@
 """One training step between hosts: zero_opt beside DDP and ZeroRedundancyOptimizer, over a network of 1 Gbit/s.
 
-    python docs/benchmarks/hosts.py [--layouts 2x1 2x2] [--bucket-mb 25 5] [--rounds 5] [--draw] [--write]
+    python docs/benchmarks/hosts.py [--layouts 2x1 2x2] [--bucket-mb 25] [--rounds 5] [--draw] [--write]
 
 Hosts are namespaces of this machine, and a switch between them has the rate and the delay (test/hosts/network.py): this
 needs root, and the ranks of all hosts share the cores of this machine. Layout 2x1 is two hosts with one rank each.
@@ -59,7 +59,9 @@ def ddp(model: LanguageModel, _: Batch) -> Trainer:
     return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
-def ours(model: LanguageModel, _: Batch, bucket_mb: float, *, late: bool, dtype: torch.dtype | None = None) -> Trainer:
+def ours(
+    model: LanguageModel, _: Batch, bucket_mb: float | None, *, late: bool, dtype: torch.dtype | None = None
+) -> Trainer:
     """zero_opt; ``late`` gathers parameters in the background, ``dtype`` is that of gradients between hosts."""
     given: dict[str, Any] = {
         "reduction": zero_opt.Overlapped(bucket_mb, overlap_param_gather=model if late else None),
@@ -75,8 +77,8 @@ def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
         DDP: System(ddp),
         "DDP + ZeroRedundancyOptimizer": System(zero_redundancy(views=True)),
     }
-    for size in bucket_mb:
-        own = "" if size == zero_opt.Overlapped().bucket_mb else f"bucket_mb={size:g}"
+    for size in (None, *bucket_mb):
+        own = "" if size is None else f"bucket_mb={size:g}"
         more = "overlap_param_gather=model" + (f", {own}" if own else "")
         found[f"Overlapped({own})"] = System(partial(ours, bucket_mb=size, late=False), ours=True)
         found[f"Overlapped({more})"] = System(partial(ours, bucket_mb=size, late=True), ours=True)
@@ -244,7 +246,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
-    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[25.0], help="sizes of zero_opt's buckets")
+    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[], help="more sizes of zero_opt's buckets")
     parser.add_argument("--gbit", type=float, default=1.0, help="per second, between hosts, each way")
     parser.add_argument("--round-trip-ms", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=5)

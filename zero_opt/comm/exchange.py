@@ -22,7 +22,7 @@ from ..kernels.adam_state import HALVES
 from ..kernels.checks import DTYPE_NAMES, GRAD_DTYPES
 from ..layout import Span
 from ..system.extension import native, native_available
-from ..system.stages import Stages
+from ..system.stages import CallStages
 
 _Part = TypeVar("_Part")
 
@@ -307,7 +307,7 @@ class Exchange(ABC):
         """
         return None
 
-    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+    def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         """Reduce a bucket, as :meth:`reduce_runs` does. What needs memory is in the first stage."""
         yield from ()
         return self.reduce_runs(reduction)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import StepDesync
 from ..layout import Span
-from ..system.stages import Stages, in_one_go
+from ..system.stages import CallStages, in_one_go
 from .exchange import (
     NATIVE_DTYPES,
     BucketReduction,
@@ -126,7 +126,7 @@ class HierarchicalExchange(Exchange):
         come = self.reduce_runs(BucketReduction(reduction.ident, (), [0] * (self._world_size + 1), empty))
         return come and self._messages.reduce_runs(reduction)
 
-    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+    def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         if reduction.out.dtype not in _SUMMED:
             return self.reduce_runs(reduction)
         ident, runs, bounds, out, _, lane = reduction

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Span
-from ..system.stages import Stages, in_one_go
+from ..system.stages import CallStages, in_one_go
 from .exchange import (
     BucketReduction,
     Exchange,
@@ -39,7 +39,7 @@ _MOST_DIRECT = (MOST_MESSAGES - 1) // 2
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 SENT, RECEIVED, _ZEROS = 3, 4, 5
 # Buckets of up to so many bytes have one of so many lanes, by index; larger ones share the first lane.
-_LANE_BYTES, _LANES = 6 << 20, 4
+LANE_BYTES, LANES = 6 << 20, 4
 _GATHERED = (SENT, RECEIVED)
 # Tags of the gather's messages: of elements, and of the last step that failed.
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
@@ -160,12 +160,12 @@ class PairwiseExchange(Exchange):
             group.connect(self._peers if peers is None else peers)
 
     def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002
-        return 0 if nbytes > _LANE_BYTES else bucket % _LANES
+        return 0 if nbytes > LANE_BYTES else bucket % LANES
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         return in_one_go(self.reduce_in_stages(reduction))
 
-    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+    def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         ident, runs, bounds, out, _, lane = reduction
         own = Span(bounds[self.rank], bounds[self.rank + 1])
         dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}

@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.agreement import Agreement
+from ..comm.backend_exchanges import by_messages
 from ..comm.exchange import Exchange, close_all
 from ..placement import Placement
+from ..policies import bucket_mb_of
 from ..reduction import ReductionParts, StepCount, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.partition import Partition
@@ -55,7 +57,9 @@ class EngineParts:
         self.config, self.groups, self.owner, self.describe = config, groups, owner, describe
         self.agreement = Agreement(groups.control, describe)
         self.agreement.require_same_contents(config.entries())  # what comes below is collective, and differs with it
-        whole, bucket_mb = not is_elementwise(config.optimizer_class), config.reduction.bucket_mb
+        whole, reduction = not is_elementwise(config.optimizer_class), config.reduction
+        sent = reduction.bucket_mb is None and by_messages(groups.control, reduction.exchange)
+        bucket_mb = bucket_mb_of(reduction, by_messages=sent)
         self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision)
         self.guard = StateGuard(partial(marks, self.partition.streams))
         self.exchanges: dict[str, Exchange] = {}

@@ -16,7 +16,7 @@ from ..comm.waits_beside import outcome
 from ..errors import ConfigError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.inference_mode import outside_inference_mode
-from ..system.stages import Lane, Stages
+from ..system.stages import CallStages, Lane
 from .buckets import GradBucket
 from .gather import ParamGather
 from .partition import Partition
@@ -130,7 +130,7 @@ class BackgroundGather(ParamGather):
     def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
         return self._thread if exchange.blocks else CallingThread()
 
-    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> Stages[Any]:
+    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> CallStages[Any]:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)

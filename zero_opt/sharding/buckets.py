@@ -37,7 +37,7 @@ from ..comm.exchange import (
 from ..errors import StateOffloaded
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
-from ..system.stages import Stages, in_one_go
+from ..system.stages import CallStages, in_one_go
 from ..system.streams import Producers, Streams
 from .flat_param import FlatParam
 
@@ -313,7 +313,7 @@ class GradBucket:
 
     def reduce_in_stages(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
-    ) -> Stages[bool]:
+    ) -> CallStages[bool]:
         """Reduce one round, as :meth:`reduce` does; the shard is written to in the last stage."""
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         staged, fill.staged = fill.staged, None
@@ -342,7 +342,7 @@ class GradBucket:
         accumulate: Sequence[bool],
         exchange: Exchange,
         pool: StagingPool,
-    ) -> Stages[bool]:
+    ) -> CallStages[bool]:
         shard, lane, bounds = self.writable(keep=any(accumulate)), self.lane(exchange) or 0, self.layout.bounds
         # What is staged is one run, whose mean is added as a whole or not at all.
         partly = staged is not None and any(accumulate) and not all(accumulate)

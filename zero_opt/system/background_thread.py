@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from .devices import thread_device
-from .stages import Lane, Stages, UnderWay, in_one_go
+from .stages import CallStages, Lane, UnderWay, in_one_go
 from .threads import BackgroundThreads
 
 # Of a call in stages, the lane.
@@ -88,7 +88,7 @@ class CallingThread:
             future.set_exception(error)
         return future
 
-    def submit_stages(self, lane: Lane, call: Callable[..., Stages[Any]], *arguments: Any) -> Future[Any]:  # noqa: ARG002
+    def submit_stages(self, lane: Lane, call: Callable[..., CallStages[Any]], *arguments: Any) -> Future[Any]:  # noqa: ARG002
         """Run all stages of ``call(*arguments)``."""
         return self.submit(lambda: in_one_go(call(*arguments)))
 
@@ -121,7 +121,7 @@ class SerialThread:
         """
         return self._queue(None, call, arguments)
 
-    def submit_stages(self, lane: Lane, call: Callable[..., Stages[Any]], *arguments: Any) -> Future[Any]:
+    def submit_stages(self, lane: Lane, call: Callable[..., CallStages[Any]], *arguments: Any) -> Future[Any]:
         """Queue a call in stages, as :meth:`submit` does; while it pauses, such calls that follow may begin.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 _Result = TypeVar("_Result")
 
 # A call that pauses between its stages; what it returns is its result.
-Stages = Generator[None, None, _Result]
+CallStages = Generator[None, None, _Result]
 
 
 class Lane(NamedTuple):
@@ -24,7 +24,7 @@ class Lane(NamedTuple):
     number: int
 
 
-def in_one_go(stages: Stages[_Result]) -> _Result:
+def in_one_go(stages: CallStages[_Result]) -> _Result:
     """Run all stages of a call; returns its result."""
     while True:
         try:
@@ -39,7 +39,7 @@ class _Call:
     """A call that has begun; its result or exception goes to its own future, whatever becomes of other calls."""
 
     lane: Lane
-    stages: Stages[Any]
+    stages: CallStages[Any]
     future: Future[Any]
     stages_run: int = 0
     over: bool = False
@@ -70,7 +70,7 @@ class UnderWay:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def begin(self, lane: Lane, stages: Stages[Any], future: Future[Any]) -> None:
+    def begin(self, lane: Lane, stages: CallStages[Any], future: Future[Any]) -> None:
         """Run the first stage of a call, once those have ended that it may not overlap with."""
         while any(call.lane == lane or call.lane.use != lane.use for call in self._calls):
             self._end_oldest()

@@ -30,7 +30,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
 from ..system.devices import is_host
 from ..system.extension import native_available
-from ..system.stages import Stages
+from ..system.stages import CallStages
 
 # The name of every exchange: messages that are not sent hold zeros.
 _IDENT = Ident(0, 0, 0)
@@ -131,7 +131,7 @@ class _SharedMemory(PairwiseExchange):
     def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> None:
         """Give no lane: one bucket is reduced at a time."""
 
-    def reduce_in_stages(self, reduction: BucketReduction) -> Stages[bool]:
+    def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         return reduction.out.dtype in NATIVE_DTYPES or (yield from super().reduce_in_stages(reduction))
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
 from ..placement import Offload
-from ..policies import AdamState, Checks, MixedPrecision, Overlapped, check_dtype, check_integer
+from ..policies import AdamState, Checks, MixedPrecision, Overlapped, bucket_mb_of, check_dtype, check_integer
 from ..reduction import ReductionPolicy
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise
@@ -240,10 +240,11 @@ class _Target(NamedTuple):
         if isinstance(numel, bool) or not 1 <= numel <= sys.float_info.max or numel != int(numel):
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {quoted(numel)}")
         dtype = self.dtype or torch.get_default_dtype()
-        each = max(int(config.reduction.bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
+        bucket_mb = bucket_mb_of(config.reduction, by_messages=False)
+        each = max(int(bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
         if numel > each * _MOST_BUCKETS:
             raise ConfigError(
-                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {config.reduction.bucket_mb:g} MB and "
+                f"{numel:g} elements are more than {_MOST_BUCKETS:,} buckets of {bucket_mb:g} MB and "
                 "would take minutes to plan; raise bucket_mb, or pass the model on the meta device"
             )
         counts = [min(each, int(numel) - start) for start in range(0, int(numel), each)]

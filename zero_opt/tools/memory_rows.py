@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.pairwise_exchange import LANE_BYTES, LANES
 from ..kernels.adam_state import span_of, state_dtypes
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.compact_state import is_compact
 from ..placement.memory import DEVICE, MemoryInputs, Tally
-from ..policies import AlreadyReduced, Overlapped
+from ..policies import AlreadyReduced, Overlapped, bucket_mb_of
 from ..sharding.buckets import GradBucket
 from ..sharding.wrapped_class import is_elementwise
 from ..state.trial import StateSizes
@@ -72,7 +73,15 @@ class Sizing:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
         planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
-        return planner(specs, self.world_size, config.reduction.bucket_mb * 2**20)
+        bucket_mb = bucket_mb_of(config.reduction, by_messages=self._by_messages)
+        return planner(specs, self.world_size, bucket_mb * 2**20)
+
+    @property
+    def _by_messages(self) -> bool:
+        """Whether buckets go from some ranks to others by messages."""
+        on_hosts = all(is_host(sketch.device) for sketch in self.sketches.values())
+        apart = self.config.reduction.exchange == "backend" or self.ranks_per_host < self.world_size
+        return self.world_size > 1 and on_hosts and apart
 
     def fullest_rank(self) -> int:
         """The rank that needs most: whose shards have the most elements; of several the first."""
@@ -137,12 +146,15 @@ class Sizing:
         tally.update(self.config.placement.memory(buckets, inputs))
 
     def _add_grads(self, tally: Tally, buckets: Sequence[GradBucket]) -> None:
-        """Add all gradients, or, where buckets let go of them, two buckets of them."""
+        """Add all gradients, or, where buckets let go of them, those of the buckets that fill and are under way."""
         if not isinstance(self.config.reduction, Overlapped):
             tally["grads", DEVICE, "gradients"] = self._grads_nbytes
             return
-        sizes = (sum(flat.param.nbytes for flat in bucket.params) for bucket in buckets)
-        tally["grads", DEVICE, "gradients on their way"] = min(2 * max(sizes, default=0), self._grads_nbytes)
+        sizes = [sum(flat.param.nbytes for flat in bucket.params) for bucket in buckets]
+        held = 2 * max(sizes, default=0)
+        if self._by_messages:
+            held += (LANES - 1) * max((size for size in sizes if size <= LANE_BYTES), default=0)
+        tally["grads", DEVICE, "gradients on their way"] = min(held, self._grads_nbytes)
 
     def _add_on_accelerators(self, tally: Tally, buckets: Sequence[GradBucket]) -> None:
         """Add what exchanges of accelerator tensors take while they keep up with backward: two staged buckets; besides,

@@ -177,6 +177,27 @@ def test_nothing_is_rounded_on_one_host(exchange: str) -> None:
     assert_bitwise(ours, plain)
 
 
+def bucket_count(rank: int, world_size: int, count: int, exchange: str, bucket_mb: float | None) -> int:
+    """Buckets of ten parameters of 1 MiB each."""
+    on_hosts_of(count, rank)
+    params = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(10)]
+    reduction = zero_opt.AtStep(bucket_mb, exchange)
+    opt: Any = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, reduction=reduction)
+    found = len(opt._engine.partition.buckets)
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "exchange", "bucket_mb", "expected"),
+    [(2, "auto", None, 1), (1, "auto", None, 2), (2, "backend", None, 2), (1, "auto", 2, 5), (2, "auto", 2, 5)],
+)
+def test_the_size_of_buckets_goes_by_how_they_travel(
+    count: int, exchange: str, bucket_mb: float | None, expected: int
+) -> None:
+    assert run_processes(2, bucket_count, count, exchange, bucket_mb) == [expected] * 2
+
+
 def refuse(*_: object) -> Any:
     raise PermissionError(1, "Operation not permitted")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero_opt.system.background_thread import CallingThread, SerialThread
-from zero_opt.system.stages import Lane, Stages, UnderWay, in_one_go
+from zero_opt.system.stages import CallStages, Lane, UnderWay, in_one_go
 
 PATIENCE = 60  # seconds until a test that hangs fails
 
@@ -20,7 +20,7 @@ class Trace:
     def __init__(self) -> None:
         self.run: list[str] = []
 
-    def call(self, name: str, stages: int = 3, fails_in: int = -1) -> Stages[str]:
+    def call(self, name: str, stages: int = 3, fails_in: int = -1) -> CallStages[str]:
         """``name`` with the number of each stage; the result is the name."""
         for number in range(stages):
             if number:

@@ -26,6 +26,7 @@ from zero_opt.placement.worker import results
 from zero_opt.placement.worker.results import ParamWriter, ResultDelivery, Used
 from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.system.background_thread import SerialThread
+from zero_opt.system.stages import Lane
 
 
 class Net(nn.Module):
@@ -279,17 +280,17 @@ def test_a_parameter_that_is_changed_before_its_update_has_arrived(world_size: i
 
 def test_ctrl_c_before_results_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = begun(dtype=torch.bfloat16)
-    submit, calls = SerialThread.submit, []
+    submit, calls = SerialThread.submit_stages, []
 
-    def interrupted(self: SerialThread, call: Any, *arguments: Any) -> Any:
+    def interrupted(self: SerialThread, lane: Lane, call: Any, *arguments: Any) -> Any:
         if getattr(call, "__name__", "") == "_gather_one":
             calls.append(call)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-        return submit(self, call, *arguments)
+        return submit(self, lane, call, *arguments)
 
     with monkeypatch.context() as inside:
-        inside.setattr(SerialThread, "submit", interrupted)
+        inside.setattr(SerialThread, "submit_stages", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     for layer in model.layers[:2]:
