@@ -19,7 +19,7 @@ import zero_opt
 from test.crash.programs import LONG
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import values
-from test.support.worker_training import assert_as_simulated, make, simulate, train_ranks, worker_of
+from test.support.worker_training import assert_as_simulated, simulate, train_ranks, worker_of
 
 SECONDS = 1200 if LONG else 60  # nothing hangs
 # On each of two ranks, whatever the offload.
@@ -65,11 +65,13 @@ def test_workers_are_stopped_between_steps(way: dict[str, Any]) -> None:
     print(f"\nSIGSTOP, {way}: {stops} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
 
 
-def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> Any:
+def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int, form: zero_opt.AdamState) -> Any:
     """Steps of a few milliseconds, and a thread that kills whatever worker there is at random times."""
-    generator = torch.Generator().manual_seed(5)
-    params = [nn.Parameter(torch.randn(NUMEL, generator=generator)) for _ in range(2)]
-    optimizer = make(params, offload=offload, reduction=zero_opt.Overlapped(1))
+    generator, dtype = torch.Generator().manual_seed(5), torch.bfloat16 if form.master else torch.float32
+    params = [nn.Parameter(torch.randn(NUMEL, generator=generator).to(dtype)) for _ in range(2)]
+    optimizer = zero_opt.ShardedOptimizer(
+        params, zero_opt.CPUAdamW, offload=offload, reduction=zero_opt.Overlapped(1), state=form
+    )
     worker, over = worker_of(optimizer), threading.Event()
 
     def fire() -> None:
@@ -85,7 +87,7 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
         gun.start()
     for step in range(2 * KILLS):
         optimizer.zero_grad()
-        torch.autograd.backward(params, [values(step % 7, 1, rank, i, (NUMEL,)) for i in range(2)])
+        torch.autograd.backward(params, [values(step % 7, 1, rank, i, (NUMEL,)).to(dtype) for i in range(2)])
         optimizer.step()
     over.set()
     if kills:
@@ -95,12 +97,13 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int) -> A
     return [param.detach() for param in params], worker.deaths
 
 
+@pytest.mark.parametrize("form", [zero_opt.AdamState(), zero_opt.AdamState("block8", "split")], ids=["fp32", "8-bit"])
 @WAYS
-def test_workers_are_killed_at_any_time(way: dict[str, Any]) -> None:
+def test_workers_are_killed_at_any_time(way: dict[str, Any], form: zero_opt.AdamState) -> None:
     offload, begin = zero_opt.WorkerOffload(**way, max_deaths=1000), time.monotonic()
-    calm, fired = (run_processes(2, _train_under_fire, offload, kills) for kills in (0, KILLS))
+    calm, fired = (run_processes(2, _train_under_fire, offload, kills, form) for kills in (0, KILLS))
     for (one, _), (other, deaths) in zip(calm, fired, strict=True):
         assert_bitwise(one, other)
         assert deaths > (0.95 * KILLS if LONG else 0)
     kills = [deaths for _, deaths in fired]
-    print(f"\nSIGKILL, {way}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
+    print(f"\nSIGKILL, {way}, {form.moments}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
