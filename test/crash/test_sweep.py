@@ -14,7 +14,7 @@ from zero_opt import _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memfd are Linux's")
 
-SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact")
+SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact", "blocks", "halves")
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.
@@ -53,7 +53,7 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-@pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact"))
+@pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact", "blocks", "halves"))
 def test_a_successor_makes_a_draft_again_from_what_a_kill_leaves(totals: Totals, isa: str, scenario: str) -> None:
     """The bank that counts is never touched."""
     for lanes in (1, 2) if LONG else (2,):

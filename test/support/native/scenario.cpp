@@ -134,6 +134,10 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     found.grad = Format::kFloat16;
     found.moments = Format::kBlock8;
     found.has_remainder = true;
+  } else if (name == "blocks" || name == "halves") {  // as the usual loops take them
+    found.grad = Format::kBfloat16;
+    found.moments = name == "blocks" ? Format::kBlock8 : Format::kBfloat16;
+    found.has_remainder = true;
   } else if (name != "plain") {
     throw std::invalid_argument("there is no scenario " + name);
   }
