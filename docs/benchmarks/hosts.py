@@ -33,9 +33,8 @@ import torch
 from support.machine import command, load, machine, spread, today, write_result
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, LanguageModel, make_model
 from support.ranks import Outcome, Run, execute
-from support.systems import HYPERS, System, Trainer, trainer, zero_redundancy
+from support.systems import HYPERS, System, Trainer, ddp_adamw, trainer, zero_redundancy
 from support.wire import Wire, bars
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 
@@ -53,12 +52,6 @@ def alone(model: LanguageModel, _: Batch) -> Trainer:
     return trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
 
 
-def ddp(model: LanguageModel, _: Batch) -> Trainer:
-    """DDP and AdamW."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
-
-
 def ours(
     model: LanguageModel, _: Batch, bucket_mb: float | None, *, late: bool, dtype: torch.dtype | None = None
 ) -> Trainer:
@@ -74,8 +67,8 @@ def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
     """What is compared, by name."""
     found = {
         ALONE: System(alone, trains=False),
-        DDP: System(ddp),
-        "DDP + ZeroRedundancyOptimizer": System(zero_redundancy(views=True)),
+        DDP: System(ddp_adamw),
+        "DDP + ZeroRedundancyOptimizer": System(zero_redundancy),
     }
     for size in (None, *bucket_mb):
         own = "" if size is None else f"bucket_mb={size:g}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import groups, headed_messages, pairwise_exchange
+from zero_opt.comm import groups, headed_messages, pairwise_exchange, side_group
 from zero_opt.state import messages
 
 
@@ -73,7 +73,7 @@ def _tags(rank: int, world_size: int) -> tuple[list[int], list[torch.Tensor]]:
     send = groups.Group.send_to
 
     def recorded(self: Any, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        if not isinstance(self, groups.SideGroup):
+        if not isinstance(self, side_group.SideGroup):
             tags.append(tag)
         return send(self, tensor, dst, tag)
 

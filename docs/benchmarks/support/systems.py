@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,22 +52,18 @@ def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
     return Trainer(model, torch.Tensor.backward, model.zero_grad)
 
 
-def _ddp_adamw(model: LanguageModel, _: Batch) -> Trainer:
-    wrapped = DistributedDataParallel(model)
+def ddp_adamw(model: LanguageModel, _: Batch, *, static: bool = False) -> Trainer:
+    """DDP with ``gradient_as_bucket_view``, and AdamW."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static)
     return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
-def zero_redundancy(*, views: bool) -> Callable[[LanguageModel, Batch], Trainer]:
-    """DDP, with ``gradient_as_bucket_view`` or not, and ZeroRedundancyOptimizer."""
+def zero_redundancy(model: LanguageModel, _: Batch) -> Trainer:
+    """DDP with ``gradient_as_bucket_view``, and ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def build(model: LanguageModel, _: Batch) -> Trainer:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS)
-        return trainer(wrapped, optimizer)
-
-    return build
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return trainer(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **HYPERS))
 
 
 def _fsdp2(model: LanguageModel, _: Batch) -> Trainer:
@@ -98,7 +95,7 @@ def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
 
 def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batch], Trainer]:
     def build(model: LanguageModel, _: Batch) -> Trainer:
-        wrapped: nn.Module = DistributedDataParallel(model) if ddp else model
+        wrapped: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True) if ddp else model
         optimizer = zero_opt.ShardedOptimizer(wrapped.parameters(), torch.optim.AdamW, reduction=reduction, **HYPERS)
         return trainer(wrapped, optimizer)
 
@@ -108,9 +105,9 @@ def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batc
 FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-2"
 SYSTEMS: dict[str, System] = {
     FLOOR: System(_compute_alone, trains=False),
-    DDP: System(_ddp_adamw),
-    ZERO: System(zero_redundancy(views=False)),
-    "the same with gradient_as_bucket_view": System(zero_redundancy(views=True)),
+    DDP: System(ddp_adamw),
+    "DDP(static_graph=True) + AdamW": System(partial(ddp_adamw, static=True)),
+    ZERO: System(zero_redundancy),
     "FSDP2 + AdamW": System(_fsdp2),
     DEEPSPEED: System(_deepspeed),
     "Overlapped()": System(_ours(zero_opt.Overlapped()), ours=True),
