@@ -37,6 +37,7 @@ from ..errors import (
     StepDesync,
     StepFailed,
     ZeroOptError,
+    quoted,
 )
 from ..layout import mask_of, mask_of_flags
 from ..policies import AlreadyReduced, DDPHook
@@ -45,6 +46,7 @@ from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_fac
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..system.log import log
+from .arguments import check_options
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .join import ends_join, follow_hypers
@@ -61,6 +63,8 @@ class ShardedEngine(BetweenSteps):
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         if options:
             raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
+        if not (closure is None or callable(closure)):
+            raise ConfigTypeError(f"step() takes a closure that computes the loss, or nothing, got {quoted(closure)}")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         with torch.no_grad(), self._of_all_ranks():
@@ -134,6 +138,7 @@ class ShardedEngine(BetweenSteps):
         try:
             self._follow_moved()
             if error is None:
+                check_options(self._user.param_groups)
                 self._forms.check(self._user.param_groups, self._user.state)
         except ZeroOptError as refused:
             error = error or refused

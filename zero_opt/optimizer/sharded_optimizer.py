@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..comm.rendezvous import hosts_of, require_still_alone
-from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError
+from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsReplaced, ZeroOptError, quoted
 from ..placement import Offload, ReadThrough, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
@@ -196,11 +196,12 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.step()")
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *others: Any, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
             closure: called once, with gradients enabled, to recompute the loss; its value is returned.
+            *others: a mistake, for ConfigTypeError to say so.
             **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
@@ -213,6 +214,8 @@ class ShardedOptimizer(UnevenInputs):
             WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
         """
         self._require_open()
+        if others:
+            raise ConfigTypeError(f"step() takes one closure, or nothing, got {len(others)} more: {quoted(others)}")
         if self._has_no_group:
             require_still_alone()
         losses: list[Any] = []
@@ -244,13 +247,21 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.clip_grad_norm_()", replans=True)
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *others: Any, **options: Any) -> Tensor:
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
+
+        Args:
+            *others, **options: a mistake, as the arguments of torch's function are, for ConfigTypeError to say so.
 
         Returns:
             The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.
         """
         self._require_open()
+        if others or options:
+            raise ConfigTypeError(
+                "opt.clip_grad_norm_() takes the norm alone, as in opt.clip_grad_norm_(1.0): it clips the gradients of "
+                f"all its parameters by their L2 norm; got {1 + len(others)} values and {sorted(options)}"
+            )
         return self._engine.clip(max_norm)
 
     @property

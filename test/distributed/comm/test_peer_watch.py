@@ -224,6 +224,7 @@ def _alone(rank: int, world_size: int, call: str) -> Any:
 def test_a_call_on_one_rank_alone_says_what_was_called_and_where(call: str) -> None:
     message = run_processes(2, _alone, call, expect_errors=True)[0]
     assert isinstance(message, str) and f"rank 0 called {call}, rank 1 did not" in message
+    assert "whether all ranks step several optimizers in one order" in message
 
 
 def _killed(rank: int, world_size: int) -> str:

@@ -105,3 +105,53 @@ def _dtensor_with_grad_dtype(rank: int, world_size: int) -> None:
 
 def test_a_dtensor_whose_gradients_have_another_dtype_is_refused() -> None:
     run_processes(2, _dtensor_with_grad_dtype)
+
+
+def _late_option(rank: int, world_size: int, option: str, offload: Any, options: dict[str, Any]) -> None:
+    model = _net()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, offload=offload, **options)
+    _backward(model, 0, rank)
+    optimizer.param_groups[0][option] = rank == 1
+    with pytest.raises(zero_opt.UnsupportedOptimizer, match=f"{option}=True cannot be sharded"):
+        optimizer.step()
+    optimizer.param_groups[0][option] = False
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+@pytest.mark.parametrize(
+    ("offload", "options"), [(None, {}), (None, {"foreach": True}), (zero_opt.WorkerOffload(), {"fused": True})]
+)
+def test_an_option_that_cannot_be_sharded_is_refused_after_construction(
+    option: str, offload: Any, options: dict[str, Any]
+) -> None:
+    run_processes(2, _late_option, option, offload, options)
+
+
+def _wrong_calls(rank: int, world_size: int) -> None:
+    model = _net()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    _backward(model, 0, rank)
+    wrong: list[Any] = [lambda: optimizer.step(5), lambda: optimizer.step("x"), lambda: optimizer.step(None, 3)]
+    for call in wrong:
+        with pytest.raises(zero_opt.ConfigTypeError, match=r"step\(\) takes"):
+            call()
+    for arguments, options in [((model.parameters(), 1.0), {}), ((1.0,), {"norm_type": 2.0})]:
+        with pytest.raises(zero_opt.ConfigTypeError, match=r"takes the norm alone, as in opt\.clip_grad_norm_\(1\.0\)"):
+            optimizer.clip_grad_norm_(*arguments, **options)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_arguments_of_other_functions_are_refused_by_calls() -> None:
+    run_processes(2, _wrong_calls)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_split_masters_of_fp16_name_what_works(fused: bool | None) -> None:
+    params = [nn.Parameter(torch.ones(64, dtype=torch.float16))]
+    split = zero_opt.MixedPrecision(master_dtype="split")
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"torch\.float16 .*use master_dtype=torch\.float32"):
+        zero_opt.ShardedOptimizer(params, torch.optim.AdamW, precision=split, fused=fused)

@@ -42,13 +42,13 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         if self.inputs.splits_masters:
-            self._check_split_groups(groups)
             for index, param in enumerate(param for group in groups for param in group["params"]):
                 if param.dtype is torch.float16 or not (self.splits_on_accelerators or is_host(param.device)):
                     raise UnsupportedParam(
                         f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16 "
                         "on the CPU, or with offload=CPUOffload(); use master_dtype=torch.float32"
                     )
+            self._check_split_groups(groups)
 
     def _check_split_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         require_native()
