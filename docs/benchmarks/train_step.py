@@ -9,9 +9,9 @@ kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Pe
 is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by their number, so that a page which
 ranks share is counted once.
 
-DDP has ``gradient_as_bucket_view=True``, which is faster, and once ``static_graph=True`` too; FSDP2 keeps its parameters
-gathered between forward and backward (``reshard_after_forward=False``), which is faster. Every optimizer is AdamW with ``fused=True``. "compute alone" is
-forward and backward of independent ranks.
+DDP has ``gradient_as_bucket_view=True``, which is faster, and once ``static_graph=True`` too. FSDP2 keeps its
+parameters gathered between forward and backward (``reshard_after_forward=False``), which is faster. Every optimizer is
+AdamW with ``fused=True``. "compute alone" is forward and backward of independent ranks.
 """
 
 from __future__ import annotations
