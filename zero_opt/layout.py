@@ -17,6 +17,10 @@ from itertools import accumulate
 from typing import NamedTuple, overload
 
 ALIGN = 64
+# Buckets of at most this part of the largest size may share one with those of other param groups.
+_SMALL_PART = 1 / 16
+# What bytes 0 and 1 are as digits.
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 def mask_of(indices: Iterable[int]) -> int:
@@ -28,9 +32,14 @@ def mask_of(indices: Iterable[int]) -> int:
     return int(digits, 2)
 
 
-def mask_of_flags(flags: Sequence[bool]) -> int:
+def mask_of_flags(flags: Iterable[bool]) -> int:
     """Return an integer with a bit set per index of a flag that is true."""
-    return int("0" + "".join(map("01".__getitem__, reversed(flags))), 2)
+    return _mask_of_bytes(bytes(flags))
+
+
+@lru_cache(maxsize=16)
+def _mask_of_bytes(flags: bytes) -> int:
+    return int(b"0" + flags[::-1].translate(_DIGITS), 2)
 
 
 @lru_cache(maxsize=16)
@@ -40,7 +49,10 @@ def indices_of(mask: int) -> frozenset[int]:
 
 
 class ParamSpec(NamedTuple):
-    """What a planner knows of one parameter. Parameters share a bucket only if group, dtype and device agree."""
+    """What a planner knows of one parameter. Parameters share a bucket only if dtype and device agree.
+
+    So must their param groups, except that small buckets of several groups may be made one.
+    """
 
     numel: int
     itemsize: int
@@ -110,20 +122,25 @@ class BucketLayout:
 
     Attributes:
         index: position among all buckets of the optimizer; never changes once given.
-        params: global parameter indices in bucket order.
+        params: global parameter indices in bucket order. groups: the number of each one's param group.
         offsets: first element of each parameter in the bucket, multiples of :data:`ALIGN`, ascending.
         numels: elements of each parameter.
         bounds: ``world_size + 1`` ascending element offsets; rank r owns ``bounds[r]`` to ``bounds[r + 1]``.
     """
 
     index: int
-    group: int
     dtype: str
     device: str
     params: tuple[int, ...]
+    groups: tuple[int, ...]
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     bounds: Sequence[int]
+
+    @property
+    def group(self) -> int:
+        """The number of the param group of all parameters, where buckets are not mixed."""
+        return self.groups[0]
 
     @property
     def numel(self) -> int:
@@ -156,7 +173,7 @@ class BucketLayout:
             return None
         return ParamSlice(
             self.params[position],
-            self.group,
+            self.groups[position],
             Span(start - offset, stop - offset),
             Span(start, stop),
             Span(start - shard.start, stop - shard.start),
@@ -173,8 +190,12 @@ def footprint(numel: int) -> int:
     return max(aligned(numel), ALIGN)
 
 
-def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[int]]:
-    """Return parameter indices per bucket, in the order in which the buckets fill up."""
+def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float, *, mixed: bool) -> list[list[int]]:
+    """Return parameter indices per bucket, in the order in which the buckets fill up.
+
+    Args:
+        mixed: small buckets that follow each other are made one.
+    """
     open_chunks = defaultdict[tuple[int, str, str], list[int]](list)
     open_bytes = Counter[tuple[int, str, str]]()
     closed: list[list[int]] = []
@@ -189,7 +210,26 @@ def _chunks(specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[in
         open_bytes[key] += size
     closed.extend(open_chunks.values())
     # A bucket is complete when its last parameter, the earliest registered, is.
-    return sorted(closed, key=lambda chunk: -chunk[-1])
+    chunks = sorted(closed, key=lambda chunk: -chunk[-1])
+    return _together(chunks, specs, bucket_bytes) if mixed else chunks
+
+
+def _together(chunks: Iterable[list[int]], specs: Mapping[int, ParamSpec], bucket_bytes: float) -> list[list[int]]:
+    """Join small chunks of one dtype and device that follow each other, as far as they fit into a bucket."""
+    joined: list[list[int]] = []
+    last: tuple[str, str] | None = None
+    room = 0.0
+    for chunk in chunks:
+        first = specs[chunk[0]]
+        size = sum(footprint(specs[param].numel) * specs[param].itemsize for param in chunk)
+        small = size <= bucket_bytes * _SMALL_PART
+        if small and (first.dtype, first.device) == last and size <= room:
+            joined[-1].extend(chunk)
+            room -= size
+        else:
+            joined.append(list(chunk))
+            last, room = (first.dtype, first.device) if small else None, bucket_bytes - size
+    return joined
 
 
 def _bucket_layout(
@@ -201,11 +241,12 @@ def _bucket_layout(
         bounds = range(0, shard_numel * world_size + 1, shard_numel)
     spec = specs[chunk[0]]
     numels = tuple(specs[param].numel for param in chunk)
-    return BucketLayout(index, spec.group, spec.dtype, spec.device, tuple(chunk), tuple(offsets), numels, bounds)
+    groups = tuple(specs[param].group for param in chunk)
+    return BucketLayout(index, spec.dtype, spec.device, tuple(chunk), groups, tuple(offsets), numels, bounds)
 
 
 def plan_flat(
-    specs: Mapping[int, ParamSpec], world_size: int, bucket_bytes: float, first_index: int = 0
+    specs: Mapping[int, ParamSpec], world_size: int, bucket_bytes: float, first_index: int = 0, *, mixed: bool = False
 ) -> list[BucketLayout]:
     """Cut every bucket into equal shards, wherever that falls. For elementwise optimizers.
 
@@ -214,8 +255,9 @@ def plan_flat(
             added group starts at ``first_index`` and moves nothing.
         world_size: number of ranks.
         bucket_bytes: a bucket is closed before it would exceed this; a larger parameter is alone in its bucket.
+        mixed: small buckets of several param groups are made one.
     """
-    chunks = _chunks(specs, bucket_bytes)
+    chunks = _chunks(specs, bucket_bytes, mixed=mixed)
     return [_bucket_layout(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
 
 
@@ -241,6 +283,8 @@ def plan_whole_params(
     bucket_bytes: float,
     first_index: int = 0,
     loads: Sequence[int] | None = None,
+    *,
+    mixed: bool = False,
 ) -> list[BucketLayout]:
     """Give every parameter to one rank, whole; shards differ in size. For optimizers that need the tensor's shape.
 
@@ -251,7 +295,7 @@ def plan_whole_params(
     """
     owners = assign_owners({p: s.numel for p, s in specs.items()}, loads or [0] * world_size)
     buckets = []
-    for i, chunk in enumerate(_chunks(specs, bucket_bytes)):
+    for i, chunk in enumerate(_chunks(specs, bucket_bytes, mixed=mixed)):
         ordered = sorted(chunk, key=lambda p: (owners[p], -p))
         ends: dict[int, int] = {}
         for param, end in zip(ordered, accumulate(footprint(specs[p].numel) for p in ordered)):

@@ -5,7 +5,8 @@
 Two forked gloo ranks, one thread each, train the same model in each system, in turn; a step is forward, backward,
 ``step()`` and ``zero_grad()``, and starts on both ranks together. A time is that of the slower rank; medians count. The
 overhead is the step's time without that of the bare model, which each rank trains by itself, divided by the number of
-parameters. Every optimizer is AdamW with ``fused=True``; DDP has ``gradient_as_bucket_view=True``.
+parameters. Every optimizer is AdamW with ``fused=True``; DDP has ``gradient_as_bucket_view=True``. Last, ``step()``
+alone, of a model of which each parameter is a param group of its own, with its own learning rate.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_opt
 
 WORLD_SIZE = 2
+GROUPS = (1_000, 1_000)  # how many param groups, of how many elements
 CASES = ((1_000, 1_000), (4_000, 250), (10_000, 100))
 BARE = "the model alone"
 ADAMW = partial(torch.optim.AdamW, fused=True)
@@ -160,13 +162,43 @@ def measured(rank: int, store: str, case: tuple[int, int], rounds: int, answer: 
     dist.destroy_process_group()
 
 
-def run(case: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """A param group per parameter."""
+    return [{"params": [param], "lr": 1e-3 * (1 + i / 1_000)} for i, param in enumerate(model.parameters())]
+
+
+def grouped(rank: int, store: str, case: tuple[int, int], rounds: int, answer: Any) -> None:
+    """One rank, with many param groups."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    plain, model, data = Product(*case), Product(*case), torch.ones(case[1])
+    sharded = zero_opt.ShardedOptimizer(groups_of(model), torch.optim.AdamW, fused=True)
+    made: dict[str, tuple[nn.Module, Any]] = {BARE: (plain, ADAMW(groups_of(plain))), "zero_opt": (model, sharded)}
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for turn in range(rounds + 3):
+        for name, (trained, optimizer) in made.items():
+            trained(data).backward()
+            seconds = call_seconds(optimizer.step)
+            optimizer.zero_grad()
+            if turn >= 3:
+                times[name].append(seconds)
+    if rank == 0:
+        answer.put((times, {}))
+    sharded.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(
+    rank_program: Callable[..., None], case: tuple[int, int], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Fork fresh ranks; returns seconds of steps, and of calls about the state."""
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=measured, args=(rank, f"{folder}/store", case, rounds, answer))
+            context.Process(target=rank_program, args=(rank, f"{folder}/store", case, rounds, answer))
             for rank in range(WORLD_SIZE)
         ]
         for process in ranks:
@@ -180,7 +212,7 @@ def run(case: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]], dic
 def section(case: tuple[int, int], rounds: int) -> list[str]:
     """The tables of one case."""
     count, numel = case
-    steps, states = run(case, rounds)
+    steps, states = run(measured, case, rounds)
     lines = [f"**{count:,} parameters of {numel:,} elements**", ""]
     lines += ["| system | step, ms | overhead per parameter, us |", "| --- | ---: | ---: |"]
     for name, values in steps.items():
@@ -188,6 +220,18 @@ def section(case: tuple[int, int], rounds: int) -> list[str]:
         lines.append(f"| {name} | {spread([1e3 * value for value in values], 1)} | {1e6 * over:.1f} |")
     lines += ["", "| state | s |", "| --- | ---: |"]
     lines += [f"| {name} | {spread(values)} |" for name, values in states.items()]
+    return [*lines, ""]
+
+
+def groups_section(rounds: int) -> list[str]:
+    """The table of param groups."""
+    count, numel = GROUPS
+    times, _ = run(grouped, GROUPS, rounds)
+    lines = [f"**{count:,} param groups of one parameter of {numel:,} elements**", ""]
+    lines += ["| system | `step()`, ms | beside the model alone |", "| --- | ---: | ---: |"]
+    for name, values in times.items():
+        beside = statistics.median(a / b for a, b in zip(values, times[BARE], strict=True))
+        lines.append(f"| {name} | {spread([1e3 * value for value in values], 1)} | {beside:.2f} |")
     return [*lines, ""]
 
 
@@ -202,6 +246,7 @@ def main() -> None:
     for case in CASES:
         lines += section(case, arguments.rounds)
         print(f"{case} done", file=sys.stderr, flush=True)
+    lines += groups_section(arguments.rounds)
     text = "\n".join(lines)
     print(text)
     if arguments.write:

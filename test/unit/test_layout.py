@@ -333,3 +333,23 @@ def test_a_large_plan_costs_a_rank_only_its_own_slices(planner: Planner) -> None
     searches = 2 * sum(1 + math.ceil(math.log2(len(layout.params) + 1)) for layout in layouts)
     assert 0 < found <= count // world_size + 2 * len(layouts) + 4
     assert looked_at <= searches + found + 2 * len(layouts)
+
+
+@both_planners
+def test_small_buckets_of_several_groups_are_made_one(planner: Planner) -> None:
+    small, large = 64, 5 * 64
+    sizes = [small, small, large, small, small, small]
+    specs = {i: spec_of(numel, (i, "torch.float32", "cpu")) for i, numel in enumerate(sizes)}
+    specs[4] = spec_of(small, (4, "torch.bfloat16", "cpu"))
+    apart = planner(specs, 2, 16 * 4 * small)
+    assert sorted(layout.params for layout in apart) == [(i,) for i in range(6)]
+    mixed = planner(specs, 2, 16 * 4 * small, mixed=True)
+    assert sorted(sorted(layout.params) for layout in mixed) == [[0, 1], [2], [3], [4], [5]]
+    found = {piece.param: piece.group for layout in mixed for rank in range(2) for piece in layout.slices(rank)}
+    assert found == {i: i for i in range(6)}
+
+
+def test_mixed_buckets_are_no_larger_than_others() -> None:
+    specs = {i: spec_of(64, (i, "torch.float32", "cpu")) for i in range(40)}
+    sizes = [len(layout.params) for layout in plan_flat(specs, 2, 16 * 4 * 64, mixed=True)]
+    assert sizes == [16, 16, 8]

@@ -120,6 +120,11 @@ class BoundRun:
             grad = torch.empty_strided(grad.shape, self.order, dtype=grad.dtype, device="cpu").copy_(grad)
         self.grad = grad
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that a step writes to."""
+        return self._written
+
     def finish(self) -> list[Tensor]:
         """Let go of the gradient, and copy results that were made in copies to where they belong.
 
@@ -130,6 +135,10 @@ class BoundRun:
         for tensor, run in self._staged:
             tensor.copy_(run)
         return self._written
+
+
+# Hyperparameters as the kernel takes them, the runs that have them, and the addresses of their gradients.
+Call = tuple[Any, list[Any], list[int]]
 
 
 def step_runs(
@@ -143,14 +152,18 @@ def step_runs(
     Returns:
         How many gradient elements, after scaling, were infinite or NaN.
     """
-    calls, stepped = [], list[BoundRun]()
+    calls, stepped = list[Call](), list[BoundRun]()
     for hypers, runs in batches:
         if runs:
             addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]
             calls.append((hypers, [run.run for run in runs], addresses))
             stepped += runs
     nonfinite = native.adam_step(calls, threads=threads, flush_denormals=flush_denormals, isa=isa)
-    written = [tensor for run in stepped for tensor in run.finish()]
-    if written:
-        torch.autograd.graph.increment_version(written)
+    note_written([tensor for run in stepped for tensor in run.finish()])
     return nonfinite
+
+
+def note_written(tensors: list[Tensor]) -> None:
+    """Raise the version counters of tensors that native code has written to."""
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)

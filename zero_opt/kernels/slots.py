@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError, quoted
+from ..system.extension import native
 from .adam_state import ROLES, arrays_of
 from .checks import check_tensor, is_number_of_steps
-from .runs import BoundRun, check_arrays
+from .runs import BoundRun, check_arrays, note_written
 from .strides import dtype_of, placing_of, shape_of
 
 
@@ -75,25 +78,58 @@ class SlotBatch:
     def __init__(self, slots: list[Slot], params: list[Tensor], states: list[dict[str, Any]]) -> None:
         self.slots, self._direct = slots, all(slot.direct for slot in slots)
         self._keys = [[key for key, *_ in slot.held] for slot in slots]
-        self._tensors = self._now(params, states)
-        self._facts = placing_of(self._tensors)
+        self._params, self._kept = params, self._now(states)
+        self._facts = self._placing()
+        self._amsgrad = [slot.amsgrad for slot in slots]
         self._grads = [slot.grad_dtype for slot in slots], [slot.shape for slot in slots]
+        self._runs = [slot.run for slot in slots]
+        self._written = [tensor for slot in slots for tensor in slot.written]
+        self._last: list[weakref.ReferenceType[Tensor]] = []  # gradients, if they were read where they are
 
-    def _now(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Any]:
-        kept = (map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))
-        return [*params, *chain.from_iterable(kept)]
+    def _now(self, states: list[dict[str, Any]]) -> list[Any]:
+        return [*chain.from_iterable(map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))]
+
+    def _placing(self) -> list[list[Any]]:
+        # Params are not re-pointed to what has another shape, or order of elements.
+        return [list(map(Tensor.data_ptr, self._params)), *placing_of(self._kept)]
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Return whether gradients are contiguous, and like those that the slots were made for."""
         like = list(map(dtype_of, grads)), list(map(shape_of, grads))
         return like == self._grads and all(map(Tensor.is_contiguous, grads))
 
-    def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, amsgrad: bool) -> bool:
-        """Return whether nothing has changed but values, and all slots can be used again."""
-        if not self._direct or len(states) != len(self.slots):
+    def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, amsgrad: list[bool]) -> bool:
+        """Return whether nothing has changed but values, and all slots can be used again; ``amsgrad``: of each."""
+        if not self._direct or amsgrad != self._amsgrad:
             return False
-        same = all(map(is_, self._now(params, states), self._tensors))
-        return same and placing_of(self._tensors) == self._facts and all(slot.amsgrad == amsgrad for slot in self.slots)
+        same = len(params) == len(self._params) and all(map(is_, params, self._params))
+        return same and all(map(is_, self._now(states), self._kept)) and self._placing() == self._facts
+
+    def knows(self, grads: list[Tensor]) -> bool:
+        """Return whether these are the gradients of the last step, which could be read where they are."""
+        return len(grads) == len(self._last) and all(map(is_, [last() for last in self._last], grads))
+
+    def step(
+        self, grads: list[Tensor], batches: Sequence[tuple[Any, slice]], *, threads: int, flush_denormals: bool
+    ) -> None:
+        """Step all slots in one native call, by gradients that the batch knows or takes.
+
+        Args:
+            batches: hyperparameters as the kernel takes them, and the slots that have them.
+        """
+        read = grads
+        if not self.knows(grads):
+            for slot, grad in zip(self.slots, grads, strict=True):
+                slot.set_grad(grad)
+            read = [slot.grad for slot in self.slots if slot.grad is not None]
+            self._last = list(map(weakref.ref, grads)) if all(map(is_, read, grads)) else []
+        addresses = list(map(Tensor.data_ptr, read))
+        calls = [(hypers, self._runs[which], addresses[which]) for hypers, which in batches]
+        native.adam_step(calls, threads=threads, flush_denormals=flush_denormals)
+        if read is not grads:
+            for slot in self.slots:
+                slot.finish()
+        note_written(self._written)
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:

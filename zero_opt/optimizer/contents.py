@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
 from ..kernels.strides import is_dense
-from ..sharding.param_groups import hypers_of
+from ..sharding.param_groups import UneditedHypers, hypers_of
 
 # Tensors of at most so many bytes are hashed together, so many at a time.
 _SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 1 << 10
@@ -49,9 +49,12 @@ class HyperDigest:
     def __init__(self) -> None:
         self._known: list[Any] = []
         self._digest = 0
+        self._unedited = UneditedHypers()
 
-    def of(self, groups: Sequence[Mapping[str, Any]], dropped: Iterable[int]) -> int:
+    def of(self, groups: Sequence[Mapping[str, Any]], dropped: Collection[int]) -> int:
         """Return the digest, which is the same on every rank and in every process if the values are."""
+        if not dropped and self._unedited.are(groups):
+            return self._digest
         values = [
             (number, key, _comparable(value))
             for number, group in enumerate(groups)
@@ -62,6 +65,7 @@ class HyperDigest:
         if values != self._known:  # NaN is never known
             text = repr(sorted(values, key=str)).encode()
             self._known, self._digest = values, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        self._unedited.note(() if dropped else groups)
         return self._digest
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, quoted
 from ..kernels.checks import require_number, require_numbers
-from ..sharding.param_groups import hypers_of
+from ..sharding.param_groups import UneditedHypers, hypers_of
 from ..sharding.wrapped_class import steps_params_apart
 from ..state.trial import Trial, state_after_a_step
 
@@ -28,9 +28,11 @@ class HyperForms:
         self._class, self._by_torch = cls, cls.__module__.startswith(("torch.", "zero_opt."))
         self._known: list[dict[str, Any]] = []
         self._needed: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        self._checked = UneditedHypers()
 
     def learn(self, groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Take the values that there are now for such as can work."""
+        self._checked = UneditedHypers()
         self._known = [{key: group[key] for key in arguments if key in group} for group in groups]
         self._needed.clear()
 
@@ -45,6 +47,9 @@ class HyperForms:
         Raises:
             ConfigConflict: an option needs state that steps without it have not made.
         """
+        if self._checked.are(groups):
+            return
+        any_switched = False
         for number, (known, group) in enumerate(zip(self._known, groups, strict=False)):
             switched: list[str] = []
             for key, before in known.items():
@@ -57,9 +62,11 @@ class HyperForms:
                     self._require_alike(f"{key!r} of param group {number}", value, before)
                     if key == "betas" and self._by_torch and not all(0.0 <= float(beta) < 1.0 for beta in value):
                         raise ConfigError(f"'betas' of param group {number} must be in [0, 1), got {quoted(value)}")
-
             if switched and steps_params_apart(self._class):
+                any_switched = True
                 self._require_state(number, switched, group, state)
+        if not any_switched:  # else it depends on the state too
+            self._checked.note(groups)
 
     def _require_state(
         self, number: int, switched: Sequence[str], group: Mapping[str, Any], state: Mapping[Tensor, Any]

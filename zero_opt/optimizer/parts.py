@@ -59,8 +59,8 @@ class EngineParts:
         self.agreement.require_same_contents(config.entries())  # what comes below is collective, and differs with it
         whole, reduction = not is_elementwise(config.optimizer_class), config.reduction
         sent = reduction.bucket_mb is None and by_messages(groups.control, reduction.exchange)
-        bucket_mb = bucket_mb_of(reduction, by_messages=sent)
-        self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision)
+        bucket_mb, mixed = bucket_mb_of(reduction, by_messages=sent), config.placement.mixes_groups
+        self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision, mixed=mixed)
         self.guard = StateGuard(partial(marks, self.partition.streams))
         self.exchanges: dict[str, Exchange] = {}
         self.thread = SerialThread("zero_opt exchange", partial(close_all, self.exchanges))

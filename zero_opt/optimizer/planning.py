@@ -102,7 +102,7 @@ class Planner:
         parts.reduction.watch(added)
         parts.gather.watch()
         with parts.visible.lock:
-            parts.visible.add(kinds_of(config.placement, of_group))
+            parts.visible.add(kinds_of(config.placement, of_group, parts.param_groups))
 
     def _connect(self) -> None:
         """Make an exchange for each device type that has none yet."""

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ from .contents import hyper_contents
 from .join import ends_join, follow_hypers
 from .loss_scale import inverse_scale, leaves_scaled, overflowed, tell_scaler
 from .one_call import one_call
+
+_grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 class ShardedEngine(BetweenSteps):
@@ -171,8 +175,8 @@ class ShardedEngine(BetweenSteps):
             self.count.step,
             self.count.epoch,
             own.rounds,
-            used=mask_of_flags([param.grad is not None for param in params]),
-            trainable=mask_of_flags([param.requires_grad for param in params]),
+            used=mask_of_flags(map(is_not, map(_grad_of, params), repeat(None))),
+            trainable=mask_of_flags(map(_requires_grad, params)),
             restarted=mask_of(own.restarted),
             inv_scale=inverse_scale(self._user),
             scaled=leaves_scaled(self._user),

@@ -85,9 +85,10 @@ class PlacementPolicy(ABC):
 
     Attributes:
         begins_in_backward: whether steps begin while gradients are still being reduced.
+        mixes_groups: whether parameters of one bucket may be of several param groups.
     """
 
-    begins_in_backward = False
+    begins_in_backward = mixes_groups = False
 
     def __init__(self, inputs: PlacementInputs) -> None:
         self.inputs = inputs

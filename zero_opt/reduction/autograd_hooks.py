@@ -65,9 +65,13 @@ def _untraced(function: Any) -> Any:
 @_untraced  # a backward inside torch.compile would trace it
 def _announce(owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, _: Tensor) -> None:
     there = owner()
-    if there is not None:
+    if there is None:
+        return
+    if torch.is_inference_mode_enabled():
         with outside_inference_mode():
             arrived(there, index)
+    else:  # as nearly always, where even an empty context is a tenth of the hook
+        arrived(there, index)
 
 
 class BackwardPasses:

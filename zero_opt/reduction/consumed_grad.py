@@ -7,7 +7,9 @@ so it would return 0 and clip nothing. Autograd may still accumulate into the te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -99,6 +101,14 @@ class ConsumedGrad(torch.Tensor):
             if handled is not NotImplemented:
                 return handled
         raise _refusal(func, args)
+
+
+_pending_of = attrgetter("pending")
+
+
+def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
+    """Return whether autograd has accumulated into any of these since it was taken."""
+    return any(map(is_not, map(_pending_of, grads), repeat(None)))
 
 
 def _grad_strides(param: Tensor) -> tuple[int, ...]:

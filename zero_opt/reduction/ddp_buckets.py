@@ -91,14 +91,14 @@ class DDPHookReduction(OverlappedReduction):
         if index in self._copied:
             value = consumed.take_pending()
         elif grad is not None and grad is not consumed:
-            value = self._fresh(index, grad)
+            value = self._fresh(index, grad, consumed)
             if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
         if grad is consumed:
             param.grad = None  # DDP is about to write to it
         if value is not None:
             self._shown.add(index)
-            self._deliver(index, value)
+            self._deliver(index, self._places[index], value)
 
     def _dropped_of(self, indices: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""

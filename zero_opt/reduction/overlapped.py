@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not, itemgetter, not_
 from typing import NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from ..layout import indices_of, mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
-from .consumed_grad import ConsumedGrad
+from .consumed_grad import ConsumedGrad, any_pending
 from .dropped_grads import Restarts, require_same_restarts
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .round_matching import RoundMatching
@@ -45,6 +47,10 @@ class _Place(NamedTuple):
     consumed: ConsumedGrad
     bucket: int
     position: int
+
+
+_grad_of = attrgetter("grad")
+_param_of, _consumed_of = itemgetter(0), itemgetter(1)  # of a place
 
 
 class OverlappedReduction(GradReduction):
@@ -146,7 +152,8 @@ class OverlappedReduction(GradReduction):
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        param, consumed, bucket, _ = self._places[index]
+        place = self._places[index]
+        param, consumed, bucket, _ = place
         if bucket not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
         grad = param.grad
@@ -155,7 +162,7 @@ class OverlappedReduction(GradReduction):
         if grad is consumed:
             value = consumed.take_pending()
         else:
-            value = self._fresh(index, grad)
+            value = self._fresh(index, grad, consumed)
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
@@ -163,23 +170,23 @@ class OverlappedReduction(GradReduction):
                 raise
             self._shown.add(index)
         if value is not None:
-            self._deliver(index, value)
+            self._deliver(index, place, value)
 
-    def _deliver(self, index: int, value: Tensor) -> None:
+    def _deliver(self, index: int, place: _Place, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        _, _, bucket, position = self._places[index]
+        bucket = place.bucket
         if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
         self._withdrawn.discard(index)
         fill = self._fills[bucket]
-        fill.put(position, value)
-        if fill.complete:
+        fill.put(place.position, value)
+        if fill.missing <= 0:
             if self._completed is not None and bucket not in self._completed:
                 self._completed.append(bucket)
             self._launch_complete()
 
-    def _fresh(self, index: int, grad: Tensor) -> Tensor:
+    def _fresh(self, index: int, grad: Tensor, consumed: ConsumedGrad) -> Tensor:
         """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before; returns it."""
         if isinstance(grad, ConsumedGrad):
             if grad.owner() is None:
@@ -191,11 +198,12 @@ class OverlappedReduction(GradReduction):
                 "more, gc.collect() ends it)"
             )
         if grad.layout is not torch.strided:
-            label = self._consumed[index].label
-            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
+            raise UnsupportedParam(
+                f"{consumed.label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam"
+            )
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
             self._restart([index])
-        self._consumed[index].pending = None
+        consumed.pending = None
         return grad
 
     def _open_round(self) -> None:
@@ -228,10 +236,21 @@ class OverlappedReduction(GradReduction):
         self._restart(dropped)
         self._shown.difference_update(dropped)
 
+    def _forget_all(self) -> None:
+        """Let every gradient start afresh; the rounds of this epoch are forgotten next."""
+        consumed = self._consumed.values()
+        for grad in consumed if any_pending(consumed) else ():
+            grad.pending = None
+        self._held.clear()
+        self._live.clear()
+        self._shown.clear()
+
     def _dropped_of(self, indices: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` was dropped; another thread of autograd may have put new ones there."""
-        places = self._places
-        return [index for index in indices if places[index].param.grad is not places[index].consumed]
+        among = [*indices]
+        places = [*map(self._places.__getitem__, among)]
+        kept = map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places))
+        return [*compress(among, map(not_, kept))]
 
     def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
@@ -245,8 +264,9 @@ class OverlappedReduction(GradReduction):
         if fills:
             opened = {bucket for bucket, fill in fills.items() if not fill.sealed}
             self._withdrawn.update(index for index in indices if places[index].bucket in opened)
-        for index in indices:
-            places[index].consumed.pending = None
+        restarted = [places[index].consumed for index in indices]
+        for consumed in restarted if any_pending(restarted) else ():
+            consumed.pending = None
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -361,6 +381,8 @@ class OverlappedReduction(GradReduction):
 
         Also notice those that were dropped after the last backward.
         """
+        if self._all_taken():
+            return
         dropped = []
         for index in self._partition.flats:
             param, consumed, bucket, _ = self._places[index]
@@ -385,6 +407,12 @@ class OverlappedReduction(GradReduction):
         self._restart(dropped)
         self._shown.difference_update(dropped)
 
+    def _all_taken(self) -> bool:
+        """Return whether every planned parameter's gradient has been taken, and nothing was added to it since."""
+        places = self._places.values()
+        same = all(map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places)))
+        return same and not any_pending(map(_consumed_of, places))
+
     def _learn_order(self) -> None:
         """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
         seen = self._completed or []
@@ -395,10 +423,9 @@ class OverlappedReduction(GradReduction):
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""
         places, indices = self._places, indices_of(used)
-        for index in indices:
-            param, consumed, *_ = places[index]
-            if param.grad is not consumed:
-                param.grad = consumed
+        shown = map(places.__getitem__, indices)
+        for param, consumed, *_ in [place for place in shown if place.param.grad is not place.consumed]:
+            param.grad = consumed
         self._shown |= indices
         self._held = set(indices)
         self._live &= indices
@@ -421,7 +448,10 @@ class OverlappedReduction(GradReduction):
         self._launch_zeros(self._matching.complete_round(self._active))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
-        self._forget_dropped(self._partition.flats)
+        if any(map(is_not, map(_grad_of, map(_param_of, self._places.values())), repeat(None))):
+            self._forget_dropped(self._partition.flats)
+        else:  # all were dropped
+            self._forget_all()
         self._forget_rounds()
         self._forget_backwards()
         self.step_factor = 1.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from ..comm.exchange import (
     of_lane,
 )
 from ..errors import StateOffloaded
+from ..kernels.strides import dtype_of
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
 from ..system.stages import CallStages, in_one_go
@@ -46,15 +48,16 @@ _ODD_GRADS = 2
 
 
 class Fill:
-    """One round of one bucket: the gradients that have arrived, by position in the bucket, and their streams.
+    """One round of one bucket: the gradients that have arrived, by position in the bucket.
 
     Attributes:
+        producers: the streams that have delivered; ``None`` on a device that has none.
         sealed: takes no gradient any more, and is ready to be launched.
         staged: the gradients as one tensor, once sealed on an accelerator. ready: the events of that copy.
     """
 
-    def __init__(self, params: Sequence[FlatParam], streams: Streams) -> None:
-        self.producers = Producers(streams)
+    def __init__(self, params: Sequence[FlatParam], producers: Producers | None) -> None:
+        self.producers = producers
         self.grads: list[Tensor | None] = [None] * len(params)
         self.missing = sum([flat.param.requires_grad for flat in params])
         self.sealed = False
@@ -65,7 +68,8 @@ class Fill:
         """Take one gradient."""
         self.grads[position] = grad
         self.missing -= 1
-        self.producers.note()
+        if self.producers is not None:
+            self.producers.note()
 
     @property
     def complete(self) -> bool:
@@ -258,7 +262,7 @@ class GradBucket:
         if staged is not None:
             return [Run(0, self.layout.numel, staged, any(accumulate))]
         offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
-        for position, (grad, flat) in enumerate(zip(grads, self.params, strict=True)):
+        for position, (grad, flat) in () if self._as_sent(grads) else enumerate(zip(grads, self.params, strict=True)):
             if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides):
                 staging = pool.staging(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
                 values = staging[offsets[position] : offsets[position] + numels[position]]
@@ -269,9 +273,18 @@ class GradBucket:
         )
         return list(map(Run._make, zip(offsets, numels, taken, adds)))
 
+    def _as_sent(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether all gradients are there, in the dtype and the order of elements that they are sent in."""
+        there = [grad for grad in grads if grad is not None]
+        return (
+            len(there) == len(grads)
+            and all(map(is_, map(dtype_of, there), repeat(self.dtype)))
+            and list(map(Tensor.stride, there)) == [flat.strides for flat in self.params]
+        )
+
     def fill(self) -> Fill:
         """An empty round of this bucket."""
-        return Fill(self.params, self.streams)
+        return Fill(self.params, Producers(self.streams) if has_streams(self.device) else None)
 
     def seal(self, fill: Fill) -> None:
         """Take no gradient any more, and on an accelerator stage those taken; see [Note: producer streams].
@@ -279,7 +292,7 @@ class GradBucket:
         Called on the thread that completes the bucket. Waits for nothing.
         """
         fill.sealed = True
-        if not has_streams(self.device):
+        if fill.producers is None:
             return
         producers = fill.producers.events()
         with torch.no_grad(), self.streams.on_producer(producers, [grad for grad in fill.grads if grad is not None]):

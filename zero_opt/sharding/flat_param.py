@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -220,14 +220,25 @@ def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
     return [key for key in elsewhere if flats[key].moved()]
 
 
-@contextmanager
-def own_writes(flats: Iterable[FlatParam]) -> Iterator[None]:
-    """Within the context, writes to these parameters are ours, not edits of the user's."""
-    params = {flat._counter: flat.param for flat in flats}  # one of those that share a counter
-    before = versions_of(params.values())
-    yield
-    for counter, was, now in zip(params, before, versions_of(params.values()), strict=True):
-        counter.own_writes += now - was
+class OwnWrites:
+    """Parameters to which writes within a context are ours, not edits of the user's."""
+
+    def __init__(self, flats: Iterable[FlatParam]) -> None:
+        params = {flat._counter: flat.param for flat in flats}  # one of those that share a counter
+        self._counters, self._params = [*params], [*params.values()]
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Within the context, writes to these parameters are ours."""
+        before = versions_of(self._params)
+        yield
+        for counter, was, now in zip(self._counters, before, versions_of(self._params), strict=True):
+            counter.own_writes += now - was
+
+
+def own_writes(flats: Iterable[FlatParam]) -> AbstractContextManager[None]:
+    """Return a context in which writes to these parameters are ours, not edits of the user's."""
+    return OwnWrites(flats).ours()
 
 
 def share_counters(known: Iterable[FlatParam], added: Sequence[FlatParam]) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import filterfalse
 
 import torch
-from torch import Tensor
 
-from ..comm.exchange import Exchange, Ident, ParamRuns, copy_all, paired
+from ..comm.exchange import Exchange, Ident, copy_all, paired
 from ..comm.groups import Group
 from .buckets import GradBucket
-from .flat_param import own_writes
+from .flat_param import OwnWrites
 from .partition import Partition
 
 # The epoch of gathers, which follow a step's reductions: greater than any number of zero_grad calls, and an int64.
@@ -29,14 +27,14 @@ class ParamGather:
 
     def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
         self._partition, self._exchanges = partition, exchanges
-        self._runs: dict[int, ParamRuns] = {}
+        self._arrivals: dict[int, _Arrivals] = {}
         self._step = self._started = 0
         self._last: Exchange | None = None
         self._under_way: deque[Callable[[], None]] = deque()
 
     def forget(self) -> None:
         """Parameters were re-pointed: make the views anew."""
-        self._runs.clear()
+        self._arrivals.clear()
 
     def watch(self) -> None:
         """Parameters were added to the partition."""
@@ -94,22 +92,34 @@ class ParamGather:
         exchange = self._exchanges[bucket.device.type]
         if failed:
             exchange.fail(ident.step)
-        runs = self._runs.get(bucket.layout.index)
-        if runs is None:
-            runs = self._runs[bucket.layout.index] = bucket.param_runs()
-        return partial(_arrived, bucket, exchange.gather_runs(ident, runs, bucket.layout.bounds))
+        arrivals = self._arrivals.get(bucket.layout.index)
+        if arrivals is None:
+            arrivals = self._arrivals[bucket.layout.index] = _Arrivals(bucket)
+        return partial(arrivals.complete, exchange.gather_runs(ident, arrivals.runs, bucket.layout.bounds))
 
 
-def _arrived(bucket: GradBucket, arrive: Callable[[], None]) -> None:
-    """Complete a gather, and let parameters that are mirrored follow their mirrors."""
-    with own_writes(bucket.params):
-        arrive()
-        for flat in bucket.params:
-            if flat.mirrored:
+class _Arrivals:
+    """The parameters of a bucket, to which gathers write; kept until one of them is re-pointed.
+
+    Attributes:
+        runs: the parameters as they lie in memory.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.runs = bucket.param_runs()
+        self._own = OwnWrites(bucket.params)
+        self._mirrored = [flat for flat in bucket.params if flat.mirrored]
+        self._counted = [flat.param for flat in bucket.params if not flat.param.is_inference()]
+
+    def complete(self, arrive: Callable[[], None]) -> None:
+        """Complete a gather, and let parameters that are mirrored follow their mirrors."""
+        with self._own.ours():
+            arrive()
+            for flat in self._mirrored:
                 flat.store()
-        # What an exchange writes by address raises no counter, and a graph that has saved the parameter must notice.
-        params = (flat.param for flat in bucket.params)
-        torch.autograd.graph.increment_version(list(filterfalse(Tensor.is_inference, params)))
+            # What an exchange writes by address raises no counter, and a graph that has saved the parameter must
+            # notice.
+            torch.autograd.graph.increment_version(self._counted)
 
 
 def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
@@ -120,12 +130,13 @@ def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
     for bucket in buckets if group.world_size > 1 else ():
         dtype, numels = bucket.params[0].flat.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
+        arrivals = _Arrivals(bucket)
         for rank in range(group.world_size):
             shard = bucket.layout.shard(rank)
             chunk = staging[: shard.numel]
-            values, places = paired(bucket.param_runs(), shard, chunk)
+            values, places = paired(arrivals.runs, shard, chunk)
             if rank == group.rank:
                 copy_all(places, values)
             group.broadcast(chunk.view(torch.uint8), rank)
             if rank != group.rank:
-                _arrived(bucket, partial(copy_all, values, places))
+                arrivals.complete(partial(copy_all, values, places))

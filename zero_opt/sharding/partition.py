@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from ..system.streams import Streams
 from .buckets import GradBucket
 from .flat_param import FlatParam, edits_of, grad_dtypes_of, moved_of, share_counters
 
-_device = attrgetter("device")
-
 
 class Partition:
     """All sharded parameters and buckets of one optimizer on one rank.
@@ -33,14 +30,22 @@ class Partition:
 
     Args:
         describe: names a parameter, given its global index. bucket_mb: bucket size in MiB.
-        precision: has the dtypes of gradient buckets.
+        precision: has the dtypes of gradient buckets. mixed: as for :func:`plan_flat`.
     """
 
     def __init__(
-        self, group: Group, describe: Callable[[int], str], whole: bool, bucket_mb: float, precision: MixedPrecision
+        self,
+        group: Group,
+        describe: Callable[[int], str],
+        whole: bool,
+        bucket_mb: float,
+        precision: MixedPrecision,
+        *,
+        mixed: bool = False,
     ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._describe, self.whole, self._bucket_mb, self._precision = describe, whole, bucket_mb, precision
+        self._mixed = mixed
         self.flats: dict[int, FlatParam] = {}
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -89,8 +94,8 @@ class Partition:
     def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
         bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
         if not self.whole:
-            return plan_flat(specs, self.world_size, bucket_bytes, first)
-        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads)
+            return plan_flat(specs, self.world_size, bucket_bytes, first, mixed=self._mixed)
+        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads, mixed=self._mixed)
         for layout in layouts:
             for position, numel in enumerate(layout.numels):
                 self._loads[layout.owner(position)] += numel
@@ -117,7 +122,9 @@ class Partition:
             UnsupportedParam: one does not fit any more, or has gradients of another dtype; none was followed.
         """
         params = self._params
-        facts = [*placing_of(params), list(map(shape_of, params)), list(map(_device, params)), grad_dtypes_of(params)]
+        addresses, *placing = placing_of(params)
+        empty = [param.device for param, address in zip(params, addresses, strict=True) if not address]
+        facts = [addresses, *placing, list(map(shape_of, params)), empty, grad_dtypes_of(params)]
         if facts == self._facts:
             return []
         moved = moved_of(self.flats)

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from ..layout import indices_of
 from ..placement import PlacementPolicy
+from ..placement.adam_rules import ADAM_CLASSES
 from ..sharding.param_groups import hypers_of
 from .state_dict import apart
 from .trial import Trial, is_known
 
 _NOTHING: Mapping[str, Any] = {}
+# Hyperparameters of Adam by which its state has other keys, or lies elsewhere.
+_FORMS = ("amsgrad", "capturable", "fused", "foreach", "differentiable")
 
 
 class StateOwner(Protocol):
@@ -40,7 +43,8 @@ class Kind(NamedTuple):
     """What parameters have in common whose scalars one step of zeros makes.
 
     Attributes:
-        group: number of the param group. dims: of a parameter, whose state may depend on it.
+        group: number of the param group, or of one whose scalars are the same. dims: of a parameter, whose state may
+            depend on it.
     """
 
     group: int
@@ -49,13 +53,20 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
+def kinds_of(
+    policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]], groups: Sequence[Mapping[str, Any]]
+) -> dict[int, Kind]:
     """Return the kinds of ``params``, which are (global index, number of the group, parameter).
 
     By global index, without parameters that are stepped by columns.
     """
+    stands_for = [*range(len(groups))]
+    if policy.inputs.optimizer_class in ADAM_CLASSES:  # whose scalars are counts of steps, whatever the numbers are
+        first: dict[tuple[Any, ...], int] = {}
+        forms = [tuple(group.get(key) for key in _FORMS) for group in groups]
+        stands_for = [first.setdefault(form, number) for number, form in enumerate(forms)]
     return {
-        index: Kind(group, param.dim(), *policy.stepped_as(param))
+        index: Kind(stands_for[group], param.dim(), *policy.stepped_as(param))
         for index, group, param in params
         if not policy.steps_by_columns(param)
     }
@@ -84,6 +95,7 @@ class StandIns:
         self._members: dict[Kind, list[int]] = {}
         self._trials: dict[Kind, Trial] = {}
         self._entered: set[int] = set()  # what had an entry when that was last looked at
+        self._sharing: dict[Kind, list[tuple[list[int], bool]]] = {}  # see _alike()
 
     def add(self, kinds: Mapping[int, Kind]) -> None:
         """Stand in for more parameters, given by global index."""
@@ -91,6 +103,7 @@ class StandIns:
             members = [index for index, other in kinds.items() if other == kind]
             trial = self._trials[kind] = self._new_trial(kind)
             self._members.setdefault(kind, []).extend(members)
+            self._sharing.clear()
             self._enter(members, self._first_entry(kind, {}))
             with suppress(Exception):  # whatever a class raises
                 trial.step()  # shows which of the state are no scalars
@@ -110,24 +123,46 @@ class StandIns:
             self._owner.state[self._params[index]] = dict(entry)
             self._entered.add(index)
 
-    def step(self, used: int) -> None:
+    def step(self, used: int, *, edited: bool = True) -> None:
         """Do for the entries what a step of the owners does.
 
         Args:
             used: bit per global index, whether any rank had a gradient.
+            edited: the user may have edited entries since the last step.
         """
-        state, params, stepped_here = self._owner.state, self._params, indices_of(used)
-        for kind, members in self._members.items():
-            sharing: dict[tuple[tuple[str, int], ...], list[int]] = {}
-            holders: Counter[int] = Counter()  # by id of a value: the user may have replaced others of an entry
-            for index in members:
-                objects = tuple((key, id(value)) for key, value in (state.get(params[index]) or _NOTHING).items())
-                holders.update(held for _, held in objects)
-                sharing.setdefault(objects, []).append(index)
-            for objects, alike in sharing.items():
-                stepped = [index for index in alike if index in stepped_here]
+        if edited:
+            self._sharing.clear()
+        stepped_here = indices_of(used)
+        for kind in self._members:
+            sharing = list[tuple[list[int], bool]]()
+            for alike, tangled in self._alike(kind):
+                stepped = (
+                    alike if stepped_here.issuperset(alike) else [index for index in alike if index in stepped_here]
+                )
+                others = [] if stepped is alike else [index for index in alike if index not in stepped_here]
                 if stepped:
-                    self._step(kind, stepped, copies=any(holders[held] > len(stepped) for _, held in objects))
+                    self._step(kind, stepped, copies=tangled or bool(others))
+                sharing += [(members, tangled) for members in (stepped, others) if members]
+            self._sharing[kind] = sharing
+
+    def _alike(self, kind: Kind) -> list[tuple[list[int], bool]]:
+        """Return the members of a kind, those together whose entries hold the same objects.
+
+        Beside them, whether others hold some of these objects: the user may have replaced the rest of an entry.
+        """
+        if kind not in self._sharing:
+            state, params = self._owner.state, self._params
+            sharing: dict[tuple[Any, ...], list[int]] = {}
+            holders: Counter[int] = Counter()  # by id of a value, of groups of members
+            for index in self._members[kind]:
+                entry = state.get(params[index]) or _NOTHING
+                sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
+            values = [set(objects[len(objects) // 2 :]) for objects in sharing]
+            for held in values:
+                holders.update(held)
+            tangled = (any(holders[value] > 1 for value in held) for held in values)
+            self._sharing[kind] = list(zip(sharing.values(), tangled, strict=True))
+        return self._sharing[kind]
 
     def _step(self, kind: Kind, members: Sequence[int], *, copies: bool) -> None:
         """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""
@@ -151,6 +186,7 @@ class StandIns:
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Enter the scalars of full-shape state, by global index, where there are no entries yet."""
         self._entered.clear()
+        self._sharing.clear()
         for kind, members in self._members.items():
             equal: dict[str, list[int]] = {}
             for index in members:

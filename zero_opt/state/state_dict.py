@@ -23,6 +23,7 @@ from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
 from ..system.log import log
 from .trial import Trial, is_known, state_after_a_step
+from .usual_states import UsualStates, are_usual
 
 StateDict = dict[str, Any]
 # State by global parameter index.
@@ -141,6 +142,9 @@ def match(
     _require_kind("'state' of the state dict", state_dict["state"], Mapping, "dict")
     index_of = _numbered(state_dict["param_groups"], param_groups)
     params = [param for group in param_groups for param in group["params"]]
+    ids, given = [*state_dict["state"]], [*state_dict["state"].values()]
+    if index_of.keys() >= set(ids) and are_usual(given, [params[index_of[saved_id]] for saved_id in ids]):
+        return UsualStates(zip(map(index_of.__getitem__, ids), given, strict=True))
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
         with refused.each():
@@ -295,8 +299,10 @@ def fitted(
         hypers = _completed(optimizer_class, saved, number, group["params"])
         completed.append(hypers)
         made: dict[Any, Mapping[str, Any]] = {}
+        fit: set[Any] = set()  # shape, dtype and device of parameters whose state is known to fit
         for param in group["params"]:
-            if states.get(index):
+            place = (param.shape, param.dtype, param.device)
+            if states.get(index) and place not in fit:
                 small = torch.Size([min(size, 2) for size in param.shape] or [2])
                 # The native classes show state of every parameter as that of an fp32 one.
                 dtype = torch.float32 if optimizer_class in NATIVE_CLASSES else param.dtype
@@ -308,6 +314,8 @@ def fitted(
                 with refused.each():
                     _require_like(made[kind], states[index], index, param.shape, small)
                     fitting[index] = _with_count(states[index])
+                    if isinstance(states, UsualStates):
+                        fit.add(place)
             index += 1
     return fitting, completed
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +19,7 @@ from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
 from ..system.devices import is_host
 from ..system.interrupts import uninterrupted
+from ..system.same_objects import SameObjects
 from .guard import NoReentry
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
@@ -54,6 +57,8 @@ class VisibleState:
         self.dropped: set[int] = set()
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
+        self._adopted = SameObjects()  # all of the owner's state when a look at it found no edit
+        self._unedited = False  # since stand-ins were stepped last, as far as adopt_edits() has seen
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
@@ -83,7 +88,8 @@ class VisibleState:
         for index in self._edited_while_pending():
             self._put_back(index)
         while len(self._due) > self._placement.pending:
-            self._stand_ins.step(self._due.pop(0))
+            self._stand_ins.step(self._due.pop(0), edited=not self._unedited)
+        self._unedited = False
         self._show_live()
         self._versions = self._versions_now()
         self._note_entries()
@@ -157,6 +163,7 @@ class VisibleState:
         self.dropped.clear()
         self._owner.state.clear()
         self._live.clear()
+        self._adopted.forget()
         self._stand_ins.load(states)
 
     def adopt_edits(self) -> None:
@@ -185,10 +192,28 @@ class VisibleState:
                 raise
 
     def _adopt_slices(self) -> None:
+        held = self._held()
+        if held and self._adopted.are(held):
+            self._unedited = True
+            return
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()
+        self._adopted.forget()
         if any(changed):
             self._show_live()
+        elif held:
+            self._adopted.note(held)
+
+    def _held(self) -> list[Any]:
+        """Return all objects of which one is another after an edit; none if entries may be edited otherwise."""
+        state = self._owner.state
+        entries = [*state.values()]
+        if not all(map(is_, map(type, entries), repeat(dict))):
+            return []
+        # By these hyperparameters a placement chooses in which form it steps, and keeps state.
+        forms = (group.get(key) for group in self._owner.param_groups for key in ("fused", "foreach", "amsgrad"))
+        values = chain.from_iterable(map(dict.values, entries))
+        return [*state, *entries, *chain.from_iterable(entries), *values, *forms]
 
     def _adopt_slice(self, piece: ParamSlice) -> bool:
         """Return whether the placement's live state of a slice is another object than the user's entry."""

@@ -73,8 +73,8 @@ class Sizing:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
         planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
-        bucket_mb = bucket_mb_of(config.reduction, by_messages=self._by_messages)
-        return planner(specs, self.world_size, bucket_mb * 2**20)
+        bucket_mb, mixed = bucket_mb_of(config.reduction, by_messages=self._by_messages), config.placement.mixes_groups
+        return planner(specs, self.world_size, bucket_mb * 2**20, mixed=mixed)
 
     @property
     def _by_messages(self) -> bool:

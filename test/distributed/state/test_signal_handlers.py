@@ -73,6 +73,7 @@ def _inside_a_look_at_state(rank: int, world_size: int) -> list[str]:
         return adopt_slice(*given)
 
     visible._adopt_slice = interrupted  # type: ignore[method-assign]
+    visible._adopted.forget()  # so that every slice is looked at
     take_step(params, optimizer)
     dist.barrier()
     assert len(optimizer.state_dict()["state"]) == 4

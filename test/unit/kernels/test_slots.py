@@ -36,9 +36,9 @@ def test_what_was_replaced_or_repointed_is_noticed(change: Callable[[Tensor, dic
     states = [state_of(param) for param in params]
     batch = batch_of(params, states)
     params[0].add_(1)
-    assert batch.holds(params, states, amsgrad=False)
+    assert batch.holds(params, states, amsgrad=[False, False])
     change(params[0], states[0])
-    assert not batch.holds(params, states, amsgrad=False)
+    assert not batch.holds(params, states, amsgrad=[False, False])
 
 
 def test_gradients_of_another_kind_are_not_taken() -> None:

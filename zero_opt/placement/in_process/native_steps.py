@@ -84,48 +84,78 @@ class NativeSteps:
         """Let :meth:`has_adopted` be true of a state until the user puts other values into it."""
         self._adopted[index] = [*state.values()]
 
-    def step(self, unit: Unit, group: Mapping[str, Any], states: StatesByTensor, grad_scale: float) -> None:
-        """One step of the slices of which there are gradients, in one native call."""
-        grads = unit.grads()
-        hypers = adam_hypers(group)
-        if unit.stretches:
-            batches: dict[int, list[Slot]] = {}
-            for position, grad in grads:
-                slots = batches.setdefault(unit.gradients[position], [])
-                if position in unit.stretches:
-                    slots.extend(self._stretches(unit, position, grad, group, states))
-                else:
-                    slots.append(self._slot(unit, position, grad, group, states))
-        else:
-            batches = {1: self._slots_of(unit, grads, group, states)}
+    def step(
+        self,
+        unit: Unit,
+        grads: SliceGrads,
+        groups: Sequence[Mapping[str, Any]],
+        states: StatesByTensor,
+        grad_scale: float,
+    ) -> None:
+        """One step of slices by their gradients, in one native call.
+
+        Args:
+            groups: all param groups.
+        """
+        threads = checked_threads(self._threads)
+        grads = [(position, grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32)) for position, grad in grads]
         with own_writes(unit.written):
-            step_runs(
-                [(hypers.for_mean_of(gradients).for_kernel(grad_scale), slots) for gradients, slots in batches.items()],
-                threads=checked_threads(self._threads),
-                flush_denormals=self._flush,
-            )
+            if unit.stretches:
+                runs = self._in_stretches(unit, grads, groups, states, grad_scale)
+                step_runs(runs, threads=threads, flush_denormals=self._flush)
+                return
+            segments = unit.by_group([position for position, _ in grads])
+            batches, stop = list[tuple[Any, slice]](), 0
+            for number, positions in segments:
+                start, stop = stop, stop + len(positions)
+                batches.append((adam_hypers(groups[number]).for_kernel(grad_scale), slice(start, stop)))
+            amsgrad = [groups[number]["amsgrad"] for number, positions in segments for _ in positions]
+            slots = self._batch(unit, grads, amsgrad, states)
+            slots.step([grad for _, grad in grads], batches, threads=threads, flush_denormals=self._flush)
 
-    def _slots_of(self, unit: Unit, grads: SliceGrads, group: Mapping[str, Any], states: StatesByTensor) -> list[Slot]:
-        """The kept runs of slices, with gradients to be stepped by."""
-        params = [unit.target(position) for position, _ in grads]
-        states_now = [states[unit.stepped[position]] for position, _ in grads]
-        batch, alike = self._batches.get(unit), False
-        if batch is not None and batch.holds(params, states_now, amsgrad=group["amsgrad"]):
-            alike = batch.takes([grad for _, grad in grads])
-        if batch is not None and alike:
-            for slot, (_, grad) in zip(batch.slots, grads, strict=True):
-                slot.set_grad(grad)
-            return batch.slots
-        slots = [self._slot(unit, position, grad, group, states) for position, grad in grads]
-        self._batches[unit] = SlotBatch(slots, params, states_now)
-        return slots
+    def _in_stretches(
+        self,
+        unit: Unit,
+        grads: SliceGrads,
+        groups: Sequence[Mapping[str, Any]],
+        states: StatesByTensor,
+        grad_scale: float,
+    ) -> list[tuple[Any, list[Slot]]]:
+        """Runs with gradients to be stepped by, and their hyperparameters, where some slices have stretches."""
+        batches: dict[tuple[int, int], list[Slot]] = {}
+        for position, grad in grads:
+            number = unit.pieces[position].group
+            slots = batches.setdefault((number, unit.gradients[position]), [])
+            if position in unit.stretches:
+                slots.extend(self._stretches(unit, position, grad, groups[number], states))
+            else:
+                slots.append(self._slot(unit, position, grad, states, amsgrad=groups[number]["amsgrad"]))
+                slots[-1].set_grad(grad)
+        return [
+            (adam_hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale), slots)
+            for (number, gradients), slots in batches.items()
+        ]
 
-    def _slot(self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: StatesByTensor) -> Slot:
-        """The kept run of a slice, with a gradient to be stepped by."""
-        amsgrad, index, target = group["amsgrad"], unit.pieces[position].param, unit.target(position)
+    def _batch(self, unit: Unit, grads: SliceGrads, amsgrad: list[bool], states: StatesByTensor) -> SlotBatch:
+        """The kept runs of slices, which fit their gradients; ``amsgrad``: of each."""
+        positions, tensors = [position for position, _ in grads], [grad for _, grad in grads]
+        params = [*map(unit.target, positions)]
+        states_now = [states[unit.stepped[position]] for position in positions]
+        batch = self._batches.get(unit)
+        holds = batch is not None and batch.holds(params, states_now, amsgrad=amsgrad)
+        if batch is not None and holds and (batch.knows(tensors) or batch.takes(tensors)):
+            return batch
+        slots = [
+            self._slot(unit, position, grad, states, amsgrad=maximum)
+            for (position, grad), maximum in zip(grads, amsgrad, strict=True)
+        ]
+        batch = self._batches[unit] = SlotBatch(slots, params, states_now)
+        return batch
+
+    def _slot(self, unit: Unit, position: int, grad: Tensor, states: StatesByTensor, *, amsgrad: bool) -> Slot:
+        """The kept run of a slice, for a gradient like this."""
+        index, target = unit.pieces[position].param, unit.target(position)
         state, slot = states[unit.stepped[position]], self._slots.get(index)
-        if grad.dtype not in GRAD_DTYPES:
-            grad = grad.to(torch.float32)
         if slot is None or not (grad.is_contiguous() and slot.holds(state, target, grad, amsgrad)):
             label = unit.flats[position].label
             check_tensor(f"the gradient of {label}", grad, target.shape, GRAD_DTYPES)
@@ -141,7 +171,6 @@ class NativeSteps:
             except (TypeError, ValueError):
                 _require_steppable(unit, position, state)
                 raise
-        slot.set_grad(grad)
         return slot
 
     def _stretches(

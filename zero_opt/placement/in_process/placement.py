@@ -14,6 +14,7 @@ from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
+from ...system.same_objects import SameObjects
 from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
 from ..interface import ParamState, StretchPlacement
 from ..read_through import ReadThrough
@@ -59,6 +60,8 @@ class DevicePlacement(StretchPlacement[Unit]):
         self._inner: torch.optim.Optimizer | None = None
         self._units: dict[int, Sequence[Unit]] = {}
         self._shown: dict[int, ReadThrough] = {}  # by parameter: what users see of compact state
+        self._held = SameObjects()  # the wrapped optimizer's states, when they were listed last
+        self._listed: list[tuple[int, ParamState]] = []
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         group = {**hypers_of(hypers), "params": []}
@@ -77,26 +80,31 @@ class DevicePlacement(StretchPlacement[Unit]):
         inner = self._optimizer
         made = dict(zip((bucket.layout.index for bucket in buckets), self._make_units(buckets), strict=True))
         for bucket in buckets:
-            group = inner.param_groups[bucket.layout.group]
             for unit in made[bucket.layout.index]:
                 self._places.update({piece.param: (unit, at) for at, piece in enumerate(unit.pieces)})
                 unit.read_params(range(len(unit.pieces)))
-                # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
-                hypers = {**hypers_of(group), "params": unit.stepped}
-                inner.state.update(self._class([hypers], **self._defaults).state)
-                group["params"].extend(unit.stepped)
+                for number, positions in unit.by_group(range(len(unit.pieces))):
+                    group, stepped = inner.param_groups[number], [unit.stepped[position] for position in positions]
+                    # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
+                    made_for = self._class([{**hypers_of(group), "params": stepped}], **self._defaults)
+                    inner.state.update(made_for.state)
+                    group["params"].extend(stepped)
         self._units.update(made)
+        self._held.forget()
 
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
             for unit in self._units.pop(bucket.layout.index, ()):
-                group, dropped = self._optimizer.param_groups[bucket.layout.group], set(map(id, unit.stepped))
-                group["params"] = [param for param in group["params"] if id(param) not in dropped]
+                dropped = set(map(id, unit.stepped))
+                for number, _ in unit.by_group(range(len(unit.pieces))):
+                    group = self._optimizer.param_groups[number]
+                    group["params"] = [param for param in group["params"] if id(param) not in dropped]
                 for param in unit.stepped:
                     self._optimizer.state.pop(param, None)
                 for piece in unit.pieces:
                     del self._places[piece.param]
                     self._shown.pop(piece.param, None)
+        self._held.forget()
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -143,7 +151,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         works = list(self._works(grads))
         for work in works:
             work.unit.fetch(work.grads)
-        self._step_by_class(works, grad_scale)
+        self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
         yield from (shard.bucket for shard in grads if shard.used)
 
     def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
@@ -164,24 +172,26 @@ class DevicePlacement(StretchPlacement[Unit]):
         self._step_unit(work, grad_scale)
 
     def _step_unit(self, work: Work, grad_scale: float) -> None:
-        """Step a unit whose gradients are being fetched."""
-        inner, unit = self._optimizer, work.unit
-        group = inner.param_groups[unit.pieces[0].group]
-        if self._native is None or not self._native.can_step(unit, group):
+        """Step a unit whose gradients are being fetched: by the kernel what it can step, by the class the rest."""
+        unit, groups, grads = work.unit, self._optimizer.param_groups, work.unit.grads()
+        numbers = {number for number, _ in unit.by_group(work.positions)}
+        fused = {number for number in numbers if self._native and self._native.can_step(unit, groups[number])}
+        by_kernel = grads if fused == numbers else [(at, grad) for at, grad in grads if unit.pieces[at].group in fused]
+        if fused != numbers:
             if unit.compact:
                 raise UnsupportedOptimizer("a param group with split masters is stepped with fused=True alone")
-            self._step_by_class([work], grad_scale)
-            return
-        self._native.step(unit, group, inner.state, grad_scale)
-        unit.send(work.positions)
+            rest = [(at, grad) for at, grad in grads if unit.pieces[at].group not in fused]
+            self._step_by_class([Work(unit, rest)], grad_scale)
+        if self._native is not None and by_kernel:
+            self._native.step(unit, by_kernel, groups, self._optimizer.state, grad_scale)
+            unit.send([position for position, _ in by_kernel])
 
     def _step_by_class(self, works: Sequence[Work], grad_scale: float) -> None:
-        """Step units whose gradients are being fetched, by the wrapped class."""
+        """Step units by gradients that have been fetched, by the wrapped class."""
         parts: list[tuple[Tensor, Tensor]] = []
-        for work in works:
-            group = self._optimizer.param_groups[work.unit.pieces[0].group]
-            for position, grad in work.unit.grads():
-                part = work.unit.stepped[position]
+        for unit, grads in works:
+            for position, grad in grads:
+                part, group = unit.stepped[position], self._optimizer.param_groups[unit.pieces[position].group]
                 _bring_to(part, self._optimizer.state.get(part) or {}, group)
                 part.grad = _scaled(grad, part.dtype, grad_scale)
                 parts.append((part, part if self._apart else part.detach()))
@@ -212,13 +222,18 @@ class DevicePlacement(StretchPlacement[Unit]):
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
         states = self._optimizer.state
-        for index, (unit, position) in self._places.items():
-            state = states.get(unit.stepped[position])
-            if state is not None:
-                unit.complete(position, state)
-                if unit.compact and index not in self._shown:
-                    self._shown[index] = ReadThrough(unit.plain_form(position, states))
-                yield index, self._shown[index] if unit.compact else state
+        held = (*states, *states.values())
+        if not self._held.are(held):
+            self._listed = []
+            for index, (unit, position) in self._places.items():
+                state = states.get(unit.stepped[position])
+                if state is not None:
+                    unit.complete(position, state)
+                    if unit.compact and index not in self._shown:
+                        self._shown[index] = ReadThrough(unit.plain_form(position, states))
+                    self._listed.append((index, self._shown[index] if unit.compact else state))
+            self._held.note(held)
+        yield from self._listed
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         states = self._optimizer.state
@@ -230,6 +245,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         (unit, position), states = self._places[index], self._optimizer.state
         stepped = unit.stepped[position]
         if state is None:
+            self._held.forget()
             self._shown.pop(index, None)
             if states.pop(stepped, None) is not None:
                 unit.take_master(position, None)
@@ -267,6 +283,7 @@ class DevicePlacement(StretchPlacement[Unit]):
             shown.forget()
             return False
         self._shown.pop(index, None)
+        self._held.forget()
         return True
 
     def param_of(self, index: int) -> Tensor:
@@ -284,6 +301,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
         inner.load_state_dict({"state": local, "param_groups": packed})
         self._shown.clear()
+        self._held.forget()
         say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,6 +333,8 @@ class DevicePlacement(StretchPlacement[Unit]):
     def close(self) -> None:
         self._places.clear()
         self._units.clear()
+        self._held.forget()
+        self._listed.clear()
         self._make_units.close()
 
 

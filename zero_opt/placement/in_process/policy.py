@@ -39,6 +39,7 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
 
     fused_rule: FusedRule
     splits_on_accelerators = False
+    mixes_groups = True
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         if self.inputs.splits_masters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,7 +48,15 @@ class Unit(MasterShard):
         super().__init__(*slices_of(bucket, members))
         self.members, self.form = members, form
         self.splits, self.compact = form.master == "split", is_compact(form)
+        self._groups = {piece.group for piece in self.pieces}
         self._targets = [self.part(position) for position in range(len(self.pieces))]
+
+    def by_group(self, positions: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Return (number of the param group, positions) of neighboring slices of one group."""
+        if len(self._groups) == 1:
+            return [(number, list(positions)) for number in self._groups]
+        runs = groupby(positions, lambda position: self.pieces[position].group)
+        return [(number, list(members)) for number, members in runs]
 
     def repoint(self, position: int) -> None:
         super().repoint(position)
@@ -132,6 +141,9 @@ class InPlace(Unit):
     def edited(self, position: int) -> bool:  # noqa: ARG002
         """No: what the user writes to the parameter is in what is stepped."""
         return False
+
+    def read_params(self, positions: Sequence[int]) -> None:
+        """Do nothing: the parameters are what is stepped."""
 
     def repoint(self, position: int) -> None:
         self.stepped[position].data = self.part(position)

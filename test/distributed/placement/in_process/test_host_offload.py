@@ -109,13 +109,13 @@ def _units(offload: zero_opt.CPUOffload, dtype: torch.dtype) -> list[tuple[type,
 
 
 def test_what_stays_and_what_is_stepped_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First-registered parameters stay; sub-groups have neighbours of one group, up to their size."""
-    assert _units(PARTLY, torch.float32) == [(InPlace, [4, 3, 2]), (InPlace, [1, 0])]
-    assert _units(OFFLOAD, torch.bfloat16) == [(Mastered, [4, 3, 2]), (Mastered, [1, 0])]
+    """First-registered parameters stay; sub-groups have neighbours in the bucket, up to their size."""
+    assert _units(PARTLY, torch.float32) == [(InPlace, [4, 3, 2, 1, 0])]
+    assert _units(OFFLOAD, torch.bfloat16) == [(Mastered, [4, 3, 2, 1, 0])]
     _as_if_elsewhere(monkeypatch)
     kib = zero_opt.CPUOffload(ratio=0.6, subgroup_mb=1000 / 2**20)
-    assert _units(kib, torch.float32) == [(InHost, [4, 3]), (InHost, [2]), (InPlace, [0]), (InHost, [1])]
-    assert _units(kib, torch.bfloat16) == [(InHost, [4, 3, 2]), (Mastered, [0]), (InHost, [1])]
+    assert _units(kib, torch.float32) == [(InPlace, [0]), (InHost, [4, 3]), (InHost, [2]), (InHost, [1])]
+    assert _units(kib, torch.bfloat16) == [(Mastered, [0]), (InHost, [4, 3, 2]), (InHost, [1])]
 
 
 def test_two_gradient_buffers_serve_all_sub_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,12 +38,13 @@ def _train(optimizer: torch.optim.Optimizer, groups: dict[int, list[nn.Parameter
         optimizer.step()
 
 
-def _train_mixed(rank: int, world_size: int, cls: Any) -> tuple[list[list[Tensor]], Any]:
+def _train_mixed(rank: int, world_size: int, cls: Any, bucket_mb: float) -> tuple[list[list[Tensor]], Any]:
     """Groups that differ in ``fused``, then one of another dtype; every rank has the same gradients."""
     groups = {number: _params(number) for number in range(3)}
     entries = [{"params": groups[number], **hypers} for number, hypers in enumerate(HYPERS)]
-    optimizer = zero_opt.ShardedOptimizer(entries, cls, reduction=zero_opt.Overlapped(0.002), fused=True)
+    optimizer = zero_opt.ShardedOptimizer(entries, cls, reduction=zero_opt.Overlapped(bucket_mb), fused=True)
     _train(optimizer, groups, range(2))
+    assert len(optimizer._engine.partition.buckets) == (1 if bucket_mb == 1 else 9)
     for number, dtype in ((3, torch.float64), (4, torch.bfloat16)):
         groups[number] = _params(number, dtype)
         optimizer.add_param_group({"params": groups[number]})
@@ -56,11 +57,12 @@ def _train_mixed(rank: int, world_size: int, cls: Any) -> tuple[list[list[Tensor
 
 
 @EACH
-def test_each_group_is_stepped_as_it_says(cls: Any) -> None:
+@pytest.mark.parametrize("bucket_mb", [0.002, 1], ids=["apart", "in one bucket"])
+def test_each_group_is_stepped_as_it_says(cls: Any, bucket_mb: float) -> None:
     """Fused fp32 groups as the native kernel steps them, which is how torch does but for its ragged tail."""
     steppers: list[Any] = [NATIVE[cls], cls, cls, cls, cls]
     steppers_options: list[dict[str, Any]] = [*HYPERS, {"fused": True}, {"fused": True}]
-    runs = run_processes(2, _train_mixed, cls)
+    runs = run_processes(2, _train_mixed, cls, bucket_mb)
     assert_bitwise(runs[0][0], runs[1][0])
     for number, (stepper, options) in enumerate(zip(steppers, steppers_options, strict=True)):
         dtype = {3: torch.float64, 4: torch.bfloat16}.get(number, torch.float32)
