@@ -92,8 +92,8 @@ STAGED = "            copy_all([view for _, view in taken], [grad for grad, _ in
 READY = "            fill.ready = [self.streams.produced()[1]]\n"
 SIDE_WAITS = "            for event in after:\n                side.wait_event(event)\n"
 SIDE_RECORDS = "            for tensor in reads:\n                tensor.record_stream(side)\n"
-REDUCED = "            Transfer(ALL, scatter, _as_real(out), _as_real(bucket), options).wait()\n"
-GATHERED = "            return Transfer(ALL, gather, _as_real(bucket), _as_real(chunks[self._rank])).wait\n"
+REDUCED = '"_reduce_scatter_base"), part, whole, options).wait()\n'
+GATHERED = "            return _start_gather(pg, _as_real(bucket), _as_real(chunks[self._rank])).wait\n"
 FETCH = "        with streams.side([], []):\n            try:\n                self._grads"
 IMPORT = ("import threading\n", "import contextlib\nimport threading\n")
 OVERLAPPED, HOST = "device, Overlapped, float32", "host, Overlapped, bfloat16"
@@ -161,13 +161,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "sharding/background_gather.py",
         (
             (
-                "            self._results.await_result(bucket.layout.index)\n"
-                "            self._gather(bucket, ident, failed=failed)()\n"
-                "            return bucket.streams.produced()[1]\n",
-                "            event = bucket.streams.produced()[1]\n"
-                "            self._results.await_result(bucket.layout.index)\n"
-                "            self._gather(bucket, ident, failed=failed)()\n"
-                "            return event\n",
+                "            end()\n            return bucket.streams.produced()[1]\n",
+                "            event = bucket.streams.produced()[1]\n            end()\n            return event\n",
             ),
         ),
         "gathered late, Overlapped",
