@@ -91,6 +91,8 @@ class VisibleState:
             self._stand_ins.step(self._due.pop(0), edited=not self._unedited)
         self._unedited = False
         self._show_live()
+        if not self._adopted.are(self._held()):  # else the user could bring back what a step has replaced
+            self._adopted.forget()
         self._versions = self._versions_now()
         self._note_entries()
 
