@@ -55,7 +55,9 @@ class SubmittedCall:
         """Return once the call is over, and raise what it has raised; RuntimeError: it is not over in time."""
         if not futures.wait([self._future], None if patience is None else patience.total_seconds()).done:
             raise RuntimeError("the call is not over")
-        self._future.result(0)
+        error = self._future.exception(0)
+        if error is not None:
+            raise error.with_traceback(None)  # of the thread, which would look like that of a signal handler
 
     @property
     def value(self) -> Any:

@@ -175,6 +175,17 @@ def code_key(key: str, value: Any) -> str:
 CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
 
 
+def follow_param(master: Tensor, param: Tensor) -> None:
+    """Take a master from a parameter of its shape that may have been written to; on any devices."""
+    if master.dtype is param.dtype:
+        master.copy_(param)
+        return
+    param = param.to(master.device)
+    # Where the parameter is what the master rounds to, the user has not written to it, and the master is more exact.
+    same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
+    torch.where(same, master, param.float(), out=master)
+
+
 def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:
     """Return the dtypes of what a step writes of a param, by role, but for the param and a master in its place."""
     dtypes = dict.fromkeys(MOMENTS, MOMENT_DTYPE[form.moments])

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, ZeroOptError
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
-from ..system.inference_mode import outside_inference_mode
-from .adam_state import HALVES, check_plain, live_state, new_state, param_dtypes, plain_state
+from ..system.inference_mode import outside_inference_mode, version_of
+from .adam_state import HALVES, check_plain, follow_param, live_state, new_state, param_dtypes, plain_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .functions import adam_hypers
 from .runs import step_runs
@@ -108,6 +108,7 @@ class _NativeStep(torch.optim.Adam):
         self._flush = rest.pop("flush_denormals", False)
         check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
+        self._written: dict[int, tuple[int, int]] = {}  # by param: its version and address as of our last write
         return _fused_options(type(self).__name__, rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class _NativeStep(torch.optim.Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._slots = {}
+        self._slots, self._written = {}, {}
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -158,6 +159,7 @@ class _NativeStep(torch.optim.Adam):
 
         The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
         """
+        self._follow_params()
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
         return packed
@@ -200,6 +202,7 @@ class _NativeStep(torch.optim.Adam):
         for param, saved in fitting:
             if self._is_compact(param):
                 self.state[param] = live_state(saved, param, self._form)
+                self._written[id(param)] = _place(param)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -273,12 +276,34 @@ class _NativeStep(torch.optim.Adam):
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():
             self._bind(list(self._stale()))
+        self._follow_params()
         batches = [
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
         ]
         self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        self._written.update({id(param): _place(param) for param, _ in self._mastered()})
         return loss
+
+    def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yield the params that have an fp32 master beside them, and that."""
+        for _, param in self._named() if self._form.master == "float32" else ():
+            master = self.state[param].get("master") if param in self.state else None
+            if isinstance(master, Tensor) and master.shape == param.shape and master.dtype is torch.float32:
+                yield param, master
+
+    @torch.no_grad()
+    def _follow_params(self) -> None:
+        """Let masters follow params that have been written to since the last step or load."""
+        for param, master in self._mastered():
+            if self._written.get(id(param)) != _place(param):
+                follow_param(master, param)
+                self._written[id(param)] = _place(param)
+
+
+def _place(param: Tensor) -> tuple[int, int]:
+    """Return what is another after a write to a param, or after its data were replaced."""
+    return version_of(param), param.data_ptr()
 
 
 class CPUAdam(_NativeStep):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import StepPending
 from ..kernels import copy_
+from ..kernels.adam_state import follow_param
 from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, own_writes
@@ -30,17 +31,6 @@ def slices_of(bucket: GradBucket, members: Iterable[int] | None = None) -> tuple
     by_index = dict(zip(bucket.layout.params, bucket.params, strict=True))
     pieces = [*bucket.slices] if members is None else [bucket.slices[member] for member in members]
     return pieces, [by_index[piece.param] for piece in pieces]
-
-
-def follow_param(master: Tensor, param: Tensor) -> None:
-    """Take a master from a parameter that may have been written to; both 1-D, on any devices."""
-    if master.dtype is param.dtype:
-        master.copy_(param)
-        return
-    param = param.to(master.device)
-    # Where the parameter is what the master rounds to, the user has not written to it, and the master is more exact.
-    same = master.to(param.dtype).view(torch.int16) == param.view(torch.int16)
-    torch.where(same, master, param.float(), out=master)
 
 
 class FollowedParams:

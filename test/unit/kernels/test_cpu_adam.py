@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
+from test.support.harness import assert_bitwise
 from zero_opt.kernels import CPUAdam, CPUAdamW
+from zero_opt.policies import AdamState
 
 PAIRS = [(CPUAdam, torch.optim.Adam), (CPUAdamW, torch.optim.AdamW)]
 SIZES = [64, 4096, 64 * 501]  # multiples of 64: torch's kernel has another path for a ragged tail
@@ -340,3 +342,51 @@ else:
 
 def test_without_the_extension_only_construction_fails() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_THE_EXTENSION], check=True)
+
+
+WRITES = {
+    "in place": lambda param: param.copy_(torch.full_like(param, 0.5)),
+    "other data": lambda param: setattr(param, "data", torch.full_like(param, 0.5)),
+    "other dtype's view": lambda param: param.view(torch.int16).copy_(torch.full_like(param, 0.5).view(torch.int16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_an_fp32_master_follows_a_param_that_is_written_to(write: Any, dtype: torch.dtype) -> None:
+    def make(master: torch.Tensor | None) -> tuple[torch.nn.Parameter, CPUAdamW]:
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 200).to(dtype))
+        optimizer = CPUAdamW([param], lr=1e-2, state=AdamState(master="float32"))
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        with torch.no_grad():
+            write(param)
+        if master is not None:
+            optimizer.state[param]["master"].copy_(master)
+        return param, optimizer
+
+    param, optimizer = make(None)
+    told, expected = make(torch.full((200,), 0.5))
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], torch.full((200,), 0.5))
+    for one in (optimizer, expected):
+        one.step()
+    assert_bitwise(param, told)
+    assert param.max() < 0.5
+
+
+def test_a_loaded_fp32_master_is_kept_until_the_param_is_written_to() -> None:
+    def trained() -> tuple[torch.nn.Parameter, CPUAdamW]:
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 200).bfloat16())
+        param.grad = torch.ones_like(param)
+        return param, CPUAdamW([param], lr=1e-3, state=AdamState(master="float32"))
+
+    param, optimizer = trained()
+    optimizer.step()
+    loaded, other = trained()
+    other.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        loaded.copy_(param)  # a model is often loaded after its optimizer; the master is more exact than this
+    optimizer.step()
+    other.step()
+    assert_bitwise(loaded, param)
+    assert_bitwise(other.state[loaded]["master"], optimizer.state[param]["master"])

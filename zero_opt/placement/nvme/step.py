@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import AdamUpdate
-from ...kernels.adam_state import span_of, state_dtypes
+from ...kernels.adam_state import follow_param, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
 from ...reduction.interface import GradShard
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
-from ..masters import follow_param
 from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, FileWindow, WindowPass
 

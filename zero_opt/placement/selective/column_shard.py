@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import new_state
+from ...kernels.adam_state import follow_param, new_state
 from ...layout import ParamSlice, plan_flat
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.readable_pages import require_readable, require_writable
 from ..interface import ParamState
-from ..masters import FollowedParams, Stretch, follow_param, slices_of
+from ..masters import FollowedParams, Stretch, slices_of
 from .columns import Columns
 
 
