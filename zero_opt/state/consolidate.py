@@ -1,14 +1,14 @@
 """Full state from the ranks' parts of it: raw tensors, streamed straight into the memory of the result.
 
-Every rank lists its entries as JSON, and the receiver makes room for them. Then elements travel in the order of the
-lists. :func:`consolidated` is for all ranks together, :mod:`.service` for a rank that asks alone.
+Every rank lists its state as JSON, and the receiver makes room for it. Then elements travel in the order of the lists.
+:func:`consolidated` is for all ranks together, :mod:`.service` for a rank that asks alone.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,27 +26,28 @@ from ..sharding.partition import Partition
 from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
-    Entry,
+    Batch,
+    Field,
+    Packet,
     Places,
     already_there,
-    dtype_of,
+    batches_of,
     is_small,
     listed,
+    listing,
     message_for,
     message_to_send,
-    numel_of,
     packets,
+    packets_apart,
     runs_of,
-    small_value,
+    small_values,
     spread,
-    state_entry,
-    within,
 )
 from .state_dict import StatesByIndex, torch_dtype
 
 
 class LocalState:
-    """This rank's state as it is at the moment, and its entries.
+    """This rank's state as it is at the moment, and what it lists of that.
 
     Args:
         flats, buckets, whole: those of the :class:`Partition`. compact: whether compact state is listed as it is.
@@ -72,38 +73,40 @@ class LocalState:
             for index, state in placement.saved()
         }
         self._parts = {index: placement.param_of(index) for index in self._state}
-        self._last: tuple[tuple[int, str], Any] = ((-1, ""), None)  # read by run(): it may have been made for that
+        self._last: tuple[tuple[int, str], Any] = ((-1, ""), None)  # read by runs(): it may have been made for that
 
     @classmethod
     def of(cls, placement: Placement, partition: Partition, *, compact: bool = False) -> LocalState:
         """Return the state of a placement."""
         return cls(placement, partition.flats, partition.buckets, partition.whole, compact=compact)
 
-    def entries(self) -> Iterator[Entry]:
-        """Return the entries that this rank sends.
+    def batches(self) -> list[Batch]:
+        """Return what this rank lists, and sends.
 
         Raises:
             StateDictError: a value cannot be sent. StorageFailed: a small one cannot be read.
         """
         require_readable(*(value for state in self._state.values() for value in state.values() if is_small(value)))
-        for index, state in self._state.items():
-            start = self._starts[index]
-            for key, value in state.items():
-                entry = state_entry(index, key, value, self._parts[index], start, self._whole)
-                # State that is not cut is the same on every owner: the owner of the first element sends it.
-                if entry.kind in ("slice", "blocks") or start == 0:
-                    yield entry
+        return batches_of(self._state, self._parts, self._starts, whole_params=self._whole)
 
-    def run(self, entry: Entry) -> Tensor:
-        """Return the elements of an entry that travels, as a contiguous run where they live."""
-        if self._last[0] != (entry.param, entry.key):
-            self._last = (entry.param, entry.key), self._state[entry.param][entry.key]
+    def runs(self, packet: Packet) -> list[Tensor]:
+        """Return the values that a packet is of, each as a contiguous run where it lives."""
+        key, is_slice = packet.field.key, packet.field.kind == "slice"
+        return [self._run(index, self._value(index, key), is_slice=is_slice) for index in packet.params]
+
+    def _value(self, index: int, key: str) -> Tensor:
+        """Return a value, which may have been made for this call, and not once more for the next part of it."""
+        if self._last[0] != (index, key):
+            self._last = (index, key), self._state[index][key]
         value: Tensor = self._last[1]
+        return value
+
+    def _run(self, index: int, value: Tensor, *, is_slice: bool) -> Tensor:
         if value.dim() == 1 and value.is_contiguous():  # which is its own run, in either order
             return value.detach() if value.requires_grad else value
         value = value.detach()
-        if entry.kind == "slice" and value.shape == self.flats[entry.param].shape:
-            value = self.flats[entry.param].flatten(value)
+        if is_slice and value.shape == self.flats[index].shape:
+            value = self.flats[index].flatten(value)
         return value.contiguous().view(-1)
 
     def copy_to(self, places: Iterable[Places]) -> None:
@@ -116,11 +119,13 @@ class FrozenState:
     """The elements that a :class:`LocalState` has to send, without references to parameters or the optimizer."""
 
     def __init__(self, state: LocalState) -> None:
-        self._runs = {(entry.param, entry.key): state.run(entry) for entry in state.entries() if entry.travels}
+        self._runs: dict[tuple[int, str], Tensor] = {}
+        for packet in chain.from_iterable(map(packets_apart, state.batches())):
+            (self._runs[packet.params[0], packet.field.key],) = state.runs(packet)
 
-    def run(self, entry: Entry) -> Tensor:
-        """Return what :meth:`LocalState.run` does."""
-        return self._runs[entry.param, entry.key]
+    def runs(self, packet: Packet) -> list[Tensor]:
+        """Return what :meth:`LocalState.runs` does."""
+        return [self._runs[index, packet.field.key] for index in packet.params]
 
 
 class IncomingState:
@@ -129,46 +134,49 @@ class IncomingState:
     def __init__(self, flats: Mapping[int, FlatParam]) -> None:
         self._flats = flats
         self._states: StatesByIndex = {}
-        self._values: dict[tuple[int, str], Tensor] = {}  # 1-D, of what travels
+        self._values: dict[str, dict[int, Tensor]] = {}  # by key and parameter: 1-D, of what travels
 
-    def _place(self, entry: Entry) -> None:
-        """Make room for an entry, unless another rank's entry has; what came inline is there at once."""
-        state = self._states.setdefault(entry.param, {})
-        if not entry.travels:
-            state[entry.key] = small_value(entry)
-        elif entry.key not in state:
-            flat = self._flats[entry.param] if entry.kind == "slice" else None
-            shape = entry.shape if flat is None else flat.shape
-            numel = math.prod(shape) if flat is None else flat.numel
-            values = torch.empty(numel, dtype=torch_dtype(entry.dtype), device="cpu")
-            self._values[entry.param, entry.key] = values
-            if len(shape) != 1:
-                values = values.view(shape) if flat is None else flat.shaped(values)
-            state[entry.key] = values
+    def _place(self, batch: Batch, field: Field) -> None:
+        """Make room for a field, unless another rank's has; what came inline is there at once."""
+        states = [self._states.setdefault(index, {}) for index in batch.params]
+        if not field.travels:
+            for state, value in zip(states, small_values(batch, field), strict=True):
+                state[field.key] = value
+            return
+        values, dtype = self._values.setdefault(field.key, {}), torch_dtype(field.dtype)
+        for index, state in zip(batch.params, states, strict=True):
+            if field.key in state:
+                continue
+            flat = self._flats[index] if field.kind == "slice" else None
+            run = torch.empty(math.prod(field.shape) if flat is None else flat.numel, dtype=dtype, device="cpu")
+            values[index] = run
+            if flat is None:
+                state[field.key] = run.view(field.shape)
+            else:
+                state[field.key] = run if len(flat.shape) == 1 else flat.shaped(run)
 
-    def places_for(self, entries: Sequence[Entry]) -> list[Places]:
-        """Make room for a rank's entries; return where the elements of each of its :func:`packets` go.
+    def places_for(self, batches: Sequence[Batch]) -> list[Places]:
+        """Make room for what a rank lists; return where the elements of each of its :func:`packets` go.
 
         Raises:
             OutOfMemory: there is no room.
         """
         with allocation_errors("the optimizer's full state"):
-            for entry in entries:
-                self._place(entry)
-        return [(packet, [within(self._run(entry), span) for entry, span in packet]) for packet in packets(entries)]
+            for batch in batches:
+                for field in batch.fields:
+                    self._place(batch, field)
+        return [(packet, self._places_of(packet)) for packet in packets(batches)]
 
-    def _run(self, entry: Entry) -> Tensor:
-        """Return where the elements of an entry go."""
-        return within(self._values[entry.param, entry.key], slice(entry.start, entry.start + entry.numel))
+    def _places_of(self, packet: Packet) -> list[Tensor]:
+        values, places = self._values[packet.field.key], []
+        for index, start, numel in zip(packet.params, packet.starts, packet.numels, strict=True):
+            value = values[index]
+            places.append(value if numel == value.numel() else value[start : start + numel])
+        return [packet.part(place) for place in places]
 
     def by_param(self) -> StatesByIndex:
         """Return the state by global parameter index."""
         return {index: self._states[index] for index in sorted(self._states)}
-
-
-def listing(state: LocalState) -> bytes:
-    """Return the entries of a rank's state as JSON."""
-    return json.dumps(list(state.entries())).encode()
 
 
 def consolidated(agreement: Agreement, partition: Partition, placement: Placement, to: int) -> StatesByIndex | None:
@@ -185,15 +193,15 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     local = LocalState.of(placement, partition)
     with agreement.together("consolidate_state_dict()"):
         check_rank(to, group.world_size, "to")
-        mine = listing(local)
+        mine = listing(local.batches())
     agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
     result = IncomingState(partition.flats) if group.rank == to else None
     with agreement.together():
         if result is None:
-            messages = [[(packet, list[Tensor]()) for packet in packets(entries)] for entries in listings]
+            messages = [[(packet, list[Tensor]()) for packet in packets(batches)] for batches in listings]
         else:
-            messages = [result.places_for(entries) for entries in listings]
+            messages = [result.places_for(batches) for batches in listings]
     window, failed = TransferQueue(), list[Exception]()
     for src, from_src in enumerate(messages):
         for packet, places in from_src:
@@ -205,7 +213,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
             arrived = already_there
             if group.rank == to:
                 message, arrived = message_for(places)
-            window.add(group.move(message, src, to, numel_of(packet), dtype_of(packet)), message, arrived)
+            window.add(group.move(message, src, to, packet.numel, packet.dtype), message, arrived)
     window.drain()
     agreement.raise_first_error(next(iter(failed), None))
     return None if result is None else result.by_param()

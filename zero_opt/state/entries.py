@@ -1,20 +1,19 @@
-"""Entries of state that ranks list for each other, and the messages in which the entries' elements travel."""
+"""Batches of state that ranks list for each other, and the messages in which the elements of a batch travel."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.groups import tensor_bytes
+from ..comm.groups import bytes_tensor, tensor_bytes
 from ..errors import StateDictError
-from ..kernels.runs import BASES, BLOCK_NUMEL
+from ..kernels.runs import BASES, BLOCK_NUMEL, INT16, blocks_of
 from ..system.readable_pages import require_readable
 from .state_dict import dtype_name, is_plain, torch_dtype
 
@@ -27,38 +26,92 @@ _INLINE_NUMEL = 16
 _CHUNK_BYTES = 4 * 2**20
 # Elements of fewer bytes share a message: copying them costs less than a message of their own.
 _SMALL_BYTES = 1 << 18
+_ALL = slice(None)
 
 
-class Entry(NamedTuple):
-    """One state value of one rank's slice of a parameter.
+class Field(NamedTuple):
+    """The values that slices have under one key.
 
     Attributes:
-        kind: "slice" (elements start to start + numel of a tensor of the parameter's shape), "blocks" (the same of a
-            1-D tensor with an element for each block of the parameter's), "tensor" (a whole tensor of its own shape),
-            "inline" (a small one, its bytes in ``value`` as hex) or "value" (a Python number).
+        kind: "slice" (the slice's elements of a tensor of the parameter's shape), "blocks" (the same of a 1-D tensor
+            with an element for each block of the parameter's), "tensor" (a whole tensor of its own shape), "inline"
+            (small ones, their bytes one after the other in ``values`` as hex) or "value" (Python numbers in
+            ``values``).
+        shape: of each tensor, where it is not that of the slice or of its blocks.
     """
 
-    param: int
     key: str
     kind: str
     dtype: str
     shape: list[int]
-    start: int
-    value: Any
+    values: Any
 
     @property
     def travels(self) -> bool:
-        """Whether elements travel besides the entry itself."""
+        """Whether elements travel besides the field itself."""
         return self.kind in ("slice", "blocks", "tensor")
 
+
+class Batch(NamedTuple):
+    """Slices of one rank whose states have the same keys, and values of the same kinds.
+
+    Attributes:
+        params: by global index. starts, numels: of each slice, in elements of its parameter.
+    """
+
+    params: list[int]
+    starts: list[int]
+    numels: list[int]
+    fields: list[Field]
+
+    def numels_of(self, field: Field) -> list[int]:
+        """Return how many elements of each member's value travel."""
+        if field.kind == "blocks":
+            return [blocks_of(numel) for numel in self.numels]
+        return self.numels if field.kind == "slice" else [math.prod(field.shape)] * len(self.params)
+
+
+class Packet(NamedTuple):
+    """Elements that travel in one message: of some members of a batch, or a part of those of one member.
+
+    Attributes:
+        first, stop: the members. span: of the elements of each.
+        numel: of all together.
+    """
+
+    batch: Batch
+    field: Field
+    first: int
+    stop: int
+    span: slice
+    numel: int
+
     @property
-    def numel(self) -> int:
-        """Elements that travel."""
-        return math.prod(self.shape)
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return torch_dtype(self.field.dtype)
+
+    @property
+    def params(self) -> list[int]:
+        """Global indices of the members' parameters."""
+        return self.batch.params[self.first : self.stop]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each member's elements begin in the whole tensor."""
+        starts = self.batch.starts[self.first : self.stop]
+        return [start // BLOCK_NUMEL for start in starts] if self.field.kind == "blocks" else starts
+
+    @property
+    def numels(self) -> list[int]:
+        """How many elements of each member travel, in this message and others."""
+        return self.batch.numels_of(self.field)[self.first : self.stop]
+
+    def part(self, run: Tensor) -> Tensor:
+        """Return what travels of a member's elements."""
+        return run if self.span is _ALL else run[self.span]
 
 
-# Entries whose elements travel in one message, each with the run of them.
-Packet = list[tuple[Entry, slice]]
 # A packet, and where its elements go.
 Places = tuple[Packet, list[Tensor]]
 
@@ -68,77 +121,145 @@ def is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() <= _INLINE_NUMEL
 
 
-def state_entry(index: int, key: str, value: Any, part: Tensor, start: int, whole_params: bool) -> Entry:
-    """Return the entry of one value.
+# Of each value of a slice's state: its key and the key's type, its kind, dtype and shape.
+_Sent = tuple[tuple[Any, type, str, torch.dtype | None, torch.Size | None], ...]
 
-    Args:
-        value: can be read, if it :func:`is_small`. part: what is stepped for the slice.
-        start: of the slice, in the parameter. whole_params: slices are whole.
+
+def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, whole_params: bool) -> _Sent:
+    """Return what a rank sends of a slice's state, and as what.
+
+    State that is not cut is the same on every owner: the owner of the first element sends it.
 
     Raises:
-        StateDictError: the value cannot be sent.
+        StateDictError: a value cannot be sent.
     """
-    if not is_plain(key):
-        raise StateDictError(f"the state of parameter {index} has a {type(key).__name__} as a key; cannot be sent")
-    if not isinstance(value, Tensor):
-        if not is_plain(value):
-            raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
-        return Entry(index, key, "value", "", [], 0, value)
-    dtype = dtype_name(value.dtype)
-    if key in BASES and value.dtype is torch.int16:
-        return Entry(index, key, "blocks", dtype, [value.numel()], start // BLOCK_NUMEL, None)
-    if value.dim() and not whole_params and value.shape == part.shape:
-        return Entry(index, key, "slice", dtype, [value.numel()], start, None)
-    if value.numel() <= _INLINE_NUMEL:
-        here = value if value.is_cpu and value.is_contiguous() else value.detach().cpu().contiguous()
-        return Entry(index, key, "inline", dtype, list(value.shape), 0, tensor_bytes(here).hex())
-    return Entry(index, key, "tensor", dtype, list(value.shape), 0, None)
-
-
-def listed(payload: bytes) -> list[Entry]:
-    """Return the entries in a :func:`listing`."""
-    return [Entry(*fields) for fields in json.loads(payload)]
-
-
-def small_value(entry: Entry) -> Any:
-    """Return the number, text or tensor that traveled inside the listing."""
-    if entry.kind == "value":
-        return entry.value
-    value, raw = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu"), bytes.fromhex(entry.value)
-    ctypes.memmove(value.data_ptr(), raw, len(raw))
-    return value
-
-
-def packets(entries: Iterable[Entry]) -> Iterator[Packet]:
-    """Yield what travels in one message each, in this order: part of one entry's elements, or those of small ones."""
-    small: Packet = []
-    nbytes = 0
-    for entry in entries:
-        if not entry.travels:
+    form: list[Any] = []
+    for key, value in state.items():
+        if type(key) is not str and not is_plain(key):
+            raise StateDictError(f"the state of parameter {index} has a {type(key).__name__} as a key; cannot be sent")
+        if not isinstance(value, Tensor):
+            if not is_plain(value):
+                raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
+            if start == 0:
+                form.append((key, type(key), "value", None, None))
             continue
-        itemsize, numel = torch_dtype(entry.dtype).itemsize, entry.numel
-        size = numel * itemsize
-        if size > _SMALL_BYTES:
-            for start in range(0, numel, _CHUNK_BYTES // itemsize):
-                yield [(entry, slice(start, min(start + _CHUNK_BYTES // itemsize, numel)))]
-        elif size:
-            if small and (nbytes + size > _CHUNK_BYTES or entry.dtype != small[0][0].dtype):
-                yield small
-                small, nbytes = [], 0
-            small.append((entry, slice(0, numel)))
-            nbytes += size
-    if small:
-        yield small
+        shape = value.shape
+        if key in BASES and value.dtype in INT16:
+            form.append((key, type(key), "blocks", value.dtype, None))
+        elif shape and not whole_params and shape == part.shape:
+            form.append((key, type(key), "slice", value.dtype, None))
+        elif start == 0:
+            form.append((key, type(key), "inline" if is_small(value) else "tensor", value.dtype, shape))
+    return tuple(form)
 
 
-def numel_of(packet: Packet) -> int:
-    """Return how many elements a message has."""
-    return sum(span.stop - span.start for _, span in packet)
+def batches_of(
+    states: Mapping[int, Mapping[str, Any]],
+    parts: Mapping[int, Tensor],
+    starts: Mapping[int, int],
+    *,
+    whole_params: bool,
+) -> list[Batch]:
+    """Return what a rank lists of its slices' states, which can be read where they are small.
+
+    Args:
+        parts: what is stepped for each slice. starts: where each begins in its parameter. whole_params: slices are
+            whole.
+
+    Raises:
+        StateDictError: a value cannot be sent.
+    """
+    alike: dict[_Sent, list[int]] = {}
+    for index, state in states.items():
+        form = _sent_of(index, state, parts[index], starts[index], whole_params=whole_params)
+        alike.setdefault(form, []).append(index)
+    return [
+        Batch(
+            params,
+            [starts[index] for index in params],
+            [parts[index].numel() for index in params],
+            [_field(key, kind, dtype, shape, params, states) for key, _, kind, dtype, shape in form],
+        )
+        for form, params in alike.items()
+        if form
+    ]
 
 
-def dtype_of(packet: Packet) -> torch.dtype:
-    """Return the dtype of a message."""
-    return torch_dtype(packet[0][0].dtype)
+def _field(
+    key: str,
+    kind: str,
+    dtype: torch.dtype | None,
+    shape: torch.Size | None,
+    params: Sequence[int],
+    states: Mapping[int, Mapping[str, Any]],
+) -> Field:
+    values: Any = None
+    if kind == "value":
+        values = [states[index][key] for index in params]
+    elif kind == "inline":
+        tensors = [states[index][key].detach() for index in params]
+        devices = {tensor.device for tensor in tensors}
+        together = torch.stack(tensors if len(devices) == 1 else [tensor.cpu() for tensor in tensors]).cpu()
+        values = tensor_bytes(together.contiguous()).hex()
+    return Field(key, kind, "" if dtype is None else dtype_name(dtype), list(shape or ()), values)
+
+
+def listing(batches: Sequence[Batch]) -> bytes:
+    """Return batches as JSON."""
+    return json.dumps(batches).encode()
+
+
+def listed(payload: bytes) -> list[Batch]:
+    """Return the batches in a :func:`listing`."""
+    batches = json.loads(payload)
+    return [Batch(params, starts, numels, [Field(*f) for f in fields]) for params, starts, numels, fields in batches]
+
+
+def small_values(batch: Batch, field: Field) -> list[Any]:
+    """Return the numbers, texts or tensors that traveled inside the listing, one per member."""
+    if field.kind == "value":
+        return list(field.values)
+    shape, dtype = (len(batch.params), *field.shape), torch_dtype(field.dtype)
+    if not math.prod(shape):
+        return [torch.empty(field.shape, dtype=dtype, device="cpu") for _ in batch.params]
+    apart: Any = torch.unbind_copy  # which torch's types take for a procedure
+    return list(apart(bytes_tensor(bytes.fromhex(field.values)).view(dtype).view(shape)))
+
+
+def packets(batches: Iterable[Batch]) -> Iterator[Packet]:
+    """Yield what travels in one message each, in this order: part of one member's elements, or those of small ones."""
+    for batch in batches:
+        for field in filter(lambda field: field.travels, batch.fields):
+            yield from _packets_of(batch, field)
+
+
+def _packets_of(batch: Batch, field: Field) -> Iterator[Packet]:
+    itemsize = torch_dtype(field.dtype).itemsize
+    most, small = _CHUNK_BYTES // itemsize, _SMALL_BYTES // itemsize
+    numels = batch.numels_of(field)
+    first = together = 0
+    for member, numel in enumerate(numels):
+        large = numel > small
+        if together and (large or together + numel > most):
+            yield Packet(batch, field, first, member, _ALL, together)
+        if large or together + numel > most:
+            first, together = member, 0
+        if not large:
+            together += numel
+            continue
+        for start in range(0, numel, most):
+            span = slice(start, min(start + most, numel))
+            yield Packet(batch, field, member, member + 1, span, span.stop - span.start)
+        first = member + 1
+    if together:
+        yield Packet(batch, field, first, len(numels), _ALL, together)
+
+
+def packets_apart(batch: Batch) -> Iterator[Packet]:
+    """Yield what travels of a batch, one packet per value."""
+    for field in filter(lambda field: field.travels, batch.fields):
+        for member, numel in enumerate(batch.numels_of(field)):
+            yield Packet(batch, field, member, member + 1, _ALL, numel)
 
 
 def runs_of(state: LocalState | FrozenState, packet: Packet) -> list[Tensor]:
@@ -147,14 +268,9 @@ def runs_of(state: LocalState | FrozenState, packet: Packet) -> list[Tensor]:
     Raises:
         StorageFailed: they are a file's, and cannot be read.
     """
-    runs = [within(state.run(entry), span) for entry, span in packet]
+    runs = [packet.part(run) for run in state.runs(packet)]
     require_readable(*runs)
     return runs
-
-
-def within(run: Tensor, span: slice) -> Tensor:
-    """Return a part of a run; the run itself, sooner than a view of it, if that is all of it."""
-    return run if not span.start and span.stop == run.numel() else run[span]
 
 
 def message_of(state: LocalState | FrozenState, packet: Packet) -> Tensor:
@@ -195,4 +311,4 @@ def message_to_send(state: LocalState | FrozenState, packet: Packet, failed: lis
             return message_of(state, packet)
         except Exception as error:  # whatever it is, the other rank waits
             failed.append(error)
-    return torch.zeros(numel_of(packet), dtype=dtype_of(packet), device="cpu")
+    return torch.zeros(packet.numel, dtype=packet.dtype, device="cpu")

@@ -28,8 +28,8 @@ from ..placement import Placement
 from ..sharding.flat_param import element_order
 from ..sharding.partition import Partition
 from ..system.shared_memory import allocation_errors
-from .consolidate import LocalState, listing
-from .entries import Entry, listed, message_to_send, small_value
+from .consolidate import LocalState
+from .entries import Batch, Field, listed, listing, message_to_send, packets_apart, small_values
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 
@@ -122,44 +122,50 @@ class ShardedState:
         mine, failed = b"", list[Exception]()
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition, compact=compact)
-            mine = listing(local)
+            mine = listing(local.batches())
         listings = [listed(payload) for payload in self._group.all_gather_bytes(mine)]
         runs: dict[tuple[int, str], Tensor] = {}
         result: StatesByIndex = {}
         with self._agreement.together(), allocation_errors("sharded_state_dict()"):
-            for entry in chain.from_iterable(listings):
-                self._place(entry, runs, result.setdefault(entry.param, {}))
-        for owner, entries in enumerate(listings):
-            for entry in entries:
-                rows = runs.get((entry.param, entry.key)) if entry.travels else None
+            for batch in chain.from_iterable(listings):
+                for field in batch.fields:
+                    self._place(batch, field, runs, result)
+        for owner, batches in enumerate(listings):
+            for packet in chain.from_iterable(map(packets_apart, batches)):
+                (index,), (start,) = packet.params, packet.starts
+                rows = runs.get((index, packet.field.key))
                 if rows is None:
                     continue
-                source, form = None, self._form(entry)
+                source, form = None, self._form(index, packet.field)
                 if owner == self._group.rank:
-                    source = message_to_send(local, [(entry, slice(0, entry.numel))], failed)
-                self._between(owner, Span(entry.start, entry.start + entry.numel), source, form, rows, to_rows=True)
+                    source = message_to_send(local, packet, failed)
+                self._between(owner, Span(start, start + packet.numel), source, form, rows, to_rows=True)
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
         return {index: result[index] for index in sorted(result)}
 
-    def _place(self, entry: Entry, runs: dict[tuple[int, str], Tensor], state: dict[str, Any]) -> None:
-        """Make room for this rank's rows of an entry, unless another rank's entry has, and add them to ``state``."""
-        form = self._form(entry) if entry.travels else None
-        if form is None:
-            state[entry.key] = small_value(entry)
-        elif not form.numel:
-            state[entry.key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
-        elif entry.key not in state:
-            numel = form.run(self._group.rank, self._group.world_size).numel
-            run = runs[entry.param, entry.key] = torch.empty(numel, dtype=form.dtype, device="cpu")
-            state[entry.key] = form.wrap(run, self._group)
+    def _place(self, batch: Batch, field: Field, runs: dict[tuple[int, str], Tensor], result: StatesByIndex) -> None:
+        """Make room for this rank's rows of a field, unless another rank's has, and add them to ``result``."""
+        key, small = field.key, None if field.travels else small_values(batch, field)
+        for member, index in enumerate(batch.params):
+            state = result.setdefault(index, {})
+            if small is not None:
+                state[key] = small[member]
+            elif key not in state:
+                form = self._form(index, field)
+                if form.numel:
+                    numel = form.run(self._group.rank, self._group.world_size).numel
+                    run = runs[index, key] = torch.empty(numel, dtype=form.dtype, device="cpu")
+                    state[key] = form.wrap(run, self._group)
+                else:
+                    state[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
 
-    def _form(self, entry: Entry) -> Form:
-        dtype = torch_dtype(entry.dtype)
-        if entry.kind == "tensor":
-            return Form(tuple(entry.shape), contiguous_strides(torch.Size(entry.shape)), dtype)
-        flat = self._partition.flats[entry.param]
-        if entry.kind == "blocks":
+    def _form(self, index: int, field: Field) -> Form:
+        dtype = torch_dtype(field.dtype)
+        if field.kind == "tensor":
+            return Form(tuple(field.shape), contiguous_strides(torch.Size(field.shape)), dtype)
+        flat = self._partition.flats[index]
+        if field.kind == "blocks":
             return Form((blocks_of(flat.numel),), (1,), dtype)
         return Form(tuple(flat.shape), flat.strides, dtype)
 

@@ -56,8 +56,8 @@ from ..system.failures import on_failure
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
-from .consolidate import FrozenState, IncomingState, LocalState, listing
-from .entries import Places, listed, message_for, message_to_send, packets
+from .consolidate import FrozenState, IncomingState, LocalState
+from .entries import Places, listed, listing, message_for, message_to_send, packets
 from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -320,7 +320,7 @@ class StateService:
         """Return the state and its listing, or ``None`` and, as JSON, the error that took their place."""
         try:
             state = self._own_state("it", capture, failure)
-            return (FrozenState(state) if freeze else state), listing(state)
+            return (FrozenState(state) if freeze else state), listing(state.batches())
         except Exception as error:  # whatever it is, the asking rank must not wait for this one
             return None, json.dumps(name_and_text(error)).encode()
 
@@ -359,8 +359,8 @@ class StateService:
                 with self._new_pull() as pull:
                     payloads = self._wait_beside(self._ask, pull, changes)
                     result = IncomingState(own.flats)
-                    listings = [list(own.entries()) if text is None else listed(text) for text in payloads]
-                    targets = [result.places_for(entries) for entries in listings]
+                    listings = [own.batches() if text is None else listed(text) for text in payloads]
+                    targets = [result.places_for(batches) for batches in listings]
                     own.copy_to(targets[self._side.rank])
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
