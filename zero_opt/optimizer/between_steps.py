@@ -176,6 +176,8 @@ class BetweenSteps(Engine):
         except BaseException:
             if known is not None:
                 del user.param_groups[known:]
+                with self.parts.visible.lock:  # state may have moved to make room
+                    self.parts.visible.note_entries()
             raise
 
     def require_groups(self) -> None:

@@ -67,7 +67,7 @@ class VisibleState:
         self._cut = {piece.param for piece in self._pieces if piece.in_param.numel != flats[piece.param].numel}
         self._stand_ins.add({index: kind for index, kind in added.items() if index not in mine})
         self._show_live()
-        self._note_entries()
+        self.note_entries()
 
     def _show_live(self) -> None:
         """Let the owner's ``state`` have the live state of this rank's slices."""
@@ -94,9 +94,10 @@ class VisibleState:
         if not self._adopted.are(self._held()):  # else the user could bring back what a step has replaced
             self._adopted.forget()
         self._versions = self._versions_now()
-        self._note_entries()
+        self.note_entries()
 
-    def _note_entries(self) -> None:
+    def note_entries(self) -> None:
+        """Remember the owner's entries, to notice what becomes of them while a step is pending."""
         self._followed = self._entries() if self._placement.pending else None
 
     def _entries(self) -> dict[int, tuple[ParamState, dict[str, Any]]]:

@@ -86,7 +86,7 @@ DIFFERENCES: dict[str, tuple[Change, list[str]]] = {
     "foreach": (_set(foreach=True), ["hyperparameter foreach of group 0", "None", "True"]),
     "class": (_set(cls=torch.optim.Adamax), ["optimizer class", "Adam", "Adamax"]),
     "reduction": (_set(reduction=zero_opt.AtStep()), ["reduction", "Overlapped", "AtStep"]),
-    "bucket_mb": (_set(reduction=zero_opt.Overlapped(1)), ["reduction", "bucket_mb=25", "bucket_mb=1"]),
+    "bucket_mb": (_set(reduction=zero_opt.Overlapped(1)), ["reduction", "bucket_mb=None", "bucket_mb=1"]),
     "precision": (
         _set(precision=zero_opt.MixedPrecision(reduce_dtype=torch.float64)),
         ["precision", "None", "torch.float64"],
