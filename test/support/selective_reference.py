@@ -99,6 +99,15 @@ class Reference:
         if not self.delay:
             self.flush()
 
+    def clear(self) -> None:
+        """Forget what was stepped; what is selected and what waits stays."""
+        for found, _ in self.all:
+            found.counts.zero_()
+            found.stepped = False
+            for key in MOMENTS:
+                found.arrays[key].zero_()
+            found.arrays["master"] = found.param.detach().float().clone(memory_format=torch.contiguous_format)
+
     def flush(self) -> None:
         """Bring in what was stepped off device."""
         for found, which in self.late:

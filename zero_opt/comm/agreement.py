@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 from operator import or_
 from typing import Any
 
@@ -41,7 +42,7 @@ class StepReport:
         unscales: GradScaler is about to unscale the gradients. scaled: it has left that to the step.
         overflows: GradScaler has found a gradient on this rank that is not finite, so the step is to be left out.
         inv_scale: one over the loss scale; 1 without GradScaler.
-        hypers: a digest of the hyperparameters.
+        hypers: a digest of the hyperparameters, and of which parameters' state the user has dropped here.
         edits: a digest of which parameters the user has written to here since the last agreement, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
             exchange of such a round on another rank would be answered by a later one here.
@@ -98,7 +99,8 @@ class StepAgreement:
         epoch, clip_to: of the ranks that have inputs. absent: those that have none.
         grad_scale: what the step multiplies gradients by, for GradScaler. overflows: GradScaler has found a gradient
             that is not finite on some rank.
-        same_hypers: whether the ranks that have inputs have the same hyperparameters. same_edits: whether all ranks
+        same_hypers: whether the ranks that have inputs have the same hyperparameters, and have dropped the state of the
+            same parameters. same_edits: whether all ranks
             have written to the same parameters equally often.
     """
 
@@ -233,13 +235,37 @@ class Agreement:
         least, most = min(by_rank), max(by_rank)
         where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
         where += " alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}"
-        names = ", ".join(map(self._describe, apart[:_NAMED]))
-        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
         raise RankMismatch(
-            f"values of {names}{more} differ between ranks: since the last step they were written to on {where}; call "
-            "zero_opt.broadcast_params(model) on every rank and repeat the step; call load_state_dict(), and whatever "
-            "else writes to parameters, on every rank"
+            f"values of {self._named(apart)} differ between ranks: since the last step they were written to on "
+            f"{where}; call zero_opt.broadcast_params(model) on every rank and repeat the step; call "
+            "load_state_dict(), and whatever else writes to parameters, on every rank"
         )
+
+    def require_dropped_alike(self, dropped: Collection[int], kept: Collection[int]) -> None:
+        """Require that every rank that shows a parameter's state has dropped it, or none has. Collective.
+
+        Ranks that show nothing of a parameter cannot have dropped it, and do not count.
+
+        Args:
+            dropped: parameters whose state was dropped here since the last step. kept: those with state that was not.
+
+        Raises:
+            RankMismatch: on every rank, naming parameters and ranks.
+        """
+        mine = json.dumps([sorted(dropped), sorted(kept)]).encode()
+        by_rank = [tuple(map(set, json.loads(raw))) for raw in self.group.all_gather_bytes(mine)]
+        for (rank, (gone, _)), (other, (_, left)) in product(enumerate(by_rank), enumerate(by_rank)):
+            if gone & left:
+                raise RankMismatch(
+                    f"state was dropped of {self._named(sorted(gone & left))} on rank {rank} and not on rank {other}; "
+                    "take entries out of opt.state on every rank, or on none: do the same on the other ranks and "
+                    "repeat the step, or call load_state_dict()"
+                )
+
+    def _named(self, params: Sequence[int]) -> str:
+        """Return the names of the first of these parameters, and how many more there are."""
+        more = f" and {len(params) - _NAMED} more" if len(params) > _NAMED else ""
+        return ", ".join(map(self._describe, params[:_NAMED])) + more
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on any rank."""

@@ -110,9 +110,8 @@ class ShardedEngine(BetweenSteps):
         if agreed.absent:
             follow_hypers(self.agreement.group, self.parts.param_groups, agreed.absent)
         if not agreed.same_hypers:
-            dropped = sorted(map(self._describe, self.parts.visible.dropped))
-            contents = (*hyper_contents(self.parts.param_groups), ("parameters whose state was dropped", dropped))
-            self.agreement.require_same_contents(contents)
+            self.agreement.require_same_contents(hyper_contents(self.parts.param_groups))
+            self.agreement.require_dropped_alike(self.parts.visible.dropped, self.parts.visible.kept())
         return agreed, shards
 
     def _notify_join(self) -> None:

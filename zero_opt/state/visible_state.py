@@ -75,6 +75,11 @@ class VisibleState:
             if self._live.get(index) is not live:
                 self._owner.state[self._params[index]] = self._live[index] = live
 
+    def kept(self) -> set[int]:
+        """Return the parameters that have state here, but for :attr:`dropped`."""
+        with self.lock:
+            return self._entries().keys() - self.dropped
+
     def count_step(self, used: int) -> None:
         """Note a step, with a bit per global index, whether any rank had a gradient; :meth:`follow` comes next."""
         self.dropped.clear()

@@ -101,3 +101,58 @@ def test_edits_after_a_consolidation_are_in_the_state_dict() -> None:
     found = run_processes(2, _edit_after_consolidating)
     assert all(all(same) for same, _ in found), found
     assert 0 not in found[0][1] and 1 in found[0][1]
+
+
+class _Averaged(torch.optim.SGD):
+    """A class of which nothing is known, so that ranks show state of the parameters that they step alone."""
+
+
+def _clear(rank: int, world_size: int) -> Any:
+    params = _params()
+    optimizer = zero_opt.ShardedOptimizer(params, _Averaged, lr=0.1, momentum=0.9, reduction=zero_opt.AtStep())
+    shown = []
+    for step in range(3):
+        for number, param in enumerate(params):
+            param.grad = torch.full_like(param, 1.0 + number)
+        optimizer.step()
+        shown.append([bool(optimizer.state.get(param)) for param in params])
+        if step == 1:
+            optimizer.state.clear()
+    optimizer.close()
+    return shown, [param.detach() for param in params]
+
+
+def test_state_that_ranks_do_not_all_show_is_cleared_on_every_rank() -> None:
+    plain = _params()
+    reference = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
+    for step in range(3):
+        for number, param in enumerate(plain):
+            param.grad = torch.full_like(param, 1.0 + number)
+        reference.step()
+        if step == 1:
+            reference.state.clear()
+    found = run_threads(2, _clear)
+    assert found[0][0] != found[1][0]
+    for _, params in found:
+        assert_bitwise(params, [param.detach() for param in plain])
+
+
+def _drop_on_one_rank(rank: int, world_size: int) -> str:
+    params, optimizer = _stepped()
+    dropped = [params[0]] if rank == 2 else []
+    for param in dropped:
+        del optimizer.state[param]
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.step()
+    if rank != 2:
+        del optimizer.state[params[0]]
+    optimizer.step()
+    assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 2.0, 2.0]
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_state_that_one_rank_has_dropped_may_be_dropped_on_the_others_too() -> None:
+    wanted = "state was dropped of parameter 0 (group 0, position 0) on rank 2 and not on rank 0"
+    for message in run_threads(3, _drop_on_one_rank):
+        assert wanted in message, message

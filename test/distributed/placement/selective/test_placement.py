@@ -93,11 +93,12 @@ def train(
     steps: range = range(STEPS),
     saved: Any = None,
     max_grad_norm: float | None = None,
+    cleared: int | None = None,
 ) -> tuple[list[list[Tensor]], Any, Any]:
     """Parameters after every step and at the end; state by parameter; the state dict.
 
     Args:
-        saved: parameters and a state dict to resume from.
+        saved: parameters and a state dict to resume from. cleared: the step after which ``state`` is cleared.
     """
     params = make_params(dtype)
     optimizer = zero_opt.ShardedOptimizer(
@@ -120,6 +121,8 @@ def train(
         backward(params, step, rank)
         optimizer.step()
         seen.append([param.detach().clone() for param in params])
+        if step == cleared:
+            optimizer.state.clear()
     optimizer.consolidate_state_dict()
     seen.append([param.detach().clone() for param in params])
     state = optimizer.state_dict() if rank == 0 else None
@@ -127,7 +130,7 @@ def train(
     return seen, None if state is None else state["state"], state
 
 
-def simulate(world_size: int, policy: Selective, delay: int, dtype: torch.dtype) -> Any:
+def simulate(world_size: int, policy: Selective, delay: int, dtype: torch.dtype, cleared: int | None = None) -> Any:
     params = make_params(dtype)
     reference = Reference(groups_of(params), policy, delay)
     seen = []
@@ -136,6 +139,8 @@ def simulate(world_size: int, policy: Selective, delay: int, dtype: torch.dtype)
         set_means(params, step, world_size)
         reference.step()
         seen.append([param.detach().clone() for param in params])
+        if step == cleared:
+            reference.clear()
     reference.flush()
     seen.append([param.detach().clone() for param in params])
     return seen, reference.state()
@@ -157,6 +162,17 @@ def test_as_the_reference_in_process(policy: Selective, world_size: int) -> None
     simulated = simulate(world_size, policy, 0, torch.float32)
     for found in run_threads(world_size, train, CPUOffload(selective=policy)):
         assert_as_simulated(found, simulated)
+
+
+@EACH
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_that_is_cleared_on_every_rank_starts_afresh(policy: Selective, world_size: int) -> None:
+    """In the middle of a window too; a rank without a part of a matrix shows nothing of it, and has nothing to drop."""
+    arguments = (torch.float32, range(STEPS), None, None)
+    for cleared in (1, 10):
+        simulated = simulate(world_size, policy, 0, torch.float32, cleared)
+        for found in run_threads(world_size, train, CPUOffload(selective=policy), *arguments, cleared):
+            assert_as_simulated(found, simulated)
 
 
 HOMES = {
