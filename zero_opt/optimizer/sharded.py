@@ -204,8 +204,8 @@ class ShardedEngine(BetweenSteps):
         Raises:
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
-        measured = cache(partial(self.measure, shards))  # collective, once, and only if asked for
         limit = self._config.max_grad_norm
+        measured = cache(partial(self.measure, shards, limit or 0.0))  # collective, once, and only if asked for
         grad_scale = agreed.grad_scale * self.reduction.step_factor
         tell_scaler(self._user, overflows=agreed.overflows)
         skips = not agreed.overflows and skips_step(self._config.checks, measured, self._describe)
@@ -290,7 +290,7 @@ class ShardedEngine(BetweenSteps):
 
     def _clip(self, shards: Sequence[GradShard], max_norm: float) -> Tensor:
         """Clip reduced gradients, unless they will be skipped; return the norm before. Collective."""
-        measured = self.measure(shards)
+        measured = self.measure(shards, max_norm)
         norm = measured.norm * self.reduction.step_factor
         if not skips_step(self._config.checks, lambda: measured, self._describe):
             widened = any(map(self._config.widens, self.partition.buckets))
@@ -307,8 +307,12 @@ class ShardedEngine(BetweenSteps):
             self.reduction.scale(inv_scale)
             return self.agreement.any(not finite)
 
-    def measure(self, shards: Sequence[GradShard]) -> Measured:
-        """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective."""
+    def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:  # noqa: ARG002  (ranks have compared it)
+        """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective.
+
+        Args:
+            limit: what the norm will be clipped to; 0 if it will not.
+        """
         params = [piece.param for shard in shards for piece in shard.slices]
         known = [sums for shard in shards for sums in self.partition.buckets[shard.bucket].squares()]
         dtype = norm_dtype(bucket.params[0].param for bucket in self.partition.buckets)

@@ -46,14 +46,14 @@ class DTensorSingleRank(SingleRank):
         self._mesh.forget()
         return super().step(closure, options)
 
-    def _measured(self, params: Sequence[Tensor]) -> Measured:
-        return self._mesh.measure(params, [local_grad(param) for param in params])
+    def _measured(self, params: Sequence[Tensor], limit: float = 0.0) -> Measured:
+        return self._mesh.measure(params, [local_grad(param) for param in params], limit)
 
     def _norm(self, params: Sequence[Tensor]) -> Tensor:
         return self._measured(params).norm
 
     def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
-        norm = self._norm(params)
+        norm = self._measured(params, max_norm).norm
         factor = clip_factor(norm, max_norm)
         for grad in map(local_grad, params):
             if grad is not None:
@@ -121,13 +121,13 @@ class DTensorEngine(ShardedEngine):
         finally:
             self._view.note_writes()
 
-    def measure(self, shards: Sequence[GradShard]) -> Measured:
+    def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:
         params = self.parts.params
         grads: list[Tensor | None] = [None] * len(params)
         for shard in shards:
             for piece, grad in zip(shard.slices, shard.grads, strict=True):
                 grads[piece.param] = grad
-        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads)
+        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads, limit)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

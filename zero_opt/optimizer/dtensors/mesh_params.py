@@ -6,6 +6,7 @@ a state dict in full shapes needs all parts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ...errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam
+from ...errors import (
+    ConfigConflict,
+    ConfigError,
+    ConfigTypeError,
+    RankMismatch,
+    UnsupportedOptimizer,
+    UnsupportedParam,
+)
 from ...kernels import CPUAdam, CPUAdamW
 from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
@@ -69,21 +77,42 @@ class MeshParams:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
 
-    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Measured:
+    def require_same_checks(self, config: Config) -> None:
+        """Raise RankMismatch, on every rank of a mesh, if ranks differ in what makes a step collective. Collective."""
+        told = {"max_grad_norm": repr(config.max_grad_norm), "checks.nonfinite": repr(config.checks.nonfinite)}
+        payload = json.dumps(told).encode()
+        by_rank = {
+            rank: json.loads(raw)
+            for group in self._groups.values()
+            for rank, raw in zip(group.ranks, group.all_gather_bytes(payload, "ShardedOptimizer()"), strict=True)
+        }
+        for name in told:
+            _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
+
+    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], limit: float) -> Measured:
         """Return the global norm and whether gradients are finite, the same bits on every rank. Collective.
 
         Args:
             params: all parameters, by global index. grads: this rank's parts of their gradients. A part that several
                 ranks have counts once; plain parameters' gradients are the same on every rank.
+            limit: what this rank will clip the norm to; 0 if it will not.
+
+        Raises:
+            RankMismatch: on every rank, if limits differ.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
-        rows = [(0, *row) for row in look(plain, range(len(params)), None)]
+        rows, limits = [(0, *look(plain, range(len(params)), None)[0])], dict[int, float]()
         for mesh, group in self._groups.items():
             counted = [
                 grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
                 for param, grad in zip(params, grads, strict=True)
             ]
-            rows += [(group.ranks[at], *row) for at, row in enumerate(look(counted, range(len(params)), group))]
+            mine = (*look(counted, range(len(params)), None)[0], limit)
+            told = group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
+            for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(Tensor.tolist, told), strict=True):
+                rows.append((rank, square, nonfinite))
+                limits[rank] = its_limit
+        _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
         return Measured.from_rows(rows, norm_dtype(params))
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -158,6 +187,14 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
+def _require_same(name: str, by_rank: Mapping[int, object]) -> None:
+    """Raise RankMismatch unless all ranks have said the same; those of several meshes are numbered alike."""
+    first, wanted = next(iter(by_rank.items()), (0, None))
+    for rank, value in by_rank.items():
+        if value != wanted:
+            raise RankMismatch(f"{name}: {wanted} on rank {first}, {value} on rank {rank}; say the same on every rank")
+
+
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     """Return numbers that are others once state was edited in place, replaced, added or dropped."""
     values = (value for state in live.values() for value in live_tensors(state))
@@ -165,13 +202,14 @@ def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
 
 
 def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
-    """Return the :class:`MeshParams` of an optimizer; ``None`` if none of its parameters is a DTensor.
+    """Return the :class:`MeshParams` of an optimizer; ``None`` if none of its parameters is a DTensor. Collective.
 
     Args:
         entries: as :func:`zero_opt.sharding.param_groups.run_once` returns them.
 
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
+        RankMismatch: on every rank of a mesh, where ranks differ in what they clip to or check.
     """
     params = params_of(entries)
     mesh = None
@@ -179,6 +217,8 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
         _check_config(config, process_group)
         mesh = MeshParams(config)
     admit(mesh, params)
+    if mesh is not None:
+        mesh.require_same_checks(config)
     return mesh
 
 

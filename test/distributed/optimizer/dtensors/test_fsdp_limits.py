@@ -25,6 +25,7 @@ from zero_opt.errors import (
     ConfigError,
     ConfigTypeError,
     ParamsUnsharded,
+    RankMismatch,
     StateDictError,
     StepPending,
     UnsupportedOptimizer,
@@ -299,6 +300,50 @@ def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
     message, _ = run_processes(2, _norm_without_a_rank, expect_errors=True)
     assert isinstance(message, str)
     assert "restart from the last checkpoint" in message
+
+
+def _limits_that_differ(rank: int, world_size: int, offload: Any) -> list[str]:
+    net, said = sharded(mesh_of((world_size,))), []
+    for one, other in (
+        ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}),
+        ({"max_grad_norm": 1.0}, {}),
+        ({}, {"checks": zero_opt.Checks(nonfinite="raise")}),
+    ):
+        with pytest.raises(RankMismatch) as caught:
+            ours(net, offload=offload, **(other if rank else one))
+        said.append(str(caught.value))
+    optimizer = ours(net, offload=offload, max_grad_norm=0.5)
+    before = locals_of(net.parameters())
+    backward(net, 0, rank)
+    with pytest.raises(RankMismatch) as caught:
+        optimizer.clip_grad_norm_(1.0 + rank)
+    said.append(str(caught.value))
+    with pytest.raises(RankMismatch) as caught:
+        optimizer.step() if rank else optimizer.clip_grad_norm_(3.0)
+    said.append(str(caught.value))
+    assert_bitwise(locals_of(net.parameters()), before)
+    optimizer.clip_grad_norm_(3.0)
+    optimizer.step()
+    assert not torch.equal(locals_of(net.parameters())[0], before[0])
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["none", "cpu"])
+def test_norms_that_ranks_do_not_clip_to_alike_are_refused_on_every_rank(offload: Any) -> None:
+    for said in run_processes(2, _limits_that_differ, offload):
+        for message, words in zip(
+            said,
+            (
+                "max_grad_norm: 1.0 on rank 0, 2.0 on rank 1",
+                "max_grad_norm: 1.0 on rank 0, None on rank 1",
+                "checks.nonfinite: 'ignore' on rank 0, 'raise' on rank 1",
+                "clipped to: 1.0 on rank 0, 2.0 on rank 1",
+                "clipped to: 3.0 on rank 0, 0.5 on rank 1",
+            ),
+            strict=True,
+        ):
+            assert words in message, message
 
 
 # -- the first FSDP ---------------------------------------------------------------------------------------------------
