@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, ZeroOptError
+from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
 from ..system.inference_mode import outside_inference_mode, version_of
@@ -25,6 +25,8 @@ from .threads import checked_threads, say_threads
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 PLAIN = AdamState()
+# Of 8-bit moments, their bases, and what a split master has beside its param.
+CODE_DTYPES = (torch.uint8, torch.int16)
 
 
 class NativeOptions(TypedDict, total=False):
@@ -55,6 +57,16 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("differentiable"):
         raise ConfigError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
     return {**options, "fused": True}
+
+
+def _refuse_own_options(group: Mapping[str, Any], number: int) -> None:
+    """Raise ConfigError for what the optimizer takes, and a param group has no say in."""
+    for key in ("state", "threads", "flush_denormals"):
+        if key in group:
+            raise ConfigError(
+                f"param group {number} has {key!r}, which is the same for all params; pass {key}= to the optimizer "
+                "itself, or make another optimizer for this group"
+            )
 
 
 def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
@@ -109,6 +121,7 @@ class _NativeStep(torch.optim.Adam):
         check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
         self._written: dict[int, tuple[int, int]] = {}  # by param: its version and address as of our last write
+        self._codes: dict[int, list[tuple[str, Tensor, int]]] = {}  # by param: of codes, the version as of that
         return _fused_options(type(self).__name__, rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,10 +130,11 @@ class _NativeStep(torch.optim.Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._slots, self._written = {}, {}
+        self._slots, self._written, self._codes = {}, {}, {}
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
+        self._note_codes()
 
     # -- params -------------------------------------------------------------------------------------------------------
 
@@ -128,6 +142,7 @@ class _NativeStep(torch.optim.Adam):
         """Add a group as torch does; raise a ZeroOptError for a param that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
+            _refuse_own_options(self.param_groups[-1], len(self.param_groups) - 1)
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for position, param in enumerate(self.param_groups[-1]["params"]):
                 if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
@@ -158,7 +173,11 @@ class _NativeStep(torch.optim.Adam):
         """Return torch's form, whatever the state's: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
 
         The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
+
+        Raises:
+            StateDictError: codes in ``state`` were written to.
         """
+        self._require_own_codes()
         self._follow_params()
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
@@ -203,6 +222,35 @@ class _NativeStep(torch.optim.Adam):
             if self._is_compact(param):
                 self.state[param] = live_state(saved, param, self._form)
                 self._written[id(param)] = _place(param)
+        self._note_codes()
+
+    # -- codes --------------------------------------------------------------------------------------------------------
+
+    def _note_codes(self) -> None:
+        """Remember the versions of all codes in ``state``, which only the step may write."""
+        if self._form.moments != "block8" and self._form.master != "split":
+            return
+        states = [(param, self.state[param]) for _, param in self._named() if param in self.state]
+        self._codes = {
+            id(param): [
+                (key, value, version_of(value))
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.dtype in CODE_DTYPES
+            ]
+            for param, state in states
+        }
+
+    def _require_own_codes(self) -> None:
+        """Raise StateDictError, naming the param, if the user has written to codes, which are no values."""
+        for name, param in self._named() if self._codes else ():
+            state = self.state.get(param) or {}
+            for key, codes, version in self._codes.get(id(param), ()):
+                if state.get(key) is codes and version_of(codes) != version:
+                    raise StateDictError(
+                        f"{name}: state {key!r} was written to in place. It holds codes ({codes.dtype}), not values, "
+                        f"in the form of {self._form}; change values in what state_dict() returns, and load that. To "
+                        "go on, load a state dict, or start afresh with opt.state.clear()"
+                    )
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -273,6 +321,7 @@ class _NativeStep(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_own_codes()
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():
             self._bind(list(self._stale()))
@@ -283,6 +332,7 @@ class _NativeStep(torch.optim.Adam):
         ]
         self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
         self._written.update({id(param): _place(param) for param, _ in self._mastered()})
+        self._note_codes()
         return loss
 
     def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:

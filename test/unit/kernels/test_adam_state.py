@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
-from zero_opt.errors import ConfigError, ConfigTypeError
+from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError
 
 FORMS = [
     AdamState(moments, master)
@@ -217,6 +217,91 @@ def test_8_bit_moments_must_lie_as_the_param_does() -> None:
     state["exp_avg"] = state["exp_avg"].t().contiguous().t()
     with pytest.raises(ValueError, match="8-bit moments of CPUAdam param 0 of group 0 must lie in memory as the param"):
         optimizer.step()
+
+
+CODED = [
+    (AdamState("block8"), torch.float32, "exp_avg"),
+    (AdamState("block8"), torch.float32, "exp_avg_sq_base"),
+    (AdamState("float32", "split"), torch.bfloat16, "remainder"),
+]
+
+
+@pytest.mark.parametrize("how", ["as stepped", "copied", "loaded"])
+@pytest.mark.parametrize(("form", "dtype", "key"), CODED, ids=str)
+def test_codes_that_were_written_to_are_not_taken_for_values(
+    form: AdamState, dtype: torch.dtype, key: str, how: str
+) -> None:
+    ours = params(dtype)
+    optimizer = CPUAdamW(ours, state=form)
+    for seed in range(2):
+        gradients(ours, seed)
+        optimizer.step()
+    if how == "copied":
+        optimizer, ours = copy.deepcopy((optimizer, ours))
+    saved = copy.deepcopy(optimizer.state_dict())
+    if how == "loaded":
+        optimizer.load_state_dict(saved)
+    before = [param.detach().clone() for param in ours]
+    optimizer.state[ours[0]][key].mul_(2)
+    gradients(ours, 2)
+    for call in (optimizer.step, optimizer.state_dict, optimizer.step):
+        with pytest.raises(StateDictError, match=f"param 0 of group 0: state '{key}' was written to in place"):
+            call()
+    assert all(map(torch.equal, ours, before))
+    optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, ours, before))
+    optimizer.step()
+    optimizer.state[ours[0]][key].mul_(2)
+    optimizer.state.clear()
+    optimizer.step()
+    assert all(float(optimizer.state[param]["step"]) == 1 for param in ours)
+
+
+def test_bf16_moments_are_values_whose_edits_take_effect() -> None:
+    halved, plain = params(torch.float32), params(torch.float32)
+    a, b = (CPUAdamW(these, state=AdamState("bfloat16")) for these in (halved, plain))
+    for these, optimizer in ((halved, a), (plain, b)):
+        gradients(these, 0)
+        optimizer.step()
+    a.state[halved[0]]["exp_avg"].mul_(0.5)
+    saved = b.state_dict()
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"] * 0.5
+    b.load_state_dict(saved)
+    for these, optimizer in ((halved, a), (plain, b)):
+        gradients(these, 1)
+        optimizer.step()
+    assert all(map(torch.equal, halved, plain))
+
+
+@pytest.mark.parametrize("option", [{"state": AdamState("block8")}, {"threads": 1}, {"flush_denormals": True}], ids=str)
+def test_what_is_the_same_for_all_params_is_refused_in_a_group(option: dict[str, Any]) -> None:
+    (name,) = option
+    given: list[dict[str, Any]] = [
+        {"params": [Parameter(torch.ones(3))]},
+        {"params": [Parameter(torch.ones(3))], **option},
+    ]
+    with pytest.raises(ConfigError, match=f"param group 1 has '{name}', which is the same for all params"):
+        CPUAdamW(given)
+    optimizer = CPUAdamW(given[:1])
+    with pytest.raises(ConfigError, match=f"param group 1 has '{name}'"):
+        optimizer.add_param_group(given[1])
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ConfigError, match=f"param group 1 has '{name}'"):
+        zero_opt.ShardedOptimizer(given, CPUAdamW, offload=zero_opt.CPUOffload())
+
+
+@pytest.mark.parametrize("cls", [CPUAdam, CPUAdamW])
+def test_capturable_changes_nothing(cls: type[CPUAdam]) -> None:
+    found = []
+    for capturable in (False, True):
+        ours = params(torch.float32)
+        optimizer = cls(ours, capturable=capturable)
+        for seed in range(3):
+            gradients(ours, seed)
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        found.append([param.detach() for param in ours])
+    assert all(map(torch.equal, *found))
 
 
 def test_subnormal_moments_are_flushed_only_if_asked_for() -> None:
