@@ -3,9 +3,8 @@
 [Note: who has not come]
 A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
 the process group was made with how many such calls it has entered; those that have not put down as many are the ones
-that are missing. The first rank to ask reads that for all. Nothing is written, nor read, while ranks come within that
-second. Of a rank in this host the kernel knows besides whether it is stopped or has ended, also where a process that it
-has forked keeps its connections open.
+that are missing. The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank
+in this host the kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
 
 [Note: who has left]
 A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
@@ -158,9 +157,10 @@ class Watch:
         """Let the others know that this rank waits."""
         self._ask(lambda: self._store.set(f"at/{self._rank}", str(self._entered)))
 
-    def missing(self) -> list[int]:
-        """The ranks that have not come, as far as is known."""
-        return [rank for rank, entered in self._marked().items() if entered < self._entered]
+    def missing(self, waited: float = math.inf) -> list[int]:
+        """The ranks that have not come, as far as is known; none is known if this rank has waited for less time."""
+        marks = self._marked() if waited > self.mark_after_s else {}
+        return [rank for rank, entered in marks.items() if entered < self._entered]
 
     def _marked(self) -> dict[int, int]:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
@@ -250,10 +250,10 @@ class Watch:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
         # An exchange on another thread may know to which rank the connection has broken, and says so after _NEWS_S.
-        known = self._heard(text, self._entered, min(_NEWS_S + _ANNOUNCED_S, self._timeout_s))
+        known = self._heard(text, self._entered, min(_NEWS_S + _ANNOUNCED_S, self._timeout_s), waited)
         if known is not None:
             return known
-        missing = (self.missing() if waited > self.mark_after_s else []) or self.departures.silent
+        missing = self.missing(waited) or self.departures.silent
         if not missing:
             return self._lost_unknown(text) if is_loss(error) else None
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
@@ -282,10 +282,10 @@ class Watch:
         self._leave(str(error))
         return error
 
-    def _heard(self, text: str, call: int, patience_s: float | None = None) -> PeerLost | None:
+    def _heard(self, text: str, call: int, patience_s: float | None = None, waited: float = 0.0) -> PeerLost | None:
         """Return what other ranks have told of the reason why a call has failed with this text; see :meth:`explain`."""
         known = self.explain(text, call, 0.0 if timed_out(text) else patience_s)
-        if known is None and self._rank in self.departures.silent:
+        if known is None and self._rank in self.departures.silent and not self.missing(waited):  # else name those
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
         return known
 

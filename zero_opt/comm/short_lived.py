@@ -7,6 +7,7 @@ breaks those of the others, and each says so in the store: the rank that does no
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,9 +49,9 @@ class _CallWatch(Watch):
     def advice(self, ranks: Sequence[int]) -> str:
         return f"let {'them' if len(ranks) > 1 else 'it'} go on (kill -CONT), and call {self.call} again on every rank"
 
-    def missing(self) -> list[int]:
+    def missing(self, waited: float = math.inf) -> list[int]:
         """Return the ranks that have entered the fewest collectives: a source may be done while receivers wait."""
-        marked = self._marked()
+        marked = self._marked() if waited > self.mark_after_s else {}
         return [rank for rank, entered in marked.items() if entered == min(marked.values()) < self._entered]
 
     def interrupted(self, error: BaseException, what: str = WAIT) -> None:

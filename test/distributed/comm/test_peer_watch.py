@@ -29,6 +29,7 @@ from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB
 from zero_opt.comm import pairwise_exchange, peer_watch, process_identity, shared_memory_exchange
 from zero_opt.state import service
+from zero_opt.system.waiting import until
 
 MOST_SECONDS = 60
 OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
@@ -198,16 +199,22 @@ def test_a_call_between_steps_counts_the_steps_before_it(call: str) -> None:
     assert re.match(r"rank 1 \(pid \d+\) has not come to step 3 in [\d.]+ s, and its last step is 2", message), message
 
 
-def _alone(rank: int, world_size: int, call: str) -> Any:
-    """Rank 0 calls something of all ranks while rank 1 reads its state, and goes on to the next backward."""
-    param, opt = _optimizer(timeout=5.0)
+def _alone(rank: int, world_size: int, call: str, patience_s: tuple[float, float]) -> Any:
+    """Rank 0 calls something of all ranks while rank 1 reads its state, and goes on to the next backward.
+
+    Args:
+        patience_s: how long each rank waits for the other. Rank 1 waits in the exchange of that backward.
+    """
+    param, opt = _optimizer(timeout=patience_s[rank])
     store = dist.distributed_c10d._get_default_store()
     param.sum().backward()
     if rank == 1:
         assert len(opt.state_dict()["state"]) == 1
         opt.zero_grad()
+        watch = opt._group.watch
+        assert until(lambda: watch._marks_of([0])[0] > watch._entered, PATIENCE_S)  # rank 0 waits, and has said so
         param.sum().backward()
-        store.wait(["told"], timedelta(seconds=300))
+        store.wait(["told"], timedelta(seconds=PATIENCE_S))
         return None
     calls: dict[str, Any] = {
         "step()": opt.step,
@@ -220,11 +227,20 @@ def _alone(rank: int, world_size: int, call: str) -> Any:
     return str(caught.value)
 
 
+# What a rank waits for that is given up last: longer than the other one can take.
+UNENDING_S = 10 * PATIENCE_S
+
+
 @pytest.mark.parametrize("call", ["step()", "clip_grad_norm_()", "consolidate_state_dict()"])
 def test_a_call_on_one_rank_alone_says_what_was_called_and_where(call: str) -> None:
-    message = run_processes(2, _alone, call, expect_errors=True)[0]
+    message = run_processes(2, _alone, call, (5.0, UNENDING_S), expect_errors=True)[0]
     assert isinstance(message, str) and f"rank 0 called {call}, rank 1 did not" in message
     assert "whether all ranks step several optimizers in one order" in message
+
+
+def test_a_call_on_one_rank_alone_is_named_also_where_the_other_rank_has_given_up_first() -> None:
+    message = run_processes(2, _alone, "step()", (UNENDING_S, 5.0), expect_errors=True)[0]
+    assert isinstance(message, str) and "rank 0 called step(), rank 1 did not" in message
 
 
 def _killed(rank: int, world_size: int) -> str:
