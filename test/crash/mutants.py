@@ -24,11 +24,22 @@ COMMIT = "    commit(lane, progress_word(sequence, ++done));\n"
 HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
 REGISTER_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
+REGISTER_REMAINDER = "    arrays.remainder = log.remainder;\n"
+# Of compact forms: where arrays lie in the log, and how they go home from it.
+LOGGED_MOMENT = "biased<void>(log.exp_avg, begin, moment, home.exp_avg)"
+LOGGED_REMAINDER = "biased<std::int16_t>(log.remainder, begin, 2, home.remainder)"
+LOGGED_BASE = "biased<std::uint16_t>(log.exp_avg_base, begin / kCutNumel, 2, home.exp_avg_base)"
+MOMENT_HOME = "  copy_array(log.exp_avg, begin, n, moment, home.exp_avg);\n"
+REMAINDER_HOME = "  copy_array(log.remainder, begin, n, 2, home.remainder);\n"
+BASE_HOME = "  copy_array(log.exp_avg_base, first, count, 2, home.exp_avg_base);\n"
 COMPLETED = "  control.completed.store(sequence, std::memory_order_release);\n"
 LANES = "  share_out(lanes, head.numel > kAloneNumel ? threads : 1, work);\n"
 DRAFTS_DONE = "    control.drafts_done.store(done, std::memory_order_release);\n"
 MAKE_DRAFTS = "      batch.make(arena, mapped_bytes, threads);\n"
 DRAFTED = "    stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);\n"
+DRAFT_WIDTH = "moment = bytes_of(moments);\n"
+DRAFT_BASE = "  copy_array(fresh.exp_avg_base, first, count, 2, to.exp_avg_base);\n"
+LAST_SCALE = "arena.drafts()[done - origin - 1].run.to.exp_avg_base"
 DRAFT_ENDS = "range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;\n"
 
 
@@ -40,7 +51,7 @@ class Mutant:
         replacements: texts and what comes in their place.
         deaths: how many it takes to show; with 0, a step that nobody disturbs is wrong.
         file: path below native/.
-        shape: of the sweep that notices.
+        shape, scenario: of the sweep that notices.
     """
 
     name: str
@@ -48,6 +59,7 @@ class Mutant:
     deaths: int = 1
     file: str = PROTOCOL
     shape: str = "short"
+    scenario: str = "bf16"
 
     def applied(self, source: str) -> str:
         """The mutated source. Raises ValueError unless every text is there exactly once."""
@@ -58,7 +70,90 @@ class Mutant:
         return source
 
 
-MUTANTS = (
+def _left_out(array: str, now: str) -> str:
+    """What does ``now`` with an array's first element taken out, and puts it in afterwards."""
+    return (
+        f"    volatile std::uint16_t* const late = {array};\n"
+        f"    const std::uint16_t value = *late;\n    *late = 0;\n{now}    *late = value;\n"
+    )
+
+
+# Of 8-bit and bf16 moments and split masters. The gradients of "compact" are none that the usual loops take.
+COMPACT = (
+    Mutant("codes are written home at once", ((LOGGED_MOMENT, "home.exp_avg"), (MOMENT_HOME, "")), scenario="compact"),
+    Mutant(
+        "a scale is written home before its codes are in the log",
+        ((LOGGED_BASE, "home.exp_avg_base"), (BASE_HOME, "")),
+        scenario="compact",
+    ),
+    Mutant(
+        "a block is committed before its scale is in the log",
+        ((COMMIT, _left_out("log.exp_avg_base", COMMIT)),),
+        scenario="compact",
+    ),
+    Mutant(
+        "a successor does not copy the scale of the committed block home",
+        (
+            (
+                SUCCESSOR_COPIES,
+                "    AdamRun codes = run_in_place(step.base, *block.run);\n"
+                "    codes.from.exp_avg_base = nullptr;\n"
+                "    copy_home(codes, block, lane.logs[(done + 1) % 2]);\n",
+            ),
+        ),
+        scenario="compact",
+    ),
+    Mutant(
+        "a successor copies codes home as if they were fp32",
+        (
+            (
+                SUCCESSOR_COPIES,
+                "    AdamRun wide = run_in_place(step.base, *block.run);\n"
+                "    wide.moment_format = Format::kFloat32;\n"
+                "    copy_home(wide, block, lane.logs[(done + 1) % 2]);\n",
+            ),
+        ),
+        scenario="compact",
+    ),
+    Mutant(
+        "the low half of a split master is written home at once",
+        ((LOGGED_REMAINDER, "home.remainder"), (REMAINDER_HOME, "")),
+        scenario="compact",
+    ),
+    Mutant(
+        "the low half of a split master of the usual runs is not in the log",
+        ((REGISTER_REMAINDER, "    arrays.remainder = reinterpret_cast<std::int16_t*>(log.max_exp_avg_sq);\n"),),
+        file=IN_REGISTERS,
+        scenario="split",
+    ),
+    Mutant(
+        "moments in bf16 are written home at once",
+        ((LOGGED_MOMENT, "home.exp_avg"), (MOMENT_HOME, "")),
+        scenario="halves",
+    ),
+    Mutant(
+        "a draft keeps fp32 codes",
+        ((DRAFT_WIDTH, "moment = bytes_of(Format::kFloat32);\n  (void)moments;\n"),),
+        deaths=0,
+        file="kernels/draft.inl",
+        shape="drafted",
+        scenario="compact",
+    ),
+    Mutant("a draft leaves its scales out", ((DRAFT_BASE, ""),), 0, "kernels/draft.inl", "drafted", "compact"),
+    Mutant(
+        "drafts are done before their last scale is there",
+        (
+            (
+                DRAFTS_DONE,
+                _left_out(f"reinterpret_cast<std::uint16_t*>(arena.base() + {LAST_SCALE})", DRAFTS_DONE),
+            ),
+        ),
+        file="worker/draft_queue.cpp",
+        shape="drafted",
+        scenario="compact",
+    ),
+)
+FULL = (
     Mutant("a block is committed before it is computed", ((COMPUTE + COUNT + COMMIT, COMMIT + COMPUTE + COUNT),)),
     Mutant("a block is committed before its count is in the log", ((COUNT + COMMIT, COMMIT + COUNT),)),
     Mutant(
@@ -90,8 +185,8 @@ MUTANTS = (
     Mutant(
         "a moment is written home at once",
         (
-            ("biased<void>(log.exp_avg, begin, moment, home.exp_avg)", "home.exp_avg"),
-            ("  copy_array(log.exp_avg, begin, n, moment, home.exp_avg);\n", ""),
+            (LOGGED_MOMENT, "home.exp_avg"),
+            (MOMENT_HOME, ""),
         ),
     ),
     Mutant(
@@ -188,3 +283,4 @@ MUTANTS = (
         deaths=2,
     ),
 )
+MUTANTS = FULL + COMPACT

@@ -8,17 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.crash.mutants import IN_REGISTERS, MUTANTS, Mutant
+from test.crash.mutants import COMPACT, FULL, IN_REGISTERS, MUTANTS, Mutant
 from test.crash.programs import LONG, NATIVE, Counts, built, built_mutant, sweep
 from zero_opt import _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memfd are Linux's")
 
-SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact", "blocks", "halves")
+# Every form of AdamState, and several formats of gradients and results.
+SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact", "blocks", "halves", "blocks-amsgrad")
+SCENARIOS += tuple(f"{moments}-{masters}" for moments in ("blocks", "halves") for masters in ("fp32", "master"))
+# Of each scenario and instruction set, at the least; in the long form 500,000 in all.
+POINTS = 500_000 / len(SCENARIOS) / len(_native.isas()) if LONG else 2000
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.
-TRIED = MUTANTS if LONG else (MUTANTS[0], MUTANTS[2], next(m for m in MUTANTS if m.file == IN_REGISTERS), MUTANTS[-1])
+SOME = (FULL[0], FULL[2], next(m for m in FULL if m.file == IN_REGISTERS), FULL[-1], *COMPACT[1:3])
+TRIED = MUTANTS if LONG else SOME
 NONE = Counts(0, 0, 0)
 
 
@@ -46,7 +51,7 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
         swept = sweep(built("sweep"), isa, scenario, shape, lanes, 1, nested_every)
         assert swept.right, swept.said
         first, nested = first + swept.first, nested + swept.nested
-    assert first.points > 2000
+    assert first.points > POINTS
     assert nested.points > (10_000 if LONG else 500)
     totals.first, totals.nested = totals.first + first, totals.nested + nested
     print(f"\nsweep {isa} {scenario}: {first}; nested {nested}")
@@ -80,7 +85,7 @@ def test_mutants_are_caught(mutant: Mutant) -> None:
     program = built_mutant(mutant, isa)
     nested_every = 3 if mutant.deaths > 1 else 0
     lanes = 2 if mutant.shape == "drafted" else 1
-    swept = sweep(program, isa, "bf16", mutant.shape, lanes, 1, nested_every, "first")
+    swept = sweep(program, isa, mutant.scenario, mutant.shape, lanes, 1, nested_every, "first")
     assert swept.undisturbed == (mutant.deaths > 0)
     assert not swept.right
     assert bool(swept.first.divergent) == (mutant.deaths < 2)

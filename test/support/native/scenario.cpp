@@ -105,6 +105,24 @@ std::size_t data_bytes(const Scenario& scenario) {
   return reinterpret_cast<std::uintptr_t>(places.next());
 }
 
+// 8-bit moments ("blocks") or bf16 ones ("halves"), as the usual loops take them: with split masters, or as what follows
+// the name says. False for another name.
+bool has_compact_moments(const std::string& name, Scenario& found) {
+  const std::string moments = name.substr(0, 6), rest = name.substr(moments.size());
+  if (moments != "blocks" && moments != "halves") return false;
+  found.moments = moments == "blocks" ? Format::kBlock8 : Format::kBfloat16;
+  if (rest == "-fp32") return true;
+  found.grad = Format::kBfloat16;
+  if (rest == "-master") {
+    found.out = Format::kBfloat16;
+    found.has_out = true;
+    return true;
+  }
+  found.has_remainder = true;
+  found.amsgrad = rest == "-amsgrad";
+  return found.amsgrad || rest.empty();
+}
+
 class Event {
  public:
   Event() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
@@ -134,11 +152,7 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     found.grad = Format::kFloat16;
     found.moments = Format::kBlock8;
     found.has_remainder = true;
-  } else if (name == "blocks" || name == "halves") {  // as the usual loops take them
-    found.grad = Format::kBfloat16;
-    found.moments = name == "blocks" ? Format::kBlock8 : Format::kBfloat16;
-    found.has_remainder = true;
-  } else if (name != "plain") {
+  } else if (name != "plain" && !has_compact_moments(name, found)) {
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
