@@ -40,10 +40,10 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
         compact: save what :class:`AdamState` keeps as it is: codes, bases and remainders, 2.06 to 4 bytes per element
             where values in torch's form take 8 or 12. :func:`load_sharded_state_dict` alone reads that, at any world
             size and into any form, and a run in the same form goes on to the bit. Load the model first: its bf16
-            parameters are half of split masters. Not for parameters that are DTensors.
+            parameters are half of split masters. Parameters that are DTensors need the same on both sides, and 8-bit
+            moments of those that are not cut between whole blocks of 64 elements are saved in torch's form.
 
     Raises:
-        ConfigConflict: compact, and parameters are DTensors.
         StateDictError: on every rank, if state of one is not tensors, numbers or strings.
         StorageFailed, OutOfResources, OutOfMemory: on every rank, if one cannot read its state, open files,
             or hold its rows.

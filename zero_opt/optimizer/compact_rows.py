@@ -2,6 +2,10 @@
 
 Codes and remainders have the parameter's shape, and are cut by rows like other state. Bases have an element per block
 of 64 elements in storage order, so the parameter must have that order again when they are loaded.
+
+Of a parameter that is a DTensor each rank has blocks of its own part. Where parts are whole rows, and a row whole
+blocks, these are the parameter's own blocks, and bases a DTensor with as many rows. Elsewhere state stays in torch's
+form.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError
 from ..kernels.adam_state import CODES, HALVES, MOMENTS, code_key, state_dtypes, unpacked
 from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
+from ..kernels.strides import contiguous_strides
 from ..policies import AdamState
-from ..sharding.flat_param import element_order
+from ..sharding.flat_param import element_order, is_dtensor
+from .dtensors.local_parts import cut_like, dtensor_over, local_of, value_of_param
 
 Sized = Mapping[str, tuple[Any, torch.Size]]
 
@@ -41,6 +48,40 @@ def compact_values(made: Sized, param: Tensor, form: AdamState) -> Sized:
     return kept
 
 
+def _bases_shape(param: Tensor) -> torch.Size | None:
+    """Return the shape of a parameter's bases; ``None`` of a DTensor whose parts cut blocks."""
+    if not is_dtensor(param):
+        return torch.Size([blocks_of(param.numel())])
+    by_rows = all(place.is_replicate() or place.is_shard(0) for place in param.placements)  # type: ignore[attr-defined]
+    in_order = param.dim() > 1 and param.stride() == contiguous_strides(param.shape)
+    row = param.shape[1:].numel()
+    return torch.Size([param.shape[0], row // BLOCK_NUMEL]) if by_rows and in_order and not row % BLOCK_NUMEL else None
+
+
+def parts_as_they_lie(entry: Mapping[str, Any], param: Tensor, part: Tensor) -> dict[str, Any]:
+    """Return compact state of this rank's part of a parameter as state of the parameter, over the same memory."""
+    if CODES[0] in entry and _bases_shape(param) is None:
+        entry = plain_entry(entry, part, AloneGroup())
+    return {key: _value_of_param(key, value, param, part) for key, value in entry.items()}
+
+
+def _value_of_param(key: str, value: Any, param: Tensor, part: Tensor) -> Any:
+    shape = _bases_shape(param) if key in BASES and is_dtensor(param) else None
+    return value_of_param(value, param, part) if shape is None else dtensor_over(value.view(-1, shape[1]), param, shape)
+
+
+def compact_places(made: Mapping[str, Any], param: Tensor, form: AdamState) -> Mapping[str, Any]:
+    """Return places for the compact state of a DTensor, given those for the same in torch's form."""
+    part = local_of(param)
+    values = compact_values({key: (value, part.shape) for key, value in made.items()}, part, form)
+    if CODES[0] in values and _bases_shape(param) is None:
+        return made
+    return {
+        key: value if value is made.get(key) else _value_of_param(key, value.new_zeros(shape), param, part)
+        for key, (value, shape) in values.items()
+    }
+
+
 def order_of(param: Tensor) -> list[int]:
     """Return the strides that say in which order a parameter's blocks are."""
     return list(element_order(param.shape, param.stride()))
@@ -60,7 +101,13 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
     wanted: dict[str, tuple[torch.dtype, torch.Size]] = {}
     if CODES[0] in entry:
         wanted |= dict.fromkeys(CODES, (torch.uint8, param.shape))
-        wanted |= dict.fromkeys(BASES, (torch.int16, torch.Size([blocks_of(param.numel())])))
+        bases = _bases_shape(param)
+        if bases is None:
+            raise StateDictError(
+                f"compact state of parameter {index} has blocks that cuts of {param.placements} would go through; save "  # type: ignore[attr-defined]
+                "it without compact=True"
+            )
+        wanted |= dict.fromkeys(BASES, (torch.int16, bases))
         if order != order_of(param):
             raise StateDictError(
                 f"compact state of parameter {index} was saved of another order of elements in memory, strides {order} "
@@ -83,7 +130,11 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
 
 
 def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
-    """Return a checked compact entry in torch's form, cut as it is. Collective."""
+    """Return a checked compact entry in torch's form, cut as it is, or as its DTensor is. Collective."""
+    if is_dtensor(param):
+        part = local_of(param)
+        parts = {key: _local_value(key, value, param) for key, value in entry.items()}
+        return {key: value_of_param(value, param, part) for key, value in plain_entry(parts, part, group).items()}
     from ..state.row_sharded import Rows, full_of  # take seconds to import, and few need them
 
     plain = {key: value for key, value in entry.items() if key not in (*CODES, *BASES, "remainder")}
@@ -101,3 +152,14 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
         high = Rows.whole(param).run[low.span.start : low.span.stop].view(torch.int16).int() << 16
         plain["master"] = low.with_values((high + low.run.int()).view(torch.float32), group)
     return plain
+
+
+def _local_value(key: str, value: Any, param: Tensor) -> Any:
+    """Return this rank's part of a value of a DTensor's compact entry; of bases, 1-D."""
+    like, shape = param, _bases_shape(param) if key in BASES else None
+    if shape is not None:
+        like = dtensor_over(local_of(param).new_empty(local_of(param).shape[0], shape[1]), param, shape)
+    if not isinstance(value, Tensor) or value.dtype is not torch.int16:
+        return local_of(cut_like(value, like))
+    part = local_of(cut_like(value.int(), like)).to(torch.int16)  # gloo sends no int16
+    return part if shape is None else part.reshape(-1)

@@ -24,7 +24,7 @@ from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from ..system.log import log
 from .arguments import check_options
-from .compact_rows import compact_values
+from .compact_rows import compact_places, compact_values
 from .config import Config
 from .dtensors.mesh_params import state_like
 
@@ -51,11 +51,14 @@ def places(
     from ..state.row_sharded import blank  # takes seconds to import, and few need it
 
     hypers, (dtype, _) = hypers_of(packed), config.placement.stepped_as(param)
+    form = config.placement.inputs.form
+    compact = compact and is_compact(form)
     if is_dtensor(param):
-        return state_like(config, hypers, param, dtype)
+        like = state_like(config, hypers, param, dtype)
+        return dict(compact_places(like, param, form)) if compact else like
     first = first_state(config.optimizer_class, hypers, param, dtype)
-    if compact and is_compact(config.placement.inputs.form):
-        first = dict(compact_values(first, param, config.placement.inputs.form))
+    if compact:
+        first = dict(compact_values(first, param, form))
     made = {**first, **config.placement.column_places(param)}
     return {
         key: blank(value, param, shape, group) if isinstance(value, Tensor) else value

@@ -308,7 +308,7 @@ def fitted(
                 dtype = torch.float32 if optimizer_class in NATIVE_CLASSES else param.dtype
                 kind = (small, dtype, param.device)
                 if kind not in made:
-                    like = torch.zeros(small, dtype=dtype, device=param.device)
+                    like = torch.zeros(small, dtype=dtype, device=tried_on(optimizer_class, param))
                     made[kind] = state_after_a_step(optimizer_class, hypers, like)
                 fitting.pop(index)
                 with refused.each():
@@ -325,7 +325,7 @@ def _completed(
 ) -> dict[str, Any]:
     """Return a saved group's hyperparameters, once the class has checked, completed, and made a step with them."""
     hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
-    device = params[0].device if params else None
+    device = tried_on(cls, params[0]) if params else None
     known = inspect.signature(cls).parameters  # the class checks arguments, but not what stands in a group
     arguments = {key: value for key, value in hypers.items() if key in known}
     missing: list[str] = []
@@ -362,7 +362,7 @@ def first_state(
     if not is_known(optimizer_class):
         return {}
     small = torch.Size([min(size, 2) for size in param.shape] or [2])
-    like = torch.zeros(small, dtype=stepped, device=param.device)
+    like = torch.zeros(small, dtype=stepped, device=tried_on(optimizer_class, param))
     made = dict(state_after_a_step(optimizer_class, hypers, like))
     if stepped is not param.dtype:
         made["master"] = like
@@ -370,6 +370,11 @@ def first_state(
         key: (value, _grown(value.shape, small, param.shape) if isinstance(value, Tensor) else torch.Size([]))
         for key, value in made.items()
     }
+
+
+def tried_on(cls: type[torch.optim.Optimizer], param: Tensor) -> torch.device:
+    """Return where a class is tried for a parameter: the native classes step host memory alone, wherever that is."""
+    return torch.device("cpu") if cls in NATIVE_CLASSES else param.device
 
 
 def _require_like(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import zero_opt
+from test.support.compact_training import FORMS
 from test.support.device_cases import programs
 from test.support.device_cases.training import COLUMNS, EVEN, FUSED, MATRICES, Case, differs
 
@@ -235,6 +236,46 @@ def _fsdp() -> Iterator[Case]:
     yield Case("FSDP2, Muon", **{**WHOLE["Muon"], **fields})
 
 
+def _compact() -> Iterator[Case]:
+    """Every form of AdamState under every offload; of two tiers, what users do to the smallest form."""
+    tiers, turn = ("host", "worker", "worker, late", "worker, speculating", "file"), 0
+    small: dict[str, dict[str, Any]] = {}
+    for form, (dtype, state) in FORMS.items():
+        fields = {"cls": zero_opt.CPUAdamW, "arguments": {"lr": 0.02, "state": state}, "dtype": dtype}
+        for tier in tiers:
+            small[tier] = {**fields, "offload": TIERS[tier]["offload"]}
+            reduction = "Overlapped" if "speculating" in tier else REDUCTIONS[turn % 3]
+            turn += 1
+            yield Case(f"{form}, {tier}", reduction, **small[tier])
+            if form == _SMALLEST and tier != "file":
+                yield Case(f"{form}, {tier}, DDPHook", "DDPHook", **small[tier], **_UNDER_DDP)
+        if form == _SMALLEST:
+            for tier in ("host", "worker"):
+                yield from _used(f"{form}, {tier}", small[tier])
+
+
+def _used(name: str, fields: dict[str, Any]) -> Iterator[Case]:
+    """What users do in training programs."""
+    for program in (
+        programs.clipped,
+        programs.scaled,
+        programs.edited,
+        programs.state_leaves,
+        programs.one_rank_asks,
+        programs.state_is_loaded,
+        programs.state_is_loaded_in_place,
+        programs.resharded,
+        programs.checkpointed,
+        programs.groups_are_added,
+        programs.failed_backward,
+    ):
+        yield Case(f"{name}, {program.__name__.replace('_', ' ')}", program=program, **fields)
+    yield Case(f"{name}, gathered late", late=True, **fields)
+    yield Case(f"{name}, accumulating", backwards=2, **fields)
+    yield Case(f"{name}, FSDP2", **{**fields, **_UNDER_DDP, "fsdp": True, "shapes": MATRICES})
+
+
+_SMALLEST = "block8, split"
 _SPLIT = Case(
     "split masters",
     dtype=BF16,
@@ -259,5 +300,6 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "classes": tuple(_classes()),
     "events": (*_events(), *_edited_and_saved()),
     "FSDP2": tuple(_fsdp()),
+    "compact": tuple(_compact()),
 }
 CASES = {case.name: case for cases in GROUPS.values() for case in cases}

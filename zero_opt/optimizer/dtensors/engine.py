@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ...comm.agreement import StepAgreement
-from ...errors import ConfigConflict, ZeroOptError
+from ...errors import ZeroOptError
 from ...placement.compact_state import is_compact
 from ...policies import AlreadyReduced
 from ...reduction import GradShard
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
+from ..compact_rows import parts_as_they_lie
 from ..config import Config
 from ..join import UnevenInputs
 from ..loading import Loaded
@@ -137,22 +138,24 @@ class DTensorEngine(ShardedEngine):
 
     def _as_seen(self, states: Mapping[int, Mapping[str, Any]]) -> StatesByIndex:
         plain = self.parts.params
+        self._require_fitting(states)
+        return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
+
+    def _require_fitting(self, states: Iterable[int]) -> None:
         for index in states:
             self.partition.flats[index].moved()  # state of a part that does not fit any more is no DTensor of the param
-        return {i: state_of_param(state, self._view.param_of(plain[i]), plain[i]) for i, state in states.items()}
 
     def consolidate(self, to: int) -> None:
         self._complete_state("consolidate_state_dict()")
         self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
     def rows(self, *, compact: bool) -> StatesByIndex:
-        if compact and is_compact(self._config.placement.inputs.form):
-            raise ConfigConflict(
-                "parameters are DTensors, and each rank has 8-bit blocks of its own part, which go with no other cut; "
-                "leave compact=False"
-            )
-        self._complete_state("sharded_state_dict()")
-        return self._as_seen(super()._full_state())
+        if not (compact and is_compact(self._config.placement.inputs.form)):
+            self._complete_state("sharded_state_dict()")
+            return self._as_seen(super()._full_state())
+        plain, parts = self.parts.params, super().rows(compact=True)
+        self._require_fitting(parts)
+        return {i: parts_as_they_lie(state, self._view.param_of(plain[i]), plain[i]) for i, state in parts.items()}
 
     def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""

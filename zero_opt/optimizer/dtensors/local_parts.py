@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedParam
+from ...kernels.strides import contiguous_strides
 from ...sharding.flat_param import is_dtensor
 
 
@@ -61,8 +62,11 @@ def counts_here(param: Any) -> bool:
     return not any(at for at, placement in zip(coordinate, param.placements, strict=True) if placement.is_replicate())
 
 
-def dtensor_over(local: Tensor, like: Tensor) -> Tensor:
+def dtensor_over(local: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
     """Return a DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
+
+    Args:
+        shape: of the DTensor, if not that of ``like``; elements are in order then.
 
     Unlike ``DTensor.from_local`` this leaves ``local`` where it is, on a device that may not be the mesh's.
     """
@@ -70,6 +74,8 @@ def dtensor_over(local: Tensor, like: Tensor) -> Tensor:
 
     of: Any = like
     meta = of._spec.tensor_meta._replace(dtype=local.dtype)
+    if shape is not None:
+        meta = meta._replace(shape=shape, stride=contiguous_strides(shape))
     make: Any = DTensor
     made: Tensor = make(local, replace(of._spec, tensor_meta=meta), requires_grad=False)
     return made

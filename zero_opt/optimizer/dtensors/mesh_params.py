@@ -31,7 +31,7 @@ from ...reduction.grad_norm import Measured, look, norm_dtype
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
-from ...state.state_dict import StateDict, StatesByIndex, copied
+from ...state.state_dict import StateDict, StatesByIndex, copied, tried_on
 from ...state.trial import is_known, state_after_a_step
 from ...system.inference_mode import version_of
 from ..config import Config
@@ -181,7 +181,7 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
     if not steps_apart(config):
         made = state_after_a_step(cls, hypers, like)
     else:
-        part = local_of(like).to(stepped_dtype)
+        part = local_of(like).to(tried_on(cls, like), stepped_dtype)
         master = {} if stepped_dtype is param.dtype else {"master": part}
         made = state_of_param({**state_after_a_step(cls, hypers, part.clone()), **master}, param, part)
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
