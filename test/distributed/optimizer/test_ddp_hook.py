@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
+from test.support.compact_training import FORMS
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 
@@ -46,17 +47,25 @@ def _model(unused: bool) -> Branches:
     return model
 
 
-def _optimizer(model: nn.Module, reduction: Any, **options: Any) -> Any:
+def _optimizer(model: nn.Module, reduction: Any, cls: Any = torch.optim.AdamW, **options: Any) -> Any:
     params = list(model.parameters())
     groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:]}]
-    return zero_opt.ShardedOptimizer(groups, torch.optim.AdamW, reduction=reduction, **options)
+    return zero_opt.ShardedOptimizer(groups, cls, reduction=reduction, **options)
 
 
-def _train(rank: int, world_size: int, reduction: Any, script: str, ddp: dict[str, Any] | None) -> Any:
+def _train(
+    rank: int,
+    world_size: int,
+    reduction: Any,
+    script: str,
+    ddp: dict[str, Any] | None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
     """Parameters and state after a few steps, with DDP (and its options) or without."""
     unused = script in ("unused", "unused twice")
-    model = _model(unused)
-    options = {"max_grad_norm": 0.5} if script == "clip" else {}
+    model = _model(unused).to(dtype)
+    options |= {"max_grad_norm": 0.5} if script == "clip" else {}
     optimizer = _optimizer(model, reduction, **options)
     wrapped: Any = model
     if ddp is not None:
@@ -68,7 +77,8 @@ def _train(rank: int, world_size: int, reduction: Any, script: str, ddp: dict[st
         backwards = 1 + (step % 3 if script in ("twice", "unused twice", "zero twice", "no_sync") else 0)
         backwards += script in ("from the first", "zero twice")
         for turn in range(backwards):
-            data, branch = torch.randn(4, 30, generator=generator), (step + turn + rank) % 3 if unused else 2
+            data = torch.randn(4, 30, generator=generator).to(dtype)
+            branch = (step + turn + rank) % 3 if unused else 2
             if script == "no_sync" and turn + 1 < backwards:
                 with (optimizer if ddp is None else wrapped).no_sync():
                     wrapped(data, branch).square().sum().backward()
@@ -114,6 +124,35 @@ def test_it_gives_the_bits_of_overlapped(mode: str, script: str) -> None:
     within = run_processes(2, _train, HOOK, script, MODES[mode])
     assert_bitwise(within[1][0], within[0][0])
     assert_bitwise(within[0], without[0])
+
+
+def _train_compact(
+    rank: int, world_size: int, reduction: Any, ddp: dict[str, Any] | None, offload: Any
+) -> dict[str, Any]:
+    return {
+        name: _train(
+            *(rank, world_size, reduction, "unused twice", ddp, form.dtype),
+            cls=zero_opt.CPUAdamW,
+            state=form.state,
+            offload=offload,
+            max_grad_norm=0.5,
+        )
+        for name, form in FORMS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1), zero_opt.WorkerOffload(threads=1, speculate=True)],
+    ids=["device", "cpu", "worker", "worker, speculating"],
+)
+def test_compact_state_has_the_bits_of_overlapped(offload: Any) -> None:
+    """Whose bits are those of the class with the same form."""
+    without = run_processes(2, _train_compact, OVERLAPPED, None, offload)
+    within = run_processes(2, _train_compact, HOOK, MODES["find_unused, views"], offload)
+    assert_bitwise(within[0], without[0])
+    for name, (params, _) in within[1].items():
+        assert_bitwise(params, without[0][name][0], name)
 
 
 def test_at_two_ranks_it_gives_the_bits_of_ddp() -> None:

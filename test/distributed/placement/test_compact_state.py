@@ -12,8 +12,8 @@ import torch
 import zero_opt
 from test.support.compact_training import FORMS, REDUCTIONS, expected, train
 from test.support.harness import assert_bitwise, run_processes
+from test.support.nvme_training import step_copies_of_params
 from test.support.scenario import values
-from zero_opt.placement.nvme import extents
 
 PLACEMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "device": lambda _: {},
@@ -52,14 +52,7 @@ def test_bits_of_the_class_with_the_same_form(placement: str, world_size: int, t
 def test_split_masters_in_a_file_whose_parameters_are_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an accelerator, but that copies stay on the host."""
-    made = extents.FileShard.__init__
-
-    def apart(self: Any, bucket: Any, form: Any) -> None:
-        made(self, bucket, form)
-        self.direct = False
-
-    monkeypatch.setattr(extents.FileShard, "__init__", apart)
+    step_copies_of_params(monkeypatch)
     for name, form in FORMS.items():
         found = train(0, 1, form, zero_opt.AtStep(), offload=zero_opt.NVMeOffload(tmp_path))
         assert_bitwise(found, expected(form, 1, zero_opt.AtStep()), name)

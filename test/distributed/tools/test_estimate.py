@@ -140,6 +140,14 @@ FILE = [
     Config(torch.optim.AdamW, zero_opt.Overlapped(bucket_mb=SMALL), defaults=FUSED),
     Config(torch.optim.Adam, shapes=EVEN, dtype=torch.bfloat16, defaults=(*FUSED, ("amsgrad", True))),
     Config(torch.optim.AdamW, zero_opt.AtStep(), ((3000, 200), (77,)), torch.float16, defaults=FUSED),
+    Config(zero_opt.CPUAdamW, zero_opt.Overlapped(bucket_mb=SMALL), dtype=torch.bfloat16, defaults=COMPACT),
+    Config(zero_opt.CPUAdamW, zero_opt.AtStep(), ((3000, 200), (77,)), defaults=(("state", AdamState("block8")),)),
+    Config(
+        zero_opt.CPUAdam,
+        shapes=EVEN,
+        dtype=torch.bfloat16,
+        defaults=(("state", AdamState("bfloat16", "split")), ("amsgrad", True)),
+    ),
 ]
 
 
@@ -296,6 +304,44 @@ def grow(rank: int, world_size: int, offload: Any) -> tuple[int, int]:
 def test_what_the_system_says(world_size: int, offload: Any) -> None:
     for found, estimated in run_processes(world_size, grow, offload):
         assert abs(found - estimated) <= 0.03 * estimated
+
+
+def of_process(pid: int) -> int:
+    """Bytes of memory that a process has, those that it shares included."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def step_compact(rank: int, world_size: int) -> tuple[int, int, int, int]:
+    """Bytes of state, of the worker's arena as it is and as it is estimated, and what the worker has beside it."""
+    config = Config(
+        zero_opt.CPUAdamW,
+        zero_opt.AtStep(),
+        ((512, 2048),) * 12,
+        torch.bfloat16,
+        offload=zero_opt.WorkerOffload(threads=1),
+        defaults=COMPACT,
+    )
+    estimated = zero_opt.estimate(config.model("meta"), world_size, config.cls, device="cpu", **config.options())
+    rows = [row for row in estimated.on_rank(rank).rows if row.where == "host" and row.name not in OUTSIDE]
+    params = config.model("cpu")
+    opt = zero_opt.ShardedOptimizer(params, config.cls, **config.options())
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    worker = opt._engine.placement._worker  # type: ignore[attr-defined]
+    arena, resident = in_file(worker.arena.fd), of_process(worker._handles.child.pid)
+    state = opt.memory_report()["state"]
+    opt.close()
+    return state, arena, sum(row.nbytes for row in rows), resident - arena
+
+
+def test_what_compact_state_takes_on_two_ranks() -> None:
+    """Of whole pages: codes, bases and remainders take 4.06 bytes per element, which the ranks share."""
+    for state, arena, estimated, beside in run_processes(2, step_compact):
+        assert abs(state / (12 * 512 * 2048 / 2) - 4.0625) <= 0.02 * 4.0625
+        assert arena == estimated
+        assert 0 < beside <= 16e6
 
 
 def run_all(rank: int, world_size: int, configs: Sequence[Config]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.compact_training import FORMS
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
@@ -28,11 +30,18 @@ from zero_opt.placement.nvme import placement as nvme_placement
 from zero_opt.placement.nvme import state_file
 from zero_opt.placement.nvme.window_pass import Disk
 
+# The dtype of parameters, and what the optimizer is made with.
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    **{str(dtype): (dtype, {}) for dtype in DTYPES[:2]},
+    **{name: (form.dtype, {"cls": zero_opt.CPUAdamW, "state": form.state}) for name, form in FORMS.items()},
+}
+SOME_KINDS = ("torch.float32", "block8", "block8, split")
+
 # -- a disk that fails ------------------------------------------------------------------------------------------------
 
 
 class Faults:
-    """Lets the n-th transfer of a kind fail, once; a failing write has written half of what it should."""
+    """Lets the n-th transfer of a kind fail, once; a failing write has written garbage to half of its place."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._calls = {"preadv": os.preadv, "pwritev": os.pwritev}
@@ -49,7 +58,9 @@ class Faults:
         if fails:
             assert self.due is not None
             if name == "pwritev":
-                self._calls[name](fd, [b"\xff" * (len(buffers[0]) // 8192 * 4096)], offset)
+                torn = mmap.mmap(-1, max(len(buffers[0]) // 8192, 1) * 4096)  # transfers past the page cache need pages
+                torn[:] = b"\xff" * len(torn)
+                self._calls[name](fd, [torn], offset)
             raise OSError(self.due[2], os.strerror(self.due[2]))
         return self._calls[name](fd, buffers, offset)
 
@@ -61,10 +72,11 @@ class Faults:
         self.due = None
 
 
-def _failing(path: Path, faults: Faults | None, fault: tuple[str, int, int] | None, dtype: torch.dtype) -> Any:
+def _failing(path: Path, faults: Faults | None, fault: tuple[str, int, int] | None, kind: str) -> Any:
     """Train; in step 2 the fault strikes; the gradients are gone before it is repaired by flush()."""
+    dtype, options = KINDS[kind]
     params = make_params(dtype)
-    optimizer = make(params, path)
+    optimizer = make(params, path, **options)
     for step in range(4):
         optimizer.zero_grad()
         torch.autograd.backward(params, [values(step, 1, 0, i, s).to(dtype) for i, s in enumerate(SHAPES)])
@@ -83,20 +95,32 @@ def _failing(path: Path, faults: Faults | None, fault: tuple[str, int, int] | No
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_which_a_transfer_fails_is_taken_up_again(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every transfer of a step in turn."""
-    reference = _failing(tmp_path, None, None, dtype)
+    reference = _failing(tmp_path, None, None, kind)
     faults = Faults(monkeypatch)
-    optimizer = make(make_params(dtype), tmp_path)
+    optimizer = make(make_params(KINDS[kind][0]), tmp_path, **KINDS[kind][1])
     transfers = sum(len(window.parts) for window, _ in placement_of(optimizer)._windows)
     optimizer.close()
     assert transfers >= 4
     for name, code in (("preadv", errno.EIO), ("pwritev", errno.ENOSPC)):
         for number in range(transfers):
-            assert_bitwise(_failing(tmp_path, faults, (name, number, code), dtype), reference, f"{name} {number}")
+            assert_bitwise(_failing(tmp_path, faults, (name, number, code), kind), reference, f"{name} {number}")
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_transfers_that_come_short_are_gone_on_with(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block at a time, whatever is asked for."""
+    reference = _failing(tmp_path, None, None, kind)
+    faults = Faults(monkeypatch)
+    for name in faults.counts:
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda fd, buffers, at, whole=whole: whole(fd, [buffers[0][:4096]], at))
+    assert_bitwise(_failing(tmp_path, None, None, kind), reference)
+    assert all(count > 0 for count in faults.counts.values())
 
 
 def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], due: int, after: bool) -> Any:
@@ -137,7 +161,7 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, 
 def test_ctrl_c_loses_no_window(
     place: tuple[Any, str], after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = _failing(tmp_path, None, None, torch.float32)
+    reference = _failing(tmp_path, None, None, "torch.float32")
     optimizer = make(make_params(), tmp_path)
     windows = len(placement_of(optimizer)._windows)
     optimizer.close()
@@ -298,10 +322,12 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     optimizer.close()
 
 
-def test_state_that_cannot_be_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_state_that_cannot_be_read_is_an_error_and_no_signal(kind: str, tmp_path: Path) -> None:
     """A page past the end of its file is as one that the disk does not give."""
-    params = make_params()
-    optimizer = make(params, tmp_path)
+    dtype, options = KINDS[kind]
+    params = make_params(dtype)
+    optimizer = make(params, tmp_path, **options)
     backward(params, 1, 0)
     optimizer.step()
     file = placement_of(optimizer)._disk.file

@@ -14,10 +14,9 @@ from torch import nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from test.support.nvme_training import in_file, make, placement_of
+from test.support.nvme_training import in_file, make, placement_of, step_copies_of_params
 from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
 from test.support.worker_training import DTYPES, LRS, NATIVE, OVERLAPPED, SHAPES, backward, make_params, simulate
-from zero_opt.placement.nvme import extents
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
@@ -102,14 +101,7 @@ def test_bits_do_not_depend_on_the_window(window_mb: float, tmp_path: Path) -> N
 def test_masters_of_fp32_parameters_are_in_the_file_where_those_are_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an accelerator, but that copies stay on the host."""
-    made = extents.FileShard.__init__
-
-    def apart(self: Any, bucket: Any, form: Any) -> None:
-        made(self, bucket, form)
-        self.direct = False
-
-    monkeypatch.setattr(extents.FileShard, "__init__", apart)
+    step_copies_of_params(monkeypatch)
     assert_bitwise(list(train_ranks(0, 1, tmp_path, 4, torch.float32)), list(simulate(1, 4, 0)))
     assert_bitwise(_edited(tmp_path, torch.float32), _edited(None, torch.float32))
 
