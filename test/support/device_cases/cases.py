@@ -266,13 +266,16 @@ def _used(name: str, fields: dict[str, Any]) -> Iterator[Case]:
         programs.state_is_loaded_in_place,
         programs.resharded,
         programs.checkpointed,
+        programs.checkpointed_as_it_is,
         programs.groups_are_added,
         programs.failed_backward,
     ):
         yield Case(f"{name}, {program.__name__.replace('_', ' ')}", program=program, **fields)
     yield Case(f"{name}, gathered late", late=True, **fields)
     yield Case(f"{name}, accumulating", backwards=2, **fields)
-    yield Case(f"{name}, FSDP2", **{**fields, **_UNDER_DDP, "fsdp": True, "shapes": MATRICES})
+    parts = {**fields, **_UNDER_DDP, "fsdp": True, "shapes": MATRICES}
+    yield Case(f"{name}, FSDP2", **parts)
+    yield Case(f"{name}, FSDP2, checkpointed as it is", program=programs.checkpointed_as_it_is, **parts)
 
 
 _SMALLEST = "block8, split"

@@ -159,7 +159,7 @@ def _alone(rank: Rank) -> Rank:
     return Rank(rank.case, replace(rank.place, group=group))
 
 
-def checkpointed(rank: Rank) -> Any:
+def checkpointed(rank: Rank, *, compact: bool = False) -> Any:
     """Save by torch.distributed.checkpoint into a folder, train on, load, train on."""
     rank.step(0)
     rank.step(1)
@@ -171,17 +171,22 @@ def checkpointed(rank: Rank) -> Any:
         if rank.world_size > 1:
             dist.broadcast_object_list(folders, 0)
             dist.barrier()
-        writer: dict[str, Any] = {"optimizer": zero_opt.sharded_state_dict(rank.optimizer)}
+        writer: dict[str, Any] = {"optimizer": zero_opt.sharded_state_dict(rank.optimizer, compact=compact)}
         dcp.save(writer, checkpoint_id=folders[0])
         rank.step(2)
         rank.optimizer.flush()
-        reader: dict[str, Any] = {"optimizer": zero_opt.sharded_state_dict(rank.optimizer)}
+        reader: dict[str, Any] = {"optimizer": zero_opt.sharded_state_dict(rank.optimizer, compact=compact)}
         dcp.load(reader, checkpoint_id=folders[0])
         if rank.world_size > 1:
             dist.barrier()
     rank.restore(params)
     zero_opt.load_sharded_state_dict(rank.optimizer, reader["optimizer"])
     return [on_host(rank.step(3)), rank.end()]
+
+
+def checkpointed_as_it_is(rank: Rank) -> Any:
+    """Do as :func:`checkpointed` does, with compact state in its own form."""
+    return checkpointed(rank, compact=True)
 
 
 def uneven(rank: Rank) -> Any:
