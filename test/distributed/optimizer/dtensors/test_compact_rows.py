@@ -23,14 +23,14 @@ SHAPES = ((21, 128), (40, 3, 64), (7, 33), (130,), (1, 64))  # the middle ones a
 BEFORE, AFTER = 3, 3
 
 
-def _make(world_size: int, form: Form, start: list[torch.Tensor] | None = None) -> tuple[nn.Module, Any]:
+def _make(world_size: int, form: Form, offload: Any, start: list[torch.Tensor] | None = None) -> tuple[nn.Module, Any]:
     model = nn.ParameterList(
         nn.Parameter(values(51, 0, 0, at, shape).to(form.dtype, copy=True) if start is None else start[at].clone())
         for at, shape in enumerate(SHAPES)
     )
     fully_shard(model, mesh=mesh_of((world_size,)))
     optimizer = zero_opt.ShardedOptimizer(
-        model.parameters(), zero_opt.CPUAdamW, lr=0.02, state=form.state, offload=zero_opt.CPUOffload()
+        model.parameters(), zero_opt.CPUAdamW, lr=0.02, state=form.state, offload=offload
     )
     return model, optimizer
 
@@ -50,7 +50,7 @@ def _train(model: nn.Module, optimizer: Any, form: Form, steps: range) -> None:
 def _save(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name, form in FORMS.items():
-        model, optimizer = _make(world_size, form)
+        model, optimizer = _make(world_size, form, zero_opt.CPUOffload())
         _train(model, optimizer, form, range(BEFORE))
         saved = {how: zero_opt.sharded_state_dict(optimizer, compact=how == "compact") for how in ("compact", "plain")}
         for how, state in saved.items():
@@ -68,10 +68,10 @@ def _save(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _resume(rank: int, world_size: int, folder: Path, start: dict[str, Any], how: str) -> dict[str, Any]:
+def _resume(rank: int, world_size: int, folder: Path, start: dict[str, Any], offload: Any, how: str) -> dict[str, Any]:
     found = {}
     for name, form in FORMS.items():
-        model, optimizer = _make(world_size, form, start[name])
+        model, optimizer = _make(world_size, form, offload, start[name])
         if how == "full":
             into = torch.load(folder / name / "full.pt", weights_only=True)
         else:
@@ -84,13 +84,17 @@ def _resume(rank: int, world_size: int, folder: Path, start: dict[str, Any], how
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_saved_at_two_ranks_and_resumed(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "offload"),
+    [(1, zero_opt.CPUOffload()), (2, zero_opt.WorkerOffload(threads=1)), (3, None)],
+    ids=["1, cpu", "2, worker", "3, device"],
+)
+def test_saved_at_two_ranks_and_resumed(world_size: int, offload: Any, tmp_path: Path) -> None:
     """From codes as from values; without another cut, as if nothing had happened."""
     saved = run_processes(2, _save, tmp_path)
     start = {name: found[0] for name, found in saved[0].items()}
     plain, compact, full = (
-        run_processes(world_size, _resume, tmp_path, start, how) for how in ("plain", "compact", "full")
+        run_processes(world_size, _resume, tmp_path, start, offload, how) for how in ("plain", "compact", "full")
     )
     assert_bitwise(compact, plain)
     assert_bitwise(full, plain)
