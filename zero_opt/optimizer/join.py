@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
+from ..errors import ParamsReplaced
 from ..sharding.param_groups import hypers_of, param_name
 from ..system.devices import HOST, carries
 from .interface import Engine
@@ -108,8 +109,15 @@ class UnevenInputs(torch.optim.Optimizer, Joinable):
         """Where ``Join`` puts its own tensors: the parameters' device, unless the group carries none of its tensors.
 
         DistributedDataParallel has that of its parameters too, and ``Join`` requires one device of all that join.
+
+        Raises:
+            ParamsReplaced: ``param_groups`` has been broken.
         """
-        device, group = self.param_groups[0]["params"][0].device, self.join_process_group
+        group = self.join_process_group
+        try:
+            device, *_ = (param.device for entry in self.param_groups for param in entry["params"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ParamsReplaced("opt.param_groups has no parameters any more; put back what was there") from error
         return device if group is None or carries(str(dist.get_backend_config(group)), device) else HOST
 
     @property

@@ -220,6 +220,8 @@ class ShardedEngine(BetweenSteps):
             for bucket, failed in self._step_buckets(in_order, grad_scale):
                 self.gather.start(bucket, failed=failed)
             self._end_step(agreed, self.gather.end())
+            if self._user._join_config.enable:  # this may be the last step, after which DDP sends parameters to all
+                self.gather.flush()
 
     def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[tuple[GradBucket, bool]]:
         """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here, and False.
@@ -237,7 +239,11 @@ class ShardedEngine(BetweenSteps):
             for index in self.placement.step(shards, self.parts.param_groups, grad_scale):
                 left.remove(index)
                 yield buckets[index], False
-        except Exception as error:  # whatever it is
+        except BaseException as error:  # whatever it is
+            with self.parts.visible.lock:  # the step may be pending: what users make of entries from here on is undone
+                self.parts.visible.note_entries()
+            if not isinstance(error, Exception):
+                raise
             # Python turns a StopIteration that leaves a generator into a RuntimeError (PEP 479).
             by_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
             own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
@@ -267,8 +273,8 @@ class ShardedEngine(BetweenSteps):
         self._groups.control.in_step(count.step)
         self.partition.accept_edits()
         with self.parts.visible.lock:
+            self.parts.visible.count_step(agreed.used)  # also where it failed: other ranks have stepped their parts
             if failure is None:
-                self.parts.visible.count_step(agreed.used)
                 self._show_state()
             self._guard.commit(count.step)
         if failed:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
-from ..errors import GradientConflict, ZeroOptError
+from ..errors import GradientConflict, StepDesync, ZeroOptError
 from ..layout import indices_of
 from ..system.inference_mode import version_of
 from .ddp_conflict import ddp_conflict
@@ -110,7 +110,7 @@ class AtStepReduction(GradReduction):
         parts = self._parts
         dense = indices_of(used).difference(self._sparse.reduce() if sparse else ())
         sequence, self._sequence = self._sequence, self._sequence + len(self._partition.buckets)
-        futures: list[Future[bool]] = []
+        futures, reduced = list[Future[bool]](), list[bool]()
         for position, bucket in enumerate(self._partition.buckets):
             members = bucket.layout.params
             if dense.isdisjoint(members):
@@ -125,12 +125,13 @@ class AtStepReduction(GradReduction):
             if exchange.overlaps:
                 futures.append(parts.reduce(bucket, fill, ident, overwrite))
             else:  # on this thread, which has nothing else to do
-                bucket.reduce(fill, ident, overwrite, exchange, parts.pool)
+                reduced.append(bucket.reduce(fill, ident, overwrite, exchange, parts.pool))
         group = parts.agreement.group
         with group.exchanging():
-            for future in futures:
-                outcome(future, group.lookout)
+            reduced += [outcome(future, group.lookout) for future in futures]
         self._partition.join()
+        if not all(reduced):
+            raise StepDesync("another rank left this step early; call zero_grad() on every rank, and repeat it")
         self._used, self._with_sparse = used, sparse
 
     def scale(self, factor: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..comm.exchange import Exchange, Ident
 from ..comm.waits_beside import outcome
-from ..errors import ConfigError, StepFailed
+from ..errors import ConfigError, ProcessGroupError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.inference_mode import outside_inference_mode
 from ..system.stages import CallStages, Lane
@@ -195,6 +195,11 @@ class BackgroundGather(ParamGather):
     def _arrive(self, index: int) -> None:
         arriving = self._arriving.get(index)
         if arriving is not None:
+            if os.getpid() != self._pid and not arriving.done():  # the thread that gathers is in no fork
+                raise ProcessGroupError(
+                    f"this process was forked from process {self._pid} while parameters were on their way there, and "
+                    "lacks a part of the last step; call opt.flush() before the fork"
+                )
             try:
                 event = outcome(arriving, self._lookout)
                 if event is not None:

@@ -147,6 +147,32 @@ def test_masters_on_the_device() -> None:
     _same_on_all(2, "Overlapped", False, Stumbles, 1, {"precision": zero_opt.MixedPrecision(torch.float32)})
 
 
+def _counts(rank: int, world_size: int) -> list[tuple[float, int]]:
+    """State is cleared on every rank before the step that fails on rank 1; counts and elements here, two steps on."""
+    zero_opt.register_elementwise(Stumbles)
+    model = _model()
+    reduction = zero_opt.AtStep(BUCKET_MB)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), Stumbles, lr=0.01, reduction=reduction)
+    _train(model, optimizer, 0)
+    optimizer.state.clear()
+    Stumbles.left = rank
+    with pytest.raises(MemoryError if rank else zero_opt.StepFailed, match="no more of it"):
+        _train(model, optimizer, 1)
+    for step in (2, 3):
+        _train(model, optimizer, step)
+    shown = [optimizer.state[param] for param in model.parameters()]
+    optimizer.close()
+    return [(float(entry["step"]), entry["exp_avg"].numel()) for entry in shown]
+
+
+def test_a_rank_whose_own_step_fails_counts_it_for_parameters_of_other_ranks() -> None:
+    owner, failed = run_processes(2, _counts)
+    elsewhere = [index for index, (_, numel) in enumerate(failed) if not numel]
+    assert elsewhere
+    for index in elsewhere:
+        assert failed[index][0] == owner[index][0] == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # several ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -195,6 +196,62 @@ def test_a_pending_step_outlives_what_ddp_sends_at_the_end() -> None:
 def test_a_pending_step_does_not_undo_an_edit_before_the_end() -> None:
     for edit in (1, 3):  # of parameters of either rank's shard
         run_processes(2, _delayed, edit)
+
+
+def _gathered_late(rank: int, world_size: int) -> list[Tensor]:
+    """The gathers of the last step take a while on rank 1, which is the last, and whose parameters DDP sends to all."""
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+    ddp = DistributedDataParallel(net)
+    optimizer = zero_opt.ShardedOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.1, reduction=zero_opt.AlreadyReduced(overlap_param_gather=ddp)
+    )
+    gather = optimizer._engine.gather
+    complete, steps = gather._gather, 2 + rank
+
+    def late(bucket: Any, ident: Any, **options: Any) -> Any:
+        if (rank, ident.step) == (1, steps - 1):
+            time.sleep(0.3)
+        return complete(bucket, ident, **options)
+
+    gather._gather = late
+    with Join([ddp, optimizer]):
+        for step in range(steps):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+    sent = [param.detach().clone() for param in net.parameters()]
+    optimizer.flush()
+    assert_bitwise([param.detach() for param in net.parameters()], sent)
+    optimizer.close()
+    return sent
+
+
+def test_what_ddp_sends_at_the_end_has_been_gathered() -> None:
+    first, second = run_processes(2, _gathered_late)
+    assert_bitwise(first, second)
+
+
+def _first_group_is_empty(rank: int, world_size: int) -> list[str]:
+    param, said = nn.Parameter(torch.ones(3)), []
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [param]}]
+    optimizer = zero_opt.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1, reduction=AT_STEP)
+    assert optimizer.join_device == param.device
+    kept = optimizer.param_groups
+    for broken in ([], [{"lr": 0.1}], None):
+        optimizer.param_groups = broken  # type: ignore[assignment]
+        with pytest.raises(zero_opt.ParamsReplaced) as caught, Join([optimizer]):
+            pass
+        said.append(str(caught.value))
+    optimizer.param_groups = kept
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_device_of_join_is_that_of_any_parameter(world_size: int) -> None:
+    assert all(len(said) == 3 for said in run_processes(world_size, _first_group_is_empty))
 
 
 def _differing_calls(rank: int, world_size: int) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
+from zero_opt.sharding.buckets import GradBucket
 
 STEPS, FAILED = 6, (1, 3)
 WIDTH, DEPTH = 24, 8
@@ -165,3 +166,44 @@ def _drop_after_unequal_backwards(rank: int, world_size: int) -> str:
 def test_gradients_dropped_after_unequal_numbers_of_backwards_are_refused() -> None:
     for message in run_processes(2, _drop_after_unequal_backwards):
         assert "unequal" in message and "call opt.zero_grad()" in message
+
+
+def _given_up(rank: int, world_size: int, exchange: Any) -> list[Tensor]:
+    """Each rank is told of the exchange of one step that the other has skipped it."""
+    params = [torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(70))]
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.SGD, lr=0.1, reduction=zero_opt.AtStep(0.001, exchange=exchange)
+    )
+    in_stages = GradBucket.reduce_in_stages
+
+    def skipped(*args: Any) -> Any:
+        yield from in_stages(*args)
+        return False
+
+    for step in range(3):
+        for param in params:
+            param.grad = torch.full_like(param, 1.0 + rank + step)
+        if step == 1:
+            before = [param.detach().clone() for param in params]
+            GradBucket.reduce_in_stages = skipped  # type: ignore[method-assign]
+            with pytest.raises(zero_opt.StepDesync, match="another rank left this step early"):
+                optimizer.step()
+            GradBucket.reduce_in_stages = in_stages  # type: ignore[method-assign]
+            assert_bitwise([param.detach() for param in params], before)
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_a_sum_that_lacks_another_rank_is_not_stepped_by(exchange: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(70))]
+    plain = torch.optim.SGD(params, lr=0.1)
+    for mean in (1.5, 3.5):
+        for param in params:
+            param.grad = torch.full_like(param, mean)
+        plain.step()
+    for found in run_processes(2, _given_up, exchange):
+        assert_bitwise(found, [param.detach() for param in params])

@@ -188,3 +188,25 @@ def _close_in_a_fork(rank: int, world_size: int) -> None:
 
 def test_a_close_in_a_fork_waits_for_no_gather() -> None:
     run_processes(2, _close_in_a_fork)
+
+
+def _read_in_a_fork(rank: int, world_size: int) -> None:
+    model = Model()
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, reduction=zero_opt.Overlapped(overlap_param_gather=model)
+    )
+    optimizer._engine.gather._arriving[0] = Future()  # that of a thread which is in no fork
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # for a child that waits for ever
+        for read in (lambda: model(torch.zeros(2, 8, dtype=torch.int64)), model.state_dict):
+            with pytest.raises(zero_opt.ProcessGroupError, match=r"call opt\.flush\(\) before the fork"):
+                read()
+        os._exit(0)
+    del optimizer._engine.gather._arriving[0]
+    assert os.waitpid(child, 0)[1] == 0
+    optimizer.close()
+
+
+def test_a_forward_in_a_fork_does_not_wait_for_what_cannot_come() -> None:
+    run_processes(2, _read_in_a_fork)

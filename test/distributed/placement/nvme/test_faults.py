@@ -287,6 +287,56 @@ def test_an_edit_between_the_failure_and_the_flush_is_kept(tmp_path: Path, monke
     optimizer.close()
 
 
+def _struck_once(function: Any) -> Any:
+    """A function that Ctrl-C strikes in the first call."""
+    calls = itertools.count()
+
+    def call(*given: Any, **named: Any) -> Any:
+        if next(calls) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return function(*given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("how", ["disk", "Ctrl-C"])
+@pytest.mark.parametrize("edit", ["replaced", "dropped", "written to"])
+def test_entries_that_are_edited_between_the_failure_and_the_flush_are_put_back(
+    edit: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(path: Path, *, edits: bool) -> Any:
+        params = make_params()
+        optimizer = make(params, path)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(params, step, 0)
+            if step != 2 or not edits:
+                optimizer.step()
+                continue
+            if how == "disk":
+                with Faults(monkeypatch).at("pwritev", 0, errno.EIO), pytest.raises(zero_opt.StorageFailed):
+                    optimizer.step()
+            else:
+                with monkeypatch.context() as patch:
+                    patch.setattr(nvme_placement, "adam_update_", _struck_once(nvme_placement.adam_update_))
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+            entry = optimizer.state[params[0]]
+            if edit == "replaced":
+                optimizer.state[params[0]] = {key: value * 2 for key, value in entry.items()}
+            elif edit == "dropped":
+                del optimizer.state[params[0]]
+            else:
+                entry["exp_avg"] = torch.zeros_like(params[0])
+            with pytest.raises(zero_opt.StepPending, match=r"was changed while a step for it was pending"):
+                optimizer.flush()
+        found = [param.detach() for param in params], optimizer.state_dict()["state"]
+        optimizer.close()
+        return found
+
+    assert_bitwise(train(tmp_path, edits=True), train(tmp_path, edits=False))
+
+
 def test_a_load_forgets_a_step_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = make(params, tmp_path)
