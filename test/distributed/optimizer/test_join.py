@@ -156,7 +156,7 @@ def test_under_ddp_they_clip_along() -> None:
     assert torch.stack([moment.norm() for moment in moments]).norm() < 0.1  # of means of gradients of norm 0.1 at most
 
 
-def _delayed(rank: int, world_size: int, edit: int) -> list[Tensor]:
+def _delayed(rank: int, world_size: int, edit: int, selective: zero_opt.Selective | None = None) -> list[Tensor]:
     """Under DDP, whose last rank sends its parameters to all at the end, while a step is pending."""
     torch.manual_seed(7)
     net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
@@ -166,7 +166,7 @@ def _delayed(rank: int, world_size: int, edit: int) -> list[Tensor]:
         zero_opt.CPUAdamW,
         lr=0.01,
         reduction=zero_opt.AlreadyReduced(),
-        offload=zero_opt.WorkerOffload(delay=1, threads=1),
+        offload=zero_opt.WorkerOffload(delay=1, threads=1, selective=selective),
     )
     with Join([ddp, optimizer]):
         for step in range(2 + rank):
@@ -183,13 +183,19 @@ def _delayed(rank: int, world_size: int, edit: int) -> list[Tensor]:
             optimizer.flush()
     else:
         optimizer.flush()
-        assert not any(torch.equal(param, was) for param, was in zip(net.parameters(), before, strict=True))
+        late = [
+            (param, was) for param, was in zip(net.parameters(), before, strict=True) if not selective or was.dim() > 1
+        ]
+        assert not any(torch.equal(param, was) for param, was in late)
     optimizer.close()
     return [param.detach() for param in net.parameters()]
 
 
-def test_a_pending_step_outlives_what_ddp_sends_at_the_end() -> None:
-    first, second = run_processes(2, _delayed, 0)
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.3])
+def test_a_pending_step_outlives_what_ddp_sends_at_the_end(ratio: float | None) -> None:
+    """Of all columns, of those that are not selected, or of the parameters as a whole."""
+    selective = None if ratio is None else zero_opt.Selective(ratio, update_interval=1)
+    first, second = run_processes(2, _delayed, 0, selective)
     assert_bitwise(first, second)
 
 

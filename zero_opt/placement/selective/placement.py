@@ -416,6 +416,11 @@ class SelectivePlacement(Placement):
             yield index
         self._pending_buckets = set()
 
+    def ignore_writes(self) -> None:
+        for bucket, positions in self._submitted.items() if self.pending else ():
+            for position in positions:
+                self._shards[bucket].follow(position)
+
     def conflict(self) -> ZeroOptError | None:
         submitted = self._submitted.items() if self.pending else ()
         own = changed_while_pending((self._shards[bucket], positions) for bucket, positions in submitted)

@@ -123,6 +123,22 @@ def test_transfers_that_come_short_are_gone_on_with(kind: str, tmp_path: Path, m
     assert all(count > 0 for count in faults.counts.values())
 
 
+def _struck(function: Any, due: int, *, after: bool) -> Any:
+    """The function, of which Ctrl-C strikes before or after the given call."""
+    calls = itertools.count()
+
+    def call(*given: Any, **named: Any) -> Any:
+        strikes = next(calls) == due
+        if strikes and not after:
+            signal.raise_signal(signal.SIGINT)
+        result = function(*given, **named)
+        if strikes and after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return call
+
+
 def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], due: int, after: bool) -> Any:
     """Train; in step 2 Ctrl-C falls before or after the given call of a function; flush() goes on with it."""
     params = make_params()
@@ -133,19 +149,8 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, 
         if step != 2:
             optimizer.step()
             continue
-        calls, original = itertools.count(), getattr(*place)
-
-        def call(*given: Any, calls: Any = calls, original: Any = original, **named: Any) -> Any:
-            strikes = next(calls) == due
-            if strikes and not after:
-                signal.raise_signal(signal.SIGINT)
-            result = original(*given, **named)
-            if strikes and after:
-                signal.raise_signal(signal.SIGINT)
-            return result
-
         with monkeypatch.context() as patch:
-            patch.setattr(*place, call)
+            patch.setattr(*place, _struck(getattr(*place), due, after=after))
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         optimizer.flush()
@@ -287,20 +292,15 @@ def test_an_edit_between_the_failure_and_the_flush_is_kept(tmp_path: Path, monke
     optimizer.close()
 
 
-def _struck_once(function: Any) -> Any:
-    """A function that Ctrl-C strikes in the first call."""
-    calls = itertools.count()
-
-    def call(*given: Any, **named: Any) -> Any:
-        if next(calls) == 0:
-            signal.raise_signal(signal.SIGINT)
-        return function(*given, **named)
-
-    return call
+EDITS: dict[str, Any] = {
+    "replaced": lambda state, param: state.update({param: {k: value * 2 for k, value in state[param].items()}}),
+    "dropped": lambda state, param: state.pop(param),
+    "written to": lambda state, param: state[param].update(exp_avg=torch.zeros_like(param)),
+}
 
 
 @pytest.mark.parametrize("how", ["disk", "Ctrl-C"])
-@pytest.mark.parametrize("edit", ["replaced", "dropped", "written to"])
+@pytest.mark.parametrize("edit", EDITS)
 def test_entries_that_are_edited_between_the_failure_and_the_flush_are_put_back(
     edit: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,26 +313,15 @@ def test_entries_that_are_edited_between_the_failure_and_the_flush_are_put_back(
             if step != 2 or not edits:
                 optimizer.step()
                 continue
-            if how == "disk":
-                with Faults(monkeypatch).at("pwritev", 0, errno.EIO), pytest.raises(zero_opt.StorageFailed):
+            with monkeypatch.context() as patch, Faults(patch).at("pwritev", 0, errno.EIO):
+                if how == "Ctrl-C":
+                    patch.setattr(nvme_placement, "adam_update_", _struck(nvme_placement.adam_update_, 0, after=False))
+                with pytest.raises((zero_opt.StorageFailed, KeyboardInterrupt)):
                     optimizer.step()
-            else:
-                with monkeypatch.context() as patch:
-                    patch.setattr(nvme_placement, "adam_update_", _struck_once(nvme_placement.adam_update_))
-                    with pytest.raises(KeyboardInterrupt):
-                        optimizer.step()
-            entry = optimizer.state[params[0]]
-            if edit == "replaced":
-                optimizer.state[params[0]] = {key: value * 2 for key, value in entry.items()}
-            elif edit == "dropped":
-                del optimizer.state[params[0]]
-            else:
-                entry["exp_avg"] = torch.zeros_like(params[0])
+            EDITS[edit](optimizer.state, params[0])
             with pytest.raises(zero_opt.StepPending, match=r"was changed while a step for it was pending"):
                 optimizer.flush()
-        found = [param.detach() for param in params], optimizer.state_dict()["state"]
-        optimizer.close()
-        return found
+        return params, optimizer.state_dict()["state"]
 
     assert_bitwise(train(tmp_path, edits=True), train(tmp_path, edits=False))
 
