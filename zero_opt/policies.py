@@ -96,7 +96,7 @@ class Reduction:
 
     Attributes:
         bucket_mb: bucket size in MiB; a larger parameter is a bucket of its own. ``None``: 5 where parameters in host
-            memory are exchanged by messages (between hosts, or with ``exchange="backend"``), else 25.
+            memory are exchanged between hosts, else 25.
         exchange: ``"auto"`` picks the fastest exchange the ranks can use, ``"backend"`` forces torch.distributed.
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
             background after ``step()`` returns, and each module's forward waits for its own. With
@@ -121,12 +121,13 @@ class Reduction:
         _check_model(owner, self.overlap_param_gather)
 
 
-def bucket_mb_of(reduction: Reduction | AlreadyReduced, *, by_messages: bool) -> float:
+def bucket_mb_of(reduction: Reduction | AlreadyReduced, *, between_hosts: bool) -> float:
     """Return the bucket size, chosen if none is given.
 
-    Messages of several buckets are under way at a time: small ones begin sooner, and lose nothing.
+    Between hosts several buckets are on the wire at a time: small ones begin sooner, and lose nothing. On one host
+    each message costs processor time.
     """
-    return (5 if by_messages else 25) if reduction.bucket_mb is None else reduction.bucket_mb
+    return (5 if between_hosts else 25) if reduction.bucket_mb is None else reduction.bucket_mb
 
 
 @dataclass(frozen=True)

@@ -210,15 +210,11 @@ def _on_other_hosts(group: Group) -> list[int]:
     return [rank for rank, host in enumerate(hosts) if rank != group.rank and not here == host != ""]
 
 
-def by_messages(group: Group, exchange: str) -> bool:
-    """Return whether buckets in host memory go from some ranks to others by messages. Collective.
-
-    Args:
-        exchange: the user's choice.
-    """
+def between_hosts(group: Group) -> bool:
+    """Return whether buckets in host memory go from some ranks to others by messages between hosts. Collective."""
     if group.world_size == 1 or not group.has_send_recv or group.device_backends:
         return False
-    return exchange == "backend" or bool(_on_other_hosts(group))
+    return bool(_on_other_hosts(group))
 
 
 def build_exchange(

@@ -252,7 +252,7 @@ class BucketReduction(NamedTuple):
     Attributes:
         runs: on an accelerator the whole bucket in one run. out: is overwritten, or added to where the runs say so.
             Elements that no run covers mean nothing. sums: ascending; none unless :attr:`Exchange.adds_up` has the
-            dtype. lane: the one that :meth:`Exchange.lane` gives the bucket, or 0.
+            dtype. lane: of its first piece; see comm/pieces.
     """
 
     ident: Ident
@@ -267,14 +267,14 @@ class Exchange(ABC):
     """How the ranks of a group exchange buckets.
 
     Every rank exchanges the same buckets in the same order. Only one thread at a time calls, and one exchange ends
-    before the next begins, except as :meth:`lane` and :attr:`gathers_ahead` say; :meth:`leave` and :meth:`close` may be
-    called by any thread at any time.
+    before the next begins, except as :meth:`has_lanes` and :attr:`gathers_ahead` say; :meth:`leave` and :meth:`close`
+    may be called by any thread at any time.
 
     Attributes:
         gathers_ahead: how many gathers may be started before the oldest has ended.
         blocks: whether calls wait, for other ranks or for copies, so that a background thread has to make them. Else
             they only enqueue work on the current stream, and each reduction has to be matched by one on every rank.
-        overlaps: whether :meth:`lane` gives any bucket a lane.
+        overlaps: whether :meth:`has_lanes` of any dtype.
         nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
 
@@ -299,13 +299,12 @@ class Exchange(ABC):
             ``False``, with ``out`` and ``sums`` undefined, when another rank skipped this exchange.
         """
 
-    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002
-        """Return the lane of a bucket's reductions, by the bucket's index, size and dtype; the same on every rank.
+    def has_lanes(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Return whether reductions of a dtype may be under way at the same time, in other lanes.
 
-        Reductions of other lanes may be under way at the same time, in the stages of :meth:`reduce_in_stages`;
-        ``None``: no others may.
+        They then are in the stages of :meth:`reduce_in_stages`.
         """
-        return None
+        return False
 
     def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         """Reduce a bucket, as :meth:`reduce_runs` does. What needs memory is in the first stage."""

@@ -37,6 +37,7 @@ from .exchange import (
     wait_all,
 )
 from .pairwise_exchange import RECEIVED, SENT, PairwiseExchange
+from .pieces import in_pieces
 from .shared_ranks import native_bucket
 
 # The dtypes whose sums over a host are exact enough to travel: those of bf16 and fp16 would be rounded twice.
@@ -115,8 +116,8 @@ class HierarchicalExchange(Exchange):
         within = [run._replace(add=False) for run, _ in parts_within(runs, Span(of_host[0], of_host[-1]))]
         return native_bucket(within, of_host, dtype)
 
-    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:
-        return self._messages.lane(bucket, nbytes, dtype) if dtype in _SUMMED else None
+    def has_lanes(self, dtype: torch.dtype) -> bool:
+        return dtype in _SUMMED
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         if reduction.out.dtype in _SUMMED:
@@ -129,6 +130,9 @@ class HierarchicalExchange(Exchange):
     def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         if reduction.out.dtype not in _SUMMED:
             return self.reduce_runs(reduction)
+        return (yield from in_pieces(reduction, self._messages.rank, self._reduce_piece))
+
+    def _reduce_piece(self, reduction: BucketReduction) -> CallStages[bool]:
         ident, runs, bounds, out, _, lane = reduction
         headed, numels = self._messages.headed, [bounds[rank + 1] - bounds[rank] for rank in self._counterparts]
         others = self._order[:-1]
@@ -139,7 +143,7 @@ class HierarchicalExchange(Exchange):
         arriving = self._rooms(of_lane(RECEIVED, lane), [numels[self._host]] * len(numels), rounded)
         buckets = {host: self._native(runs, bounds, host, out.dtype) for host in self._order}
         numbers = {host: headed.announce(self._counterparts[host], ident, leaving[host].messages) for host in others}
-        yield
+        yield None
         here, met, works = True, list[int](), list[Any]()
         for turn, (host, bucket) in enumerate(buckets.items()):
             # All ranks of this host find alike that one of them has skipped this exchange.
@@ -153,7 +157,7 @@ class HierarchicalExchange(Exchange):
                     leaving[host].values.copy_(sums[host].values)
                 leaving[host].void.fill_(not here)
                 headed.send(self._counterparts[host], numbers[host], leaving[host].messages)
-        yield
+        yield None
         wait_all(works)
         for host in met:  # before their memory is used again, also where they are void
             headed.end(self._counterparts[host], numbers[host])

@@ -31,6 +31,7 @@ from .exchange import (
     wait_all,
 )
 from .headed_messages import MOST_MESSAGES, TAG_MODULUS, HeadedMessages, PeerMessages
+from .pieces import in_pieces
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
@@ -38,8 +39,6 @@ _LEAST_BYTES = 1 << 20
 _MOST_DIRECT = (MOST_MESSAGES - 1) // 2
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 SENT, RECEIVED, _ZEROS = 3, 4, 5
-# Buckets of up to so many bytes have one of so many lanes, by index; larger ones share the first lane.
-LANE_BYTES, LANES = 6 << 20, 4
 _GATHERED = (SENT, RECEIVED)
 # Tags of the gather's messages: of elements, and of the last step that failed.
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
@@ -159,13 +158,16 @@ class PairwiseExchange(Exchange):
         for group in (self._reduce, self._gather):
             group.connect(self._peers if peers is None else peers)
 
-    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> int | None:  # noqa: ARG002
-        return 0 if nbytes > LANE_BYTES else bucket % LANES
+    def has_lanes(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return True
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         return in_one_go(self.reduce_in_stages(reduction))
 
     def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
+        return in_pieces(reduction, self.rank, self._reduce_piece)
+
+    def _reduce_piece(self, reduction: BucketReduction) -> CallStages[bool]:
         ident, runs, bounds, out, _, lane = reduction
         own = Span(bounds[self.rank], bounds[self.rank + 1])
         dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}
@@ -180,7 +182,7 @@ class PairwiseExchange(Exchange):
             if dtype is not out.dtype:
                 arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype), lane)
         numbers = {peer: self.headed.announce(peer, ident, outgoing[peer]) for peer in self._peers}
-        yield
+        yield None
         for peer, dtype in dtypes.items():
             if self.headed.is_in(peer, ident):
                 into = [arriving[peer][low - own.start : high - own.start] for low, high in to_receive[dtype]]
@@ -188,7 +190,7 @@ class PairwiseExchange(Exchange):
             else:
                 complete = False
             self.headed.send(peer, numbers[peer], outgoing[peer])
-        yield
+        yield None
         wait_all(works)
         if complete:
             for peer, shard in shards.items():

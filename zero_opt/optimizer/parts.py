@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.backend_exchanges import by_messages
+from ..comm.backend_exchanges import between_hosts
 from ..comm.exchange import Exchange, close_all
 from ..placement import Placement
 from ..policies import bucket_mb_of
@@ -58,8 +58,8 @@ class EngineParts:
         self.agreement = Agreement(groups.control, describe)
         self.agreement.require_same_contents(config.entries())  # what comes below is collective, and differs with it
         whole, reduction = not is_elementwise(config.optimizer_class), config.reduction
-        sent = reduction.bucket_mb is None and by_messages(groups.control, reduction.exchange)
-        bucket_mb, mixed = bucket_mb_of(reduction, by_messages=sent), config.placement.mixes_groups
+        apart = reduction.bucket_mb is None and between_hosts(groups.control)
+        bucket_mb, mixed = bucket_mb_of(reduction, between_hosts=apart), config.placement.mixes_groups
         self.partition = Partition(groups.control, describe, whole, bucket_mb, config.precision, mixed=mixed)
         self.guard = StateGuard(partial(marks, self.partition.streams))
         self.exchanges: dict[str, Exchange] = {}

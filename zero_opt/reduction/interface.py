@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement, StepAgreement
 from ..comm.exchange import Exchange, Ident, StagingPool
+from ..comm.pieces import REDUCTION
 from ..errors import ZeroOptError
 from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import Fill, GradBucket
@@ -104,7 +105,7 @@ class ReductionParts:
         lane = bucket.lane(exchange)
         if lane is not None:
             arguments = (fill, ident, accumulate, exchange, self.pool)
-            return self.thread.submit_stages(Lane("reduction", lane), bucket.reduce_in_stages, *arguments)
+            return self.thread.submit_stages(Lane(REDUCTION, lane), bucket.reduce_in_stages, *arguments)
         if exchange.blocks:
             return self.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
         done: Future[bool] = Future()

@@ -135,7 +135,7 @@ class BackgroundGather(ParamGather):
         with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
             end = self._gather(bucket, ident, failed=failed)
-        yield
+        yield None
         with torch.no_grad(), bucket.streams.side([], []):
             end()
             return bucket.streams.produced()[1]

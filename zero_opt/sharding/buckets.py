@@ -35,6 +35,7 @@ from ..comm.exchange import (
     copy_all,
     of_lane,
 )
+from ..comm.pieces import count_pieces, lane_of
 from ..errors import StateOffloaded
 from ..kernels.strides import dtype_of
 from ..layout import BucketLayout
@@ -106,6 +107,7 @@ class GradBucket:
     Attributes:
         layout: the plan. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
+        pieces: in how many it is reduced, where it has a lane. first_piece: how many the buckets before it have.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
         reader: is told what becomes of the shard. The placement may set it when it takes the bucket in; if it does not,
             the reduction may, which takes the bucket in later.
@@ -133,6 +135,7 @@ class GradBucket:
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
+        self.pieces, self.first_piece = count_pieces(layout.bounds, self.dtype.itemsize), 0
         self._shards: list[Tensor] = []
         self._at, self._lent, self._arena_count = 0, False, 0
         self._away: list[Tensor] = []
@@ -264,7 +267,7 @@ class GradBucket:
         offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
         for position, (grad, flat) in () if self._as_sent(grads) else enumerate(zip(grads, self.params, strict=True)):
             if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides):
-                staging = pool.staging(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
+                staging = pool.buffer(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
                 values = staging[offsets[position] : offsets[position] + numels[position]]
                 flat.shaped(values).copy_(grad)
                 taken[position] = values
@@ -305,8 +308,10 @@ class GradBucket:
         fill.grads = []
 
     def lane(self, exchange: Exchange) -> int | None:
-        """Return the lane of this bucket's reductions; see :meth:`Exchange.lane`."""
-        return exchange.lane(self.layout.index, self.layout.numel * self.dtype.itemsize, self.dtype)
+        """Return the lane of this bucket's reductions; see :meth:`Exchange.has_lanes`."""
+        if not exchange.has_lanes(self.dtype):
+            return None
+        return lane_of(self.layout.index, self.first_piece, self.pieces)
 
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
@@ -332,15 +337,16 @@ class GradBucket:
         staged, fill.staged = fill.staged, None
         events, read = fill.ready, [] if staged is None else [staged]
         stages = self._reduce(grads, staged, ident, accumulate, exchange, pool)
+        ended: Any = None
         while True:
             with torch.no_grad(), self.streams.side(events, read):
                 try:
-                    next(stages)
+                    pieces = stages.send(ended)
                 except StopIteration as over:
                     complete: bool = over.value
                     break
             events, read = [], []
-            yield
+            ended = yield pieces
             if self.reader is not None:
                 self.reader.rewrites(self)
         if complete and self.reader is not None:
@@ -357,14 +363,15 @@ class GradBucket:
         pool: StagingPool,
     ) -> CallStages[bool]:
         shard, lane, bounds = self.writable(keep=any(accumulate)), self.lane(exchange) or 0, self.layout.bounds
+        first = self.first_piece
         # What is staged is one run, whose mean is added as a whole or not at all.
         partly = staged is not None and any(accumulate) and not all(accumulate)
         if self.shard_dtype is self.dtype and not partly:
             runs, sums = self._runs(grads, staged, accumulate, pool, lane), self._sums(exchange)
-            return (yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, shard, sums, lane)))
+            return (yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, shard, sums, first)))
         mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
         runs = self._runs(grads, staged, [False] * len(accumulate), pool, lane)
-        complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, lane=lane))
+        complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, lane=first))
         if complete:
             self._add(mean, accumulate)
         return complete
@@ -389,3 +396,10 @@ class GradBucket:
                 self.shard[run] += mean[run]
             else:
                 self.shard[run] = mean[run]
+
+
+def number_pieces(buckets: Iterable[GradBucket]) -> None:
+    """Set :attr:`GradBucket.first_piece` of all buckets, in plan order."""
+    total = 0
+    for bucket in buckets:
+        bucket.first_piece, total = total, total + bucket.pieces

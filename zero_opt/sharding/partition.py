@@ -14,7 +14,7 @@ from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_
 from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
-from .buckets import GradBucket
+from .buckets import GradBucket, number_pieces
 from .flat_param import FlatParam, edits_of, grad_dtypes_of, moved_of, share_counters
 
 
@@ -74,6 +74,7 @@ class Partition:
             added.append(GradBucket(layout, members, self.rank, *dtypes, streams))
             self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
         self.buckets.extend(added)
+        number_pieces(self.buckets)
         return added
 
     def drop(self, added: Sequence[GradBucket]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 _Result = TypeVar("_Result")
 
-# A call that pauses between its stages; what it returns is its result.
-CallStages = Generator[None, None, _Result]
+# A call that pauses between its stages; what it returns is its result. If it yields pieces, it goes on when all of them
+# have ended, and is sent their futures.
+CallStages = Generator["Pieces | None", Any, _Result]
 
 
 class Lane(NamedTuple):
@@ -24,14 +25,24 @@ class Lane(NamedTuple):
     number: int
 
 
+class Pieces(NamedTuple):
+    """Calls in stages, without pieces, that make up what is left of another one."""
+
+    calls: Sequence[tuple[Lane, CallStages[Any]]]
+
+
 def in_one_go(stages: CallStages[_Result]) -> _Result:
     """Run all stages of a call; returns its result."""
+    ended: list[Future[Any]] | None = None
     while True:
         try:
-            next(stages)
+            pieces = stages.send(ended)
         except StopIteration as over:
             result: _Result = over.value
             return result
+        ended = None if pieces is None else [Future() for _ in pieces.calls]
+        for future, (_, piece) in zip(ended or (), pieces.calls if pieces else (), strict=True):
+            future.set_result(in_one_go(piece))
 
 
 @dataclass
@@ -43,18 +54,20 @@ class _Call:
     future: Future[Any]
     stages_run: int = 0
     over: bool = False
+    ended: list[Future[Any]] | None = None  # of its pieces
 
-    def advance(self) -> None:
-        """Run the next stage."""
+    def advance(self) -> Pieces | None:
+        """Run the next stage; returns pieces that are to be run before the one after."""
+        self.stages_run += 1
         try:
-            next(self.stages)
+            return self.stages.send(self.ended)
         except StopIteration as over:
             self.over = True
             self.future.set_result(over.value)
         except BaseException as error:  # raised where the future is waited for
             self.over = True
             self.future.set_exception(error)
-        self.stages_run += 1
+        return None
 
 
 class UnderWay:
@@ -75,11 +88,17 @@ class UnderWay:
         while any(call.lane == lane or call.lane.use != lane.use for call in self._calls):
             self._end_oldest()
         before, call = [*self._calls], _Call(lane, stages, future)
+        pieces = call.advance()
+        if pieces is None:
+            for earlier in before:
+                if earlier.stages_run == 1:
+                    earlier.advance()
+        else:
+            call.ended = [Future() for _ in pieces.calls]
+            for (of_piece, piece), ended in zip(pieces.calls, call.ended, strict=True):
+                self.begin(of_piece, piece, ended)
+            call.stages_run += 1  # its next stage is run when its pieces have ended, which are older
         self._calls.append(call)
-        call.advance()
-        for earlier in before:
-            if earlier.stages_run == 1:
-                earlier.advance()
         self._forget_ended()
 
     def advance(self) -> None:

@@ -72,19 +72,24 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
 
 
 class _Silent:
-    """A process group whose peers send zeros, at once."""
+    """A process group whose peers send at once, the same headers of exchanges as this rank, and else zeros."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        self._headers: dict[tuple[int, int], Tensor] = {}
 
     def connect(self, peers: Iterable[int]) -> None:
         """Do nothing."""
 
-    def send_to(self, tensor: Tensor, dst: int, tag: int) -> _Silent:  # noqa: ARG002
+    def send_to(self, tensor: Tensor, dst: int, tag: int) -> _Silent:
+        if not tensor.is_meta:
+            self._headers[dst, tag] = tensor
         return self
 
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> _Silent:  # noqa: ARG002
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> _Silent:
         tensor.zero_()
+        if (src, tag) in self._headers:
+            tensor.copy_(self._headers.pop((src, tag)))
         return self
 
     def wait(self) -> None:
@@ -128,8 +133,9 @@ class _Backend(StagedExchange):
 class _SharedMemory(PairwiseExchange):
     """The host exchange, which sends messages only of what its kernels cannot add up."""
 
-    def lane(self, bucket: int, nbytes: int, dtype: torch.dtype) -> None:
-        """Give no lane: one bucket is reduced at a time."""
+    def has_lanes(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Return ``False``: one bucket is reduced at a time."""
+        return False
 
     def reduce_in_stages(self, reduction: BucketReduction) -> CallStages[bool]:
         return reduction.out.dtype in NATIVE_DTYPES or (yield from super().reduce_in_stages(reduction))

@@ -240,7 +240,7 @@ class _Target(NamedTuple):
         if isinstance(numel, bool) or not 1 <= numel <= sys.float_info.max or numel != int(numel):
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {quoted(numel)}")
         dtype = self.dtype or torch.get_default_dtype()
-        bucket_mb = bucket_mb_of(config.reduction, by_messages=False)
+        bucket_mb = bucket_mb_of(config.reduction, between_hosts=False)
         each = max(int(bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)
         if numel > each * _MOST_BUCKETS:
             raise ConfigError(

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.pairwise_exchange import LANE_BYTES, LANES
+from ..comm.pieces import LANES, LARGE_LANES
 from ..kernels.adam_state import span_of, state_dtypes
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.compact_state import is_compact
 from ..placement.memory import DEVICE, MemoryInputs, Tally
 from ..policies import AlreadyReduced, Overlapped, bucket_mb_of
-from ..sharding.buckets import GradBucket
+from ..sharding.buckets import GradBucket, number_pieces
 from ..sharding.wrapped_class import is_elementwise
 from ..state.trial import StateSizes
 from ..system.devices import HOST, is_host
@@ -73,15 +73,24 @@ class Sizing:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
         planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
-        bucket_mb, mixed = bucket_mb_of(config.reduction, by_messages=self._by_messages), config.placement.mixes_groups
+        bucket_mb, mixed = (
+            bucket_mb_of(config.reduction, between_hosts=self._between_hosts),
+            config.placement.mixes_groups,
+        )
         return planner(specs, self.world_size, bucket_mb * 2**20, mixed=mixed)
+
+    @property
+    def _in_host_memory(self) -> bool:
+        return self.world_size > 1 and all(is_host(sketch.device) for sketch in self.sketches.values())
+
+    @property
+    def _between_hosts(self) -> bool:
+        return self._in_host_memory and self.ranks_per_host < self.world_size
 
     @property
     def _by_messages(self) -> bool:
         """Whether buckets go from some ranks to others by messages."""
-        on_hosts = all(is_host(sketch.device) for sketch in self.sketches.values())
-        apart = self.config.reduction.exchange == "backend" or self.ranks_per_host < self.world_size
-        return self.world_size > 1 and on_hosts and apart
+        return self._between_hosts or (self._in_host_memory and self.config.reduction.exchange == "backend")
 
     def fullest_rank(self) -> int:
         """The rank that needs most: whose shards have the most elements; of several the first."""
@@ -96,7 +105,9 @@ class Sizing:
         """A rank's buckets, on the meta device."""
         dtypes = (self.config.precision.reduce_dtype, self.config.precision.accumulate_dtype)
         flats = {index: sketch.flat for index, sketch in self.sketches.items()}
-        return [GradBucket(plan, [flats[index] for index in plan.params], rank, *dtypes) for plan in self._layouts]
+        buckets = [GradBucket(plan, [flats[index] for index in plan.params], rank, *dtypes) for plan in self._layouts]
+        number_pieces(buckets)
+        return buckets
 
     def rows(self, rank: int) -> tuple[Row, ...]:
         """What a rank holds between two steps, and gradients."""
@@ -151,9 +162,13 @@ class Sizing:
             tally["grads", DEVICE, "gradients"] = self._grads_nbytes
             return
         sizes = [sum(flat.param.nbytes for flat in bucket.params) for bucket in buckets]
-        held = 2 * max(sizes, default=0)
+        held = largest = max(sizes, default=0)  # of the bucket that fills, besides those under way
         if self._by_messages:
-            held += (LANES - 1) * max((size for size in sizes if size <= LANE_BYTES), default=0)
+            for cut, lanes in ((True, LARGE_LANES), (False, LANES)):
+                alike = [size for size, bucket in zip(sizes, buckets, strict=True) if (bucket.pieces > 1) is cut]
+                held += lanes * max(alike, default=0)
+        else:
+            held += largest
         tally["grads", DEVICE, "gradients on their way"] = min(held, self._grads_nbytes)
 
     def _add_on_accelerators(self, tally: Tally, buckets: Sequence[GradBucket]) -> None:

@@ -46,10 +46,14 @@ class Config(NamedTuple):
 
 
 SMALL = 0.03  # MiB, so that there are many buckets
+LARGE: Shapes = ((2000, 1000), (30,), (1500, 1500), (1700, 1000))  # reduced in pieces
+TO_FP32 = zero_opt.MixedPrecision(reduce_dtype=torch.float32)
 CONFIGS = [
     Config(torch.optim.AdamW),
     Config(torch.optim.AdamW, zero_opt.Overlapped(bucket_mb=SMALL, exchange="backend"), EVEN),
     Config(torch.optim.AdamW, zero_opt.AtStep(bucket_mb=SMALL), dtype=torch.bfloat16),
+    Config(torch.optim.SGD, zero_opt.Overlapped(5, exchange="backend"), LARGE),
+    Config(torch.optim.SGD, zero_opt.AtStep(5, exchange="backend"), LARGE, torch.bfloat16, TO_FP32),
     Config(torch.optim.Adam, zero_opt.AtStep(exchange="backend"), defaults=(("fused", True), ("amsgrad", True))),
     Config(torch.optim.AdamW, zero_opt.AlreadyReduced(exchange="backend")),
     Config(torch.optim.AdamW, zero_opt.AlreadyReduced(), EVEN, torch.float16),
@@ -62,7 +66,7 @@ CONFIGS = [
     Config(torch.optim.Muon, zero_opt.AtStep(bucket_mb=SMALL, exchange="backend"), ((40, 30), (300, 200), (7, 7))),
     Config(zero_opt.CPUAdamW, shapes=EVEN),
     Config(torch.optim.Adam, dtype=torch.complex64),
-    Config(torch.optim.Adam, dtype=torch.bfloat16, precision=zero_opt.MixedPrecision(reduce_dtype=torch.float32)),
+    Config(torch.optim.Adam, dtype=torch.bfloat16, precision=TO_FP32),
     Config(torch.optim.Adam, zero_opt.AtStep(), precision=zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16)),
 ]
 FUSED = (("fused", True),)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_opt.comm import pairwise_exchange
+from zero_opt.comm import pairwise_exchange, pieces
 from zero_opt.comm.exchange import BucketReduction, Exchange, Ident, ParamRuns, Run, StagingPool
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
@@ -231,9 +231,20 @@ def tree_mean(world_size: int, seed: int, dtype: torch.dtype) -> Tensor:
     return (tree_sum(buckets) / world_size).to(dtype)
 
 
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut buckets after each 64 elements of a shard."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 0)
+    monkeypatch.setattr(pieces, "_LEAST_MESSAGE_BYTES", 256)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_bits_are_the_trees_in_every_layout(world_size: int, dtype: torch.dtype) -> None:
+def test_the_bits_are_the_trees_in_every_layout(
+    world_size: int, dtype: torch.dtype, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cut:
+        in_small_pieces(monkeypatch)
     means = [tree_mean(world_size, seed, dtype) for seed in range(3)]
     assert_reduced(Ranks((world_size, 1), flat=True), world_size, dtype, lambda _: means)
     counts = [count for count in (2, 4, 8) if count < world_size and world_size % count == 0]
@@ -350,15 +361,16 @@ def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: 
     """Reduce buckets, several of which are under way at a time; ``None``: one after the other."""
     if pace is None:
         return [exchange.reduce_runs(reduction) for reduction in reductions]
-    under_way, futures = UnderWay(), [Future[bool]() for _ in reductions]
-    for reduction, future in zip(reductions, futures, strict=True):
-        lane = exchange.lane(reduction.ident.sequence, 4 * TOTAL, reduction.out.dtype)
-        if lane is None:
+    under_way, futures, first = UnderWay(), [Future[bool]() for _ in reductions], 0
+    for number, (reduction, future) in enumerate(zip(reductions, futures, strict=True)):
+        if not exchange.has_lanes(reduction.out.dtype):
             under_way.end_all()
             future.set_result(exchange.reduce_runs(reduction))
         else:
-            stages = exchange.reduce_in_stages(reduction._replace(lane=lane))
-            under_way.begin(Lane("reduction", lane), stages, future)
+            count = pieces.count_pieces(reduction.bounds, reduction.out.element_size())
+            stages = exchange.reduce_in_stages(reduction._replace(lane=first))
+            under_way.begin(Lane(pieces.REDUCTION, pieces.lane_of(number, first, count)), stages, future)
+            first += count
         for _ in range(pace.randrange(4)):  # as if the next bucket were not complete yet
             if under_way:
                 under_way.advance()
@@ -366,6 +378,7 @@ def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: 
     return [future.result(0) for future in futures]
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("paced", [False, True], ids=["one at a time", "several under way"])
 @pytest.mark.parametrize(
     ("mixed", "rounded"), [(False, None), (True, None), (True, torch.bfloat16)], ids=["fp32", "mixed", "rounded"]
@@ -373,8 +386,17 @@ def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: 
 @pytest.mark.parametrize(("layout", "flat"), [*((layout, False) for layout in LAYOUTS), ((3, 1), True)], ids=str)
 @pytest.mark.parametrize("skipped", [{}, *SKIPPED], ids=str)
 def test_an_exchange_that_a_rank_skips_is_void_on_all(
-    skipped: dict[int, set[int]], layout: Layout, flat: bool, mixed: bool, rounded: torch.dtype | None, paced: bool
+    skipped: dict[int, set[int]],
+    layout: Layout,
+    flat: bool,
+    mixed: bool,
+    rounded: torch.dtype | None,
+    paced: bool,
+    cut: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if cut:
+        in_small_pieces(monkeypatch)
     world_size = layout[0] * layout[1]
     bounds = bounds_of(world_size)
     void = set().union(*(numbers for rank, numbers in skipped.items() if rank < world_size))

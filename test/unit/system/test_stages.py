@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero_opt.system.background_thread import CallingThread, SerialThread
-from zero_opt.system.stages import CallStages, Lane, UnderWay, in_one_go
+from zero_opt.system.stages import CallStages, Lane, Pieces, UnderWay, in_one_go
 
 PATIENCE = 60  # seconds until a test that hangs fails
 
@@ -51,6 +51,46 @@ def test_a_lane_has_one_call_at_a_time() -> None:
     for lane, name in zip([*lanes(2), *lanes(2)], "abcd", strict=True):
         under_way.begin(lane, trace.call(name), Future())
     assert trace.run == ["a0", "b0", "a1", "a2", "c0", "b1", "b2", "d0", "c1"]
+
+
+def cut(trace: Trace, name: str, count: int, fails: int = -1) -> CallStages[list[str]]:
+    """A call that is made up of pieces, two of which may be under way at a time."""
+    trace.run.append(name)
+    calls = [trace.call(f"{name}.{n}.", fails_in=1 if n == fails else -1) for n in range(count)]
+    ended = yield Pieces([(Lane("use", n % 2), call) for n, call in enumerate(calls)])
+    trace.run.append(f"{name} ends")
+    return [future.result(0) for future in ended]
+
+
+def test_pieces_are_under_way_as_calls_are_and_their_call_ends_after_them() -> None:
+    trace, under_way, futures = Trace(), UnderWay(), [Future[Any]() for _ in range(3)]
+    under_way.begin(Lane("use", 2), cut(trace, "a", 3), futures[0])
+    assert trace.run == ["a", "a.0.0", "a.1.0", "a.0.1", "a.0.2", "a.2.0", "a.1.1"]
+    under_way.begin(Lane("use", 3), trace.call("b"), futures[1])
+    assert trace.run[7:] == ["b0", "a.2.1"]
+    under_way.begin(Lane("use", 2), cut(trace, "c", 1), futures[2])  # in the lane of a, which ends first
+    assert trace.run[9:] == ["a.1.2", "a.2.2", "a ends", "c", "c.0.0", "b1"]
+    under_way.end_all()
+    assert trace.run[15:] == ["b2", "c.0.1", "c.0.2", "c ends"]
+    assert [future.result(0) for future in futures] == [["a.0.", "a.1.", "a.2."], "b", ["c.0."]]
+    assert not under_way
+
+
+def test_the_error_of_a_piece_is_its_calls() -> None:
+    trace, under_way, future, after = Trace(), UnderWay(), Future[Any](), Future[Any]()
+    under_way.begin(Lane("use", 2), cut(trace, "a", 3, fails=1), future)
+    under_way.begin(Lane("use", 3), trace.call("b"), after)
+    under_way.end_all()
+    assert "a.2.2" in trace.run
+    with pytest.raises(ValueError, match=r"a\.1\."):
+        future.result(0)
+    assert after.result(0) == "b"
+
+
+def test_pieces_are_run_one_after_the_other_where_nothing_overlaps() -> None:
+    trace = Trace()
+    assert in_one_go(cut(trace, "a", 2)) == ["a.0.", "a.1."]
+    assert trace.run == ["a", "a.0.0", "a.0.1", "a.0.2", "a.1.0", "a.1.1", "a.1.2", "a ends"]
 
 
 def test_calls_of_another_use_are_not_under_way_together() -> None:
