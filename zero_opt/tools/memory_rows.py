@@ -162,13 +162,13 @@ class Sizing:
             tally["grads", DEVICE, "gradients"] = self._grads_nbytes
             return
         sizes = [sum(flat.param.nbytes for flat in bucket.params) for bucket in buckets]
-        held = largest = max(sizes, default=0)  # of the bucket that fills, besides those under way
-        if self._by_messages:
+        held = 2 * max(sizes, default=0)
+        if self._by_messages:  # those that may be under way, and of the others the one that fills
+            under_way, others = 0, [0]
             for cut, lanes in ((True, LARGE_LANES), (False, LANES)):
-                alike = [size for size, bucket in zip(sizes, buckets, strict=True) if (bucket.pieces > 1) is cut]
-                held += lanes * max(alike, default=0)
-        else:
-            held += largest
+                alike = sorted(size for size, bucket in zip(sizes, buckets, strict=True) if (bucket.pieces > 1) is cut)
+                under_way, others = under_way + sum(alike[-lanes:]), others + alike[:-lanes]
+            held = under_way + max(others)
         tally["grads", DEVICE, "gradients on their way"] = min(held, self._grads_nbytes)
 
     def _add_on_accelerators(self, tally: Tally, buckets: Sequence[GradBucket]) -> None:
