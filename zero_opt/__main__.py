@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B")
     sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
     sizes.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
+    sizes.add_argument("--mesh", action="store_true", help="hosts and ranks of each are a mesh, as the process group")
     sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
@@ -146,7 +147,9 @@ def _print_estimate(given: argparse.Namespace) -> None:
         **_state_options(given),
         **dict(given.option),
     )
-    if given.ranks_per_host is not None:
+    if given.mesh:
+        estimated = estimated.on_mesh_of(given.ranks_per_host or estimated.ranks_per_host)
+    elif given.ranks_per_host is not None:
         estimated = estimated.on_hosts_of(given.ranks_per_host)
     print(estimated if given.rank is None else estimated.on_rank(given.rank))
 

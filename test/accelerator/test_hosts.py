@@ -42,6 +42,8 @@ CASES = (
     "device, Overlapped, float32",
     "device, AtStep, float32",
     "device, DDPHook, float32",
+    "device, AlreadyReduced, float32",
+    "device, DDP, float32",
     "accumulating no_sync, Overlapped",
     "accumulating each reduced, AtStep",
     "accumulating in fp32, Overlapped",

@@ -71,7 +71,23 @@ class Estimate:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
         check_integer("ranks_per_host", ranks, most=_MOST_RANKS)
-        sizing = replace(self._sizing, ranks_per_host=min(ranks, self.world_size))
+        return self._of(replace(self._sizing, ranks_per_host=min(ranks, self.world_size), stages=1))
+
+    def on_mesh_of(self, ranks: int) -> Estimate:
+        """Return the estimate for a mesh of two dimensions as the process group: hosts, and ``ranks`` ranks of each.
+
+        Collectives of accelerators then go in two stages.
+
+        Raises:
+            ConfigError, ConfigTypeError: there is no such mesh.
+        """
+        there = self.on_hosts_of(ranks)
+        if self.world_size % ranks:
+            raise ConfigError(f"no mesh has {self.world_size} ranks, {ranks} to a host; pass a divisor")
+        return self._of(replace(there._sizing, stages=2 if 1 < ranks < self.world_size else 1))
+
+    def _of(self, sizing: Sizing) -> Estimate:
+        """Return the estimate for other hosts."""
         return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
     def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
@@ -130,7 +146,8 @@ def estimate(
 
     Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
     on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. The estimate assumes that
-    accelerators use their own collectives, and that up to 8 ranks share a host; see :meth:`Estimate.on_hosts_of`.
+    accelerators use their own collectives, and that up to 8 ranks share a host; see
+    :meth:`Estimate.on_hosts_of`, and :meth:`Estimate.on_mesh_of`.
 
     Args:
         model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,

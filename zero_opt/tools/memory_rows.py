@@ -52,6 +52,7 @@ class Sizing:
     Attributes:
         sketches: every parameter, by global index. trainable: indices of those that are planned.
         hypers: of every param group, as the wrapped class completes them.
+        stages: how many the collectives of accelerators go in.
     """
 
     sketches: Mapping[int, Sketch]
@@ -60,6 +61,7 @@ class Sizing:
     world_size: int
     ranks_per_host: int
     config: Config
+    stages: int = 1
 
     @cached_property
     def _sizes(self) -> StateSizes:
@@ -173,14 +175,19 @@ class Sizing:
 
     def _add_on_accelerators(self, tally: Tally, buckets: Sequence[GradBucket]) -> None:
         """Add what exchanges of accelerator tensors take while they keep up with backward: two staged buckets; besides,
-        the communicator, if the process group has one.
+        the communicators, if the process group has any. Of two stages, also a bucket in the order of places and the
+        means of one host; see :class:`HierarchicalBackendExchange`.
         """
         if not buckets:
             return
-        tally["communicator", DEVICE, "NCCL or alike, about"] = _COMMUNICATOR_NBYTES
-        if not isinstance(self.config.reduction, AlreadyReduced):
-            staged = [bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets]
-            tally["grads", DEVICE, "staged gradients"] = min(2 * max(staged), sum(staged))
+        tally["communicator", DEVICE, "NCCL or alike, about"] = self.stages * _COMMUNICATOR_NBYTES
+        if isinstance(self.config.reduction, AlreadyReduced):
+            return
+        staged = {bucket: bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets}
+        tally["grads", DEVICE, "staged gradients"] = min(2 * max(staged.values()), sum(staged.values()))
+        equal = [nbytes for bucket, nbytes in staged.items() if isinstance(bucket.layout.bounds, range)]
+        if self.stages > 1 and equal:
+            tally["grads", DEVICE, "gradients by place"] = max(equal) + max(equal) // self.ranks_per_host
 
 
 def steps_alone(world_size: int, config: Config) -> bool:

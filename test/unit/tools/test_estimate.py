@@ -108,6 +108,31 @@ def test_ranks_share_memory_with_those_of_their_host_and_fewer_share_cores() -> 
     assert "rank 0 of 1024, 8 to a host, in MiB" in str(estimate(linears(), 1024))
 
 
+def test_two_stages_have_two_communicators_and_a_bucket_in_the_order_of_places() -> None:
+    model, given = [torch.empty(6400, device="meta").requires_grad_()], {"device": "cuda", "fused": True}
+    flat, staged = estimate(model, 4, **given).on_hosts_of(2), estimate(model, 4, **given).on_mesh_of(2)
+    assert staged.ranks_per_host == 2
+    assert staged.nbytes("communicator") == 2 * flat.nbytes("communicator") > 0
+    assert staged.nbytes("grads") - flat.nbytes("grads") == 6400 * 4 + 6400 * 4 // 2
+    assert staged.on_rank(3).rows == staged.rows and staged.on_hosts_of(2).rows == flat.rows
+    for same in (1, 4):  # one rank per host, one host: see the exchange
+        assert estimate(model, 4, **given).on_mesh_of(same).rows == estimate(model, 4, **given).on_hosts_of(same).rows
+    with pytest.raises(ConfigError, match="4 ranks, 3 to a host"):
+        flat.on_mesh_of(3)
+
+
+def test_two_stages_of_reduced_gradients_or_of_whole_parameters_stage_no_more() -> None:
+    model = [torch.empty(80, 80, device="meta").requires_grad_()]
+    for cls, reduction in ((torch.optim.AdamW, zero_opt.AlreadyReduced()), (torch.optim.Muon, zero_opt.Overlapped())):
+        flat = estimate(model, 4, cls, reduction=reduction, device="cuda").on_hosts_of(2)
+        staged = flat.on_mesh_of(2)
+        assert staged.nbytes() - flat.nbytes() == flat.nbytes("communicator")
+
+
+def test_on_the_cpu_a_mesh_changes_nothing() -> None:
+    assert estimate(linears(), 4).on_mesh_of(2).rows == estimate(linears(), 4).on_hosts_of(2).rows
+
+
 @pytest.mark.parametrize("selective", [None, zero_opt.Selective()])
 def test_a_worker_has_its_share_of_its_hosts_cores(selective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
