@@ -49,6 +49,11 @@ def test_every_option_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{same.on_rank(2)}\n"
 
 
+def test_hosts_may_be_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "1e6", "--world", "4", "--ranks-per-host", "2", "--mesh", "--device", "cuda"]) == 0
+    assert capsys.readouterr().out == f"{zero_opt.estimate(1e6, 4, device='cuda').on_mesh_of(2)}\n"
+
+
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
 def test_dtypes_have_short_names(short: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = []
@@ -128,6 +133,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --optimizer Foo", "not a class"),
         ("1e6 --optimizer Optimizer --world 0", "world_size"),
         ("1e6 --world 4 --ranks-per-host 0", "ranks_per_host"),
+        ("1e6 --world 4 --ranks-per-host 3 --mesh", "pass a divisor"),
         ("1e6 --optimizer Adafactor", "shapes"),
         ("1e6 --param-dtype int8", "floating-point"),
         ("1e6 --param-dtype float31", "not a torch dtype"),

@@ -190,7 +190,14 @@ def bucket_count(rank: int, world_size: int, count: int, exchange: str, bucket_m
 
 @pytest.mark.parametrize(
     ("count", "exchange", "bucket_mb", "expected"),
-    [(2, "auto", None, 1), (1, "auto", None, 2), (2, "backend", None, 2), (1, "auto", 2, 5), (2, "auto", 2, 5)],
+    [
+        (2, "auto", None, 1),
+        (1, "auto", None, 2),
+        (2, "backend", None, 1),
+        (1, "backend", None, 2),
+        (1, "auto", 2, 5),
+        (2, "auto", 2, 5),
+    ],
 )
 def test_the_size_of_buckets_goes_by_how_they_travel(
     count: int, exchange: str, bucket_mb: float | None, expected: int
