@@ -42,8 +42,6 @@ CASES = (
     "device, Overlapped, float32",
     "device, AtStep, float32",
     "device, DDPHook, float32",
-    "device, AlreadyReduced, float32",
-    "device, DDP, float32",
     "accumulating no_sync, Overlapped",
     "accumulating each reduced, AtStep",
     "accumulating in fp32, Overlapped",
@@ -74,13 +72,15 @@ def test_a_mesh_of_two_dimensions_has_the_bits_of_the_cpu_and_no_race(first: int
             assert not lines, "\n".join(lines[:12])
 
 
-def _exchange(rank: int, world_size: int, shape: tuple[int, int], dtype: torch.dtype, cls: Any) -> Any:
+def _exchange(
+    rank: int, world_size: int, shape: tuple[int, int], dtype: torch.dtype, cls: Any, reduction: Any, seed: int = 0
+) -> Any:
     enable()
     torch.accelerator.set_device_index(rank % 2)
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).to(dtype)
     params = [torch.nn.Parameter(torch.zeros(500, device=DEVICE, dtype=dtype)) for _ in range(2)]
     mesh = init_device_mesh("cpu", shape)
-    opt: Any = zero_opt.ShardedOptimizer(params, cls, mesh, lr=1.0, foreach=False)
+    opt: Any = zero_opt.ShardedOptimizer(params, cls, mesh, lr=1.0, foreach=False, reduction=reduction)
     torch.autograd.backward(params, list(values.to(DEVICE).split(500)))
     opt.step()
     exchange = type(opt._engine.parts.exchanges[DEVICE]).__name__
@@ -88,6 +88,10 @@ def _exchange(rank: int, world_size: int, shape: tuple[int, int], dtype: torch.d
     opt.close()
     assert_no_races()
     return values, found, exchange
+
+
+def _reduce_and_gather(rank: int, world_size: int, *arguments: Any) -> Any:
+    return _exchange(rank, world_size, *arguments, zero_opt.Overlapped(), rank)
 
 
 class WholeSGD(torch.optim.SGD):
@@ -108,7 +112,7 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3), (4, 1), (1, 4)], ids=str)
 def test_a_mean_of_means_of_each_host(shape: tuple[int, int], dtype: torch.dtype, cls: Any) -> None:
     hosts, per_host = shape
-    results = run_processes(hosts * per_host, _exchange, shape, dtype, cls, backend=BACKEND)
+    results = run_processes(hosts * per_host, _reduce_and_gather, shape, dtype, cls, backend=BACKEND)
     values = [values for values, _, _ in results]
     staged = min(shape) > 1
     if staged:
@@ -117,6 +121,15 @@ def test_a_mean_of_means_of_each_host(shape: tuple[int, int], dtype: torch.dtype
     for _, found, exchange in results:
         assert exchange == ("HierarchicalBackendExchange" if staged else "BackendExchange")
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, WholeSGD])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)], ids=str)
+def test_gradients_that_are_reduced_already_are_taken_as_they_are(shape: tuple[int, int], cls: Any) -> None:
+    arguments = (shape, torch.float32, cls, zero_opt.AlreadyReduced())
+    for values, found, exchange in run_processes(shape[0] * shape[1], _exchange, *arguments, backend=BACKEND):
+        assert exchange == "HierarchicalBackendExchange"
+        assert torch.equal(found, -values)
 
 
 def _close_alone(rank: int, world_size: int) -> None:
