@@ -291,7 +291,7 @@ class NVMeOffload:
 
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
-        window_mb: size of a window in MiB.
+        window_mb: largest size of a window in MiB; of a small state, windows are a sixteenth or 4 MiB.
         threads: number of threads that step, at most 1024. ``None``: the number of cores that this process may use,
             divided by the ranks that share them, but at most what ``torch.set_num_threads`` was given
             (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored).

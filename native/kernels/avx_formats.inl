@@ -25,6 +25,21 @@ ZERO_OPT_INLINE void write_bf16(AvxFloats values, AvxFloats next, std::uint16_t*
   streams ? stream(halves, to) : store(halves, to);
 }
 
+// The same of pairs.
+inline AvxPair joined(AvxHalves params, AvxHalves remainders) {
+  const AvxHalves borrowed = (AvxHalves)((AvxShorts)remainders >> 15);
+  return words_of(remainders, params + borrowed);
+}
+
+inline AvxPair separable(const AvxPair& masters) {
+  return {separable<AvxWords>((AvxFloats)masters.first), separable<AvxWords>((AvxFloats)masters.second)};
+}
+
+inline AvxHalves bf16_of(const AvxPair& values) {
+  const AvxWords first = rounded_bf16<AvxWords>((AvxFloats)values.first);
+  return upper_halves({first, rounded_bf16<AvxWords>((AvxFloats)values.second)});
+}
+
 }  // namespace
 }  // namespace zero_opt
 #endif

@@ -2,6 +2,7 @@
 // do either.
 #pragma once
 
+#include "kernels/block8_in_registers.inl"
 #include "kernels/redo_log.hpp"
 #include "kernels/staged_step.inl"
 
@@ -10,9 +11,10 @@
 namespace zero_opt {
 namespace {
 
-// Whether a run's whole blocks can be stepped by BlockInRegisters: fp32 moments, lerps that start from the moment, and
-// parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
+// Whether a run's whole blocks can be stepped in registers. By BlockInRegisters: fp32 moments, lerps that start from the
+// moment, and parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
 inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
+  if (steps_blocks8(run, scalars)) return true;
   if (run.moment_format != Format::kFloat32 || !starts_from_moment(scalars)) return false;
   if (run.from.remainder != nullptr) return run.out == nullptr && is_usual(scalars, run.from.max_exp_avg_sq != nullptr);
   return run.out == nullptr || run.out_format == run.grad_format ||
@@ -179,9 +181,13 @@ void with_block_in_registers_of(const AdamScalars& scalars, const AdamRun& run, 
   });
 }
 
-// Calls ``use`` with the run's own BlockInRegisters, at element begin.
+// Calls ``use`` with the run's own BlockInRegisters or Block8InRegisters, at element begin.
 template <typename Use>
 void with_block_in_registers(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+  if (run.moment_format == Format::kBlock8) {
+    with_block8_in_registers(scalars, run, begin, use);
+    return;
+  }
   if (run.grad_format == Format::kFloat32) with_block_in_registers_of<Format::kFloat32>(scalars, run, begin, use);
   if (run.grad_format == Format::kBfloat16) with_block_in_registers_of<Format::kBfloat16>(scalars, run, begin, use);
   if (run.grad_format == Format::kFloat16) with_block_in_registers_of<Format::kFloat16>(scalars, run, begin, use);

@@ -108,11 +108,15 @@ inline std::int32_t largest_bits(const float* values, std::int64_t n) {
 
 // What is added to a code to get the upper bits. The lowest code never stands for a subnormal number. A block with
 // an infinity or NaN gets the base that makes the highest code a NaN.
-inline std::int32_t base_for(std::uint32_t largest, std::int32_t highest_code) {
+inline std::int32_t finite_base(std::uint32_t largest, std::int32_t highest_code) {
   constexpr std::int32_t kLeast = (1 << 3) - 1;
   const std::int32_t top = static_cast<std::int32_t>((largest + kCutMask) >> kCutBits);
-  const std::int32_t base = top > highest_code + kLeast ? top - highest_code : kLeast;
-  return largest >= kInfinity ? static_cast<std::int32_t>(kQuietNan >> kCutBits) - highest_code : base;
+  return top > highest_code + kLeast ? top - highest_code : kLeast;
+}
+
+inline std::int32_t base_for(std::uint32_t largest, std::int32_t highest_code) {
+  const std::int32_t of_nan = static_cast<std::int32_t>(kQuietNan >> kCutBits) - highest_code;
+  return largest >= kInfinity ? of_nan : finite_base(largest, highest_code);
 }
 
 // The code of an exp_avg, given its bits and those of chance(). Int is Word with a sign.

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "kernels/adam.inl"
-#include "kernels/block8_in_registers.inl"
 #include "kernels/compact.inl"
 #include "kernels/convert.inl"
 #include "kernels/float_formats.inl"
@@ -119,15 +118,8 @@ std::int64_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::in
                          Staging& staging) {
   std::int64_t nonfinite = 0;
   for (const std::int64_t end = start + n; start < end;) {
-    std::int64_t most = kStaged;
-#if defined(ZERO_OPT_HAS_AVX2)
-    if (steps_blocks8(scalars, run)) {
-      start += adam_blocks8(scalars, run, start, end) * kCutNumel;
-      most = kCutNumel;
-    }
-#endif
-    const std::int64_t next = end - start < most ? end - start : most;
-    if (next > 0) nonfinite += adam_by_staging(scalars, run, start, next, staging);
+    const std::int64_t next = end - start < kStaged ? end - start : kStaged;
+    nonfinite += adam_by_staging(scalars, run, start, next, staging);
     start += next;
   }
   return nonfinite;

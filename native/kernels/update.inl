@@ -58,6 +58,15 @@ struct AdamUpdate {
   // kFinite: see divide.
   template <bool kFinite = false, typename Value>
   static inline Element<Value> step(const AdamScalars& s, Value g, const Element<Value>& old) {
+    Element<Value> stepped = decayed(s, g, old);
+    stepped.param = moved(s, stepped, denominator<kFinite>(s, stepped));
+    return stepped;
+  }
+
+  // The parts of a step, for a loop that does something else between them. The new state, with a param that has not been
+  // moved; with no maximum, max_exp_avg_sq is exp_avg_sq.
+  template <typename Value>
+  static inline Element<Value> decayed(const AdamScalars& s, Value g, const Element<Value>& old) {
     if constexpr (kL2) g = fma32(old.param, all<Value>(s.l2), g);
     const Value p = old.param * s.decay;
     const Value turn = g - old.exp_avg;
@@ -67,9 +76,18 @@ struct AdamUpdate {
     Value root_of = v;
     // As torch's maximum: NaN on either side stays NaN.
     if constexpr (kAmsgrad) root_of = ((v > old.max_exp_avg_sq) | (v != v)) ? v : old.max_exp_avg_sq;
-    const Value denominator =
-        divide<kFinite>(root(root_of), all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
-    return {p - s.step_size * m / denominator, m, v, root_of};
+    return {p, m, v, root_of};
+  }
+
+  template <bool kFinite, typename Value>
+  static inline Value denominator(const AdamScalars& s, const Element<Value>& decayed) {
+    const Value rooted = root(decayed.max_exp_avg_sq);
+    return divide<kFinite>(rooted, all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
+  }
+
+  template <typename Value>
+  static inline Value moved(const AdamScalars& s, const Element<Value>& decayed, Value denominator) {
+    return decayed.param - s.step_size * decayed.exp_avg / denominator;
   }
 };
 

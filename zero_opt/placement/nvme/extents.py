@@ -22,6 +22,9 @@ from .window_pass import FilePart, FileWindow
 
 # Bytes that are asked about at a time, whole blocks.
 _ASKED_BYTES = 4 * 2**20
+# Beside the first read of a pass, and the last write, nothing else happens: an extent has at least so many windows, unless
+# they would be smaller than a disk takes at its full speed.
+_LEAST_WINDOWS, _SMALL_WINDOW_BYTES = 16, 4 * 2**20
 
 
 def array_nbytes(role: str, dtype: torch.dtype, numel: int) -> int:
@@ -169,9 +172,10 @@ class Extent:
         tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
 
     def _window_numel(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
-        """Elements of a window of at most so many bytes: whole units, at least one."""
+        """Elements of a window of at most so many bytes, and fewer of a small extent: whole units, at least one."""
         each = sum(array_nbytes(role, dtype, self._unit) for role, dtype in arrays.items())
-        return min(max(int(most_nbytes) // each, 1) * self._unit, self._numel)
+        share = max(self.nbytes_of(arrays) // _LEAST_WINDOWS, _SMALL_WINDOW_BYTES)
+        return min(max(int(min(most_nbytes, share)) // each, 1) * self._unit, self._numel)
 
     def window_nbytes(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
         """Bytes of the largest window, of all arrays."""

@@ -183,6 +183,17 @@ def test_its_memory_is_three_windows(tmp_path: Path) -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize(("state_mb", "most_mb", "window_mb"), [(2, 64, 2), (12, 64, 4), (96, 64, 6), (96, 4, 4)])
+def test_a_small_state_has_smaller_windows(state_mb: int, most_mb: int, window_mb: int, tmp_path: Path) -> None:
+    """So that the first read and the last write, which nothing runs beside, are little of a step."""
+    param = nn.Parameter(torch.zeros(state_mb * 2**20 // 8))
+    optimizer = make([param], tmp_path, offload=in_file(tmp_path, window_mb=most_mb))
+    placement = placement_of(optimizer)
+    assert len(placement._windows) == state_mb // window_mb
+    assert placement.staging_nbytes == 3 * window_mb * 2**20
+    optimizer.close()
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
