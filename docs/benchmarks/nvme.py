@@ -6,6 +6,10 @@ Per round, in turns: the disk's own speed, and one step. The first is a plain lo
 opened in the same way: it is read and written from start to end at the same time, in blocks as large as a window's
 arrays, by one, two or four threads each (what is fastest), and nothing is computed; then either alone. Medians count.
 
+Then steps of bf16 parameters, in turns with fp32 and with 8-bit moments and split masters. That is as much faster as
+the state is smaller where the disk is the bottleneck. A fast disk beside few or busy processors is not: run the script
+in a cgroup that limits the disk (``blkio.throttle.read_bps_device`` and ``write_bps_device``), which the result names.
+
 Memory is what the process holds more at its highest (VmHWM) than before the optimizer was made, with parameters and
 gradients there already. Transfers that go past the page cache (O_DIRECT) leave nothing of the state there.
 """
@@ -30,6 +34,10 @@ from zero_opt.placement.nvme.state_file import StateFile, filesystem_of
 
 SCRIPT = "docs/benchmarks/nvme.py"
 STATE_BYTES = 8  # per element: two fp32 moments; a parameter in fp32 on the CPU is its own master
+FORMS = {
+    "fp32 moments and masters": zero_opt.AdamState(master="float32"),
+    "8-bit moments, split masters": zero_opt.AdamState("block8", "split"),
+}
 THREADS = (1, 2, 4)  # that may read, and as many that write, in the plain loop
 MIB = 2**20
 
@@ -43,6 +51,18 @@ def status(name: str) -> int:
 def forget_peak() -> None:
     """Let VmHWM begin anew at what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def disk_limit() -> str:
+    """How fast this process may use its disks, as far as a cgroup says so."""
+    groups = [line.split(":") for line in Path("/proc/self/cgroup").read_text().split()]
+    folder = next((f"/sys/fs/cgroup/blkio{path}" for _, name, path in groups if name == "blkio"), "")
+    limits = []
+    for way in ("read", "write"):
+        file = Path(folder) / f"blkio.throttle.{way}_bps_device"
+        words = file.read_text().split() if folder and file.exists() else []
+        limits += [f"{way} {int(limit) / 1e6:.0f} MB/s" for limit in words[1::2]]
+    return f"a cgroup (blkio.throttle) lets this process {', '.join(limits)}" if limits else "no cgroup limits the disk"
 
 
 class PlainFile:
@@ -100,6 +120,41 @@ def load_code(folder: str) -> None:
     optimizer.close()
 
 
+def compared(folder: str, numel: int, window_mb: float, rounds: int) -> list[str]:
+    """A table of steps of bf16 parameters with the state in several forms, in turns."""
+    optimizers, times = {}, {name: list[float]() for name in FORMS}
+    for name, form in FORMS.items():
+        param = torch.nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16())
+        param.grad = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+        optimizers[name] = zero_opt.ShardedOptimizer(
+            [param],
+            zero_opt.CPUAdamW,
+            reduction=zero_opt.AlreadyReduced(),
+            offload=zero_opt.NVMeOffload(folder, window_mb=window_mb),
+            state=form,
+        )
+    for number in range(-1, rounds):  # the first finds files that were never written
+        for name, optimizer in optimizers.items():
+            begin = time.perf_counter()
+            optimizer.step()
+            if number >= 0:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    lines = [
+        f"**bf16 parameters**, {numel / 1e6:.1f} M; {disk_limit()}",
+        "",
+        "| | state, bytes per element | `step()`, ms, median (least - most) | MB/s read and written | of fp32's |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    whole = times[next(iter(FORMS))]
+    for name, found in times.items():
+        nbytes = optimizers[name].memory_report()["state"]
+        rate = 2 * nbytes / 1e3 / statistics.median(found)
+        share = statistics.median(map(float.__truediv__, found, whole))
+        lines.append(f"| {name} | {nbytes / numel:.2f} | {spread(found, 0)} | {rate:.0f} | {share:.2f} |")
+        optimizers[name].close()
+    return lines
+
+
 def measure(arguments: argparse.Namespace) -> str:
     """The result as markdown."""
     folder, nbytes = arguments.directory, arguments.state_mb * MIB
@@ -145,7 +200,9 @@ def measure(arguments: argparse.Namespace) -> str:
         f"File system {filesystem_of(plain.file._fd)}, {way}; AdamW, {param.numel() >> 20} Mi fp32 parameters, "
     )
     head[-1] += "one rank."
-    return "\n".join([*head, "", "| | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)])
+    table = ["| | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)]
+    forms = compared(folder, arguments.mi * MIB, arguments.window_mb, arguments.rounds)
+    return "\n".join([*head, "", *table, "", *forms])
 
 
 def main() -> None:
@@ -153,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="on the disk to use")
     parser.add_argument("--state-mb", type=int, default=2048, help="size of the state, in MiB")
+    parser.add_argument("--mi", type=int, default=32, help="bf16 parameters, in Mi")
     parser.add_argument("--window-mb", type=float, default=64, help="of each of the three windows, in MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROTOCOL, IN_REGISTERS = "kernels/redo_log.inl", "kernels/block_in_registers.inl"
+CODES_IN_REGISTERS = "kernels/block8_in_registers.inl"
 BEGIN = "  Staging staging;\n"
 BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
@@ -25,6 +26,7 @@ HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
 REGISTER_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
 REGISTER_REMAINDER = "    arrays.remainder = log.remainder;\n"
+REGISTER_CODES = "    write<false>(to);\n"
 # Of compact forms: where arrays lie in the log, and how they go home from it.
 LOGGED_MOMENT = "biased<void>(log.exp_avg, begin, moment, home.exp_avg)"
 LOGGED_REMAINDER = "biased<std::int16_t>(log.remainder, begin, 2, home.remainder)"
@@ -125,6 +127,24 @@ COMPACT = (
         ((REGISTER_REMAINDER, "    arrays.remainder = reinterpret_cast<std::int16_t*>(log.max_exp_avg_sq);\n"),),
         file=IN_REGISTERS,
         scenario="split",
+    ),
+    Mutant(
+        "a scale of the usual runs is written home at once",
+        ((REGISTER_CODES, REGISTER_CODES + "    *home_arrays().exp_avg_base = block.base;\n"),),
+        file=CODES_IN_REGISTERS,
+        scenario="blocks",
+    ),
+    Mutant(
+        "codes of the usual runs are not in the log",
+        (
+            (
+                REGISTER_CODES,
+                "    std::uint8_t aside[kCutNumel];\n    AdamArrays others = to;\n    others.exp_avg = aside;\n"
+                "    write<false>(others);\n",
+            ),
+        ),
+        file=CODES_IN_REGISTERS,
+        scenario="blocks",
     ),
     Mutant(
         "moments in bf16 are written home at once",

@@ -22,8 +22,8 @@ from .window_pass import FilePart, FileWindow
 
 # Bytes that are asked about at a time, whole blocks.
 _ASKED_BYTES = 4 * 2**20
-# Beside the first read of a pass, and the last write, nothing else happens: an extent has at least so many windows, unless
-# they would be smaller than a disk takes at its full speed.
+# Beside the first read of a pass, and the last write, nothing else happens: an extent has at least so many windows,
+# unless they would be smaller than a disk takes at its full speed.
 _LEAST_WINDOWS, _SMALL_WINDOW_BYTES = 16, 4 * 2**20
 
 
