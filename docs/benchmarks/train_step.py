@@ -4,14 +4,16 @@
 
 Each round runs every system in turn, in an order that changes from round to round, on freshly forked gloo ranks over
 loopback with one thread each; all train the same model on the same data and must end at the same loss. A system's time
-is the median over rounds of its ranks' medians over steps; ratios are taken within a round. Bytes sent are what the
+is the median over rounds of its ranks' medians over steps; ratios are taken within a round, to the faster of DDP's two
+forms. Bytes sent are what the
 kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Peak memory comes from one more run, which
 is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by their number, so that a page which
 ranks share is counted once.
 
 DDP has ``gradient_as_bucket_view=True``, which is faster, and once ``static_graph=True`` too. FSDP2 keeps its
 parameters gathered between forward and backward (``reshard_after_forward=False``), which is faster. Every optimizer is
-AdamW with ``fused=True``. "compute alone" is forward and backward of independent ranks.
+AdamW with ``fused=True``. "compute alone" is forward and backward of independent ranks. --write also replaces the
+README's table of one host, of the first number of ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +29,11 @@ from pathlib import Path
 from support.machine import command, load, machine, today, write_result
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
 from support.ranks import Run, execute
-from support.report import Results, draw, same_loss, section
+from support.report import Results, draw, readme, same_loss, section
 from support.systems import SYSTEMS, missing
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).resolve().parents[2] / "README.md"
 SCRIPT = "docs/benchmarks/train_step.py"
 SAMPLED_STEPS = 3
 
@@ -88,6 +92,15 @@ def deepspeed_version() -> str:
     return ""
 
 
+def replace_in_readme(block: str) -> None:
+    """Replace the README's table of one host, and the paragraph before it."""
+    before, found = README.read_text(), re.compile(r"^Time of one step of (.+\n)+\n(\|.*\n)+", re.MULTILINE)
+    after, count = found.subn(lambda _: f"{block}\n", before)
+    if count != 1:
+        raise RuntimeError(f"the README has {count} such tables")
+    README.write_text(after)
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,6 +125,8 @@ def main() -> None:
     if arguments.write:
         write_result(arguments.write, "train_step", f"{text}\n![times of the table](train_step.png)")
         draw(sections, f"One training step, {today()}", arguments.write / "train_step.png")
+    if arguments.write == RESULTS:
+        replace_in_readme(readme(sections[0]))
 
 
 if __name__ == "__main__":

@@ -103,10 +103,11 @@ def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batc
 
 
 FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-2"
+STATIC_DDP = "DDP(static_graph=True) + AdamW"
 SYSTEMS: dict[str, System] = {
     FLOOR: System(_compute_alone, trains=False),
     DDP: System(ddp_adamw),
-    "DDP(static_graph=True) + AdamW": System(partial(ddp_adamw, static=True)),
+    STATIC_DDP: System(partial(ddp_adamw, static=True)),
     ZERO: System(zero_redundancy),
     "FSDP2 + AdamW": System(_fsdp2),
     DEEPSPEED: System(_deepspeed),
