@@ -91,7 +91,8 @@ class DDPHookReduction(OverlappedReduction):
         if index in self._copied:
             value = consumed.take_pending()
         elif grad is not None and grad is not consumed:
-            value = self._fresh(index, grad, consumed)
+            value = grad
+            self._check_fresh(index, grad, consumed)
             if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
         if grad is consumed:

@@ -49,6 +49,7 @@ class _Place(NamedTuple):
     position: int
 
 
+_STRIDED, _graph_task = torch.strided, torch._C._current_graph_task_id
 _grad_of = attrgetter("grad")
 _param_of, _consumed_of = itemgetter(0), itemgetter(1)  # of a place
 
@@ -91,6 +92,7 @@ class OverlappedReduction(GradReduction):
     def _forget_rounds(self) -> None:
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
+        self._task: int | None = None  # whose arrivals belong to the round under way
         self._rounds, self._next = 0, 0
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
         self._restarted: set[int] = set()  # dropped or zeroed, though part of the sum
@@ -130,11 +132,11 @@ class OverlappedReduction(GradReduction):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients stay local and full-size, to be reduced with the next backward outside the context."""
-        before, self._sync = self._sync, False
+        before, self._sync, self._task = self._sync, False, None
         try:
             yield
         finally:
-            self._sync = before
+            self._sync, self._task = before, None
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank.
@@ -142,11 +144,16 @@ class OverlappedReduction(GradReduction):
         Autograd has a thread per device, and these may call at the same time.
         """
         with self._lock:
-            begins = self._passes.note_arrival()
-            self._synced.add(self._sync)
-            if not self._sync:
-                return
-            if begins or not self._fills or index in self._in_round:
+            task = _graph_task()
+            if task != self._task:
+                begins = self._passes.note_arrival()
+                self._synced.add(self._sync)
+                if not self._sync:
+                    return
+                if begins or not self._fills:
+                    self._open_round()
+                self._task = task
+            if index in self._in_round:
                 self._open_round()
             self._take(index)
 
@@ -160,34 +167,34 @@ class OverlappedReduction(GradReduction):
         if grad is None:
             return  # a hook of the user's has dropped it
         if grad is consumed:
-            value = consumed.take_pending()
+            grad = consumed.take_pending()
         else:
-            value = self._fresh(index, grad, consumed)
+            if type(grad) is not Tensor or grad.layout is not _STRIDED or index in self._shown:
+                self._check_fresh(index, grad, consumed)
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
                 self._partition.flats[index].moved()
                 raise
             self._shown.add(index)
-        if value is not None:
-            self._deliver(index, place, value)
+        if grad is not None:
+            self._deliver(index, place, grad)
 
     def _deliver(self, index: int, place: _Place, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        bucket = place.bucket
-        if self._fills[bucket].sealed:
+        if self._fills[place.bucket].sealed:
             self._open_round()
         self._in_round.add(index)
         self._withdrawn.discard(index)
-        fill = self._fills[bucket]
+        fill = self._fills[place.bucket]
         fill.put(place.position, value)
         if fill.missing <= 0:
-            if self._completed is not None and bucket not in self._completed:
-                self._completed.append(bucket)
+            if self._completed is not None and place.bucket not in self._completed:
+                self._completed.append(place.bucket)
             self._launch_complete()
 
-    def _fresh(self, index: int, grad: Tensor, consumed: ConsumedGrad) -> Tensor:
-        """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before; returns it."""
+    def _check_fresh(self, index: int, grad: Tensor, consumed: ConsumedGrad) -> None:
+        """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
         if isinstance(grad, ConsumedGrad):
             if grad.owner() is None:
                 raise GradientConflict(
@@ -204,7 +211,6 @@ class OverlappedReduction(GradReduction):
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
             self._restart([index])
         consumed.pending = None
-        return grad
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
