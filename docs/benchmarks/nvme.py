@@ -1,14 +1,15 @@
 """A shard of optimizer state that is several times the memory it is allowed, stepped from a disk.
 
-    python docs/benchmarks/nvme.py DIRECTORY [--state-mb 2048] [--rounds 7] [--write docs/benchmarks/results/]
+    python docs/benchmarks/nvme.py DIRECTORY [--state-mb 2048] [--rounds 7] [--forms] [--write docs/benchmarks/results/]
 
 Per round, in turns: the disk's own speed, and one step. The first is a plain loop over a file as large, reserved and
 opened in the same way: it is read and written from start to end at the same time, in blocks as large as a window's
 arrays, by one, two or four threads each (what is fastest), and nothing is computed; then either alone. Medians count.
 
-Then steps of bf16 parameters, in turns with fp32 and with 8-bit moments and split masters. That is as much faster as
-the state is smaller where the disk is the bottleneck. A fast disk beside few or busy processors is not: run the script
-in a cgroup that limits the disk (``blkio.throttle.read_bps_device`` and ``write_bps_device``), which the result names.
+With ``--forms``: steps of bf16 parameters instead, in turns with fp32 and with 8-bit moments and split masters. That is
+as much faster as the state is smaller where the disk is the bottleneck. A fast disk beside few or busy processors is
+not: run the script in a cgroup that limits the disk (``blkio.throttle.read_bps_device``, ``write_bps_device``), which
+the result names.
 
 Memory is what the process holds more at its highest (VmHWM) than before the optimizer was made, with parameters and
 gradients there already. Transfers that go past the page cache (O_DIRECT) leave nothing of the state there.
@@ -120,9 +121,10 @@ def load_code(folder: str) -> None:
     optimizer.close()
 
 
-def compared(folder: str, numel: int, window_mb: float, rounds: int) -> list[str]:
-    """A table of steps of bf16 parameters with the state in several forms, in turns."""
-    optimizers, times = {}, {name: list[float]() for name in FORMS}
+def measure_forms(arguments: argparse.Namespace) -> str:
+    """The result of --forms as markdown."""
+    folder, numel = arguments.directory, arguments.mi * MIB
+    optimizers, times, own = {}, {name: list[float]() for name in FORMS}, list[float]()
     for name, form in FORMS.items():
         param = torch.nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16())
         param.grad = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -130,29 +132,36 @@ def compared(folder: str, numel: int, window_mb: float, rounds: int) -> list[str
             [param],
             zero_opt.CPUAdamW,
             reduction=zero_opt.AlreadyReduced(),
-            offload=zero_opt.NVMeOffload(folder, window_mb=window_mb),
+            offload=zero_opt.NVMeOffload(folder, window_mb=arguments.window_mb),
             state=form,
         )
-    for number in range(-1, rounds):  # the first finds files that were never written
+    plain = PlainFile(folder, 4 * numel, 4 * MIB)
+    for number in range(-1, arguments.rounds):  # the first finds files that were never written
+        own.append(2 * plain.nbytes / 1e6 / plain.move([False, True]))
         for name, optimizer in optimizers.items():
             begin = time.perf_counter()
             optimizer.step()
             if number >= 0:
                 times[name].append(1e3 * (time.perf_counter() - begin))
     lines = [
-        f"**bf16 parameters**, {numel / 1e6:.1f} M; {disk_limit()}",
+        f"### Stepping compact state from a disk, {today()}",
+        "",
+        f"`{command(SCRIPT)}`",
+        "",
+        f"{machine()}; {load()}.",
+        f"{numel / 1e6:.1f} M bf16 parameters, one rank; {disk_limit()}.",
+        f"The disk's own speed: {spread(own[1:], 0)} MB/s read and written, {plain.threads} threads each.",
         "",
         "| | state, bytes per element | `step()`, ms, median (least - most) | MB/s read and written | of fp32's |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    whole = times[next(iter(FORMS))]
     for name, found in times.items():
         nbytes = optimizers[name].memory_report()["state"]
         rate = 2 * nbytes / 1e3 / statistics.median(found)
-        share = statistics.median(map(float.__truediv__, found, whole))
+        share = statistics.median(map(float.__truediv__, found, next(iter(times.values()))))
         lines.append(f"| {name} | {nbytes / numel:.2f} | {spread(found, 0)} | {rate:.0f} | {share:.2f} |")
         optimizers[name].close()
-    return lines
+    return "\n".join(lines)
 
 
 def measure(arguments: argparse.Namespace) -> str:
@@ -201,8 +210,7 @@ def measure(arguments: argparse.Namespace) -> str:
     )
     head[-1] += "one rank."
     table = ["| | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)]
-    forms = compared(folder, arguments.mi * MIB, arguments.window_mb, arguments.rounds)
-    return "\n".join([*head, "", *table, "", *forms])
+    return "\n".join([*head, "", *table])
 
 
 def main() -> None:
@@ -210,16 +218,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", help="on the disk to use")
     parser.add_argument("--state-mb", type=int, default=2048, help="size of the state, in MiB")
-    parser.add_argument("--mi", type=int, default=32, help="bf16 parameters, in Mi")
+    parser.add_argument("--forms", action="store_true", help="compare forms of the state")
+    parser.add_argument("--mi", type=int, default=32, help="with --forms: parameters, in Mi")
     parser.add_argument("--window-mb", type=float, default=64, help="of each of the three windows, in MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     arguments = parser.parse_args()
     os.makedirs(arguments.directory, exist_ok=True)
-    text = measure(arguments)
+    text = measure_forms(arguments) if arguments.forms else measure(arguments)
     print(text)
     if arguments.write:
-        write_result(arguments.write, "nvme", text)
+        write_result(arguments.write, "nvme_forms" if arguments.forms else "nvme", text)
 
 
 if __name__ == "__main__":

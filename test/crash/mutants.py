@@ -139,8 +139,8 @@ COMPACT = (
         (
             (
                 REGISTER_CODES,
-                "    std::uint8_t aside[kCutNumel];\n    AdamArrays others = to;\n    others.exp_avg = aside;\n"
-                "    write<false>(others);\n",
+                "    std::uint8_t aside[kCutNumel];\n    AdamArrays others = to;\n"
+                "    if (to.exp_avg != home_arrays().exp_avg) others.exp_avg = aside;\n    write<false>(others);\n",
             ),
         ),
         file=CODES_IN_REGISTERS,
