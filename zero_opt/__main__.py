@@ -39,7 +39,8 @@ _OFFLOADS: dict[str, Callable[..., Offload]] = {
 }
 _NATIVE = ("CPUAdam", "CPUAdamW")
 # Fields of offloads, and whose they are.
-_FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme", "delay": "worker", "speculate": "worker"}
+_FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme"}
+_FIELDS |= dict.fromkeys(("delay", "prediction", "speculate"), "worker")
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--subgroup-mb", type=float, help="with --offload cpu: see CPUOffload")
     sizes.add_argument("--window-mb", type=float, help="with --offload nvme: see NVMeOffload")
     sizes.add_argument("--delay", type=int, help="with --offload worker: steps until an update arrives")
+    sizes.add_argument("--prediction", type=float, help="with --offload worker, --delay 1: see WorkerOffload")
     sizes.add_argument("--speculate", action="store_true", help="with --offload worker: see WorkerOffload")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     looks = commands.add_parser(

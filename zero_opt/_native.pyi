@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 class AdamHypers:
     """The hyperparameters of a group. ``decoupled`` is AdamW's decay, else weight_decay is L2.
 
-    ``grad_scale`` is what gradients are multiplied by first.
+    ``grad_scale`` is what gradients are multiplied by first. ``prediction`` is how many more such updates than the new
+    param its copy in ``out`` gets.
     """
 
     def __init__(
@@ -19,6 +20,7 @@ class AdamHypers:
         decoupled: bool,
         maximize: bool,
         grad_scale: float = 1.0,
+        prediction: float = 0.0,
     ) -> None: ...
 
 class AdamRun:

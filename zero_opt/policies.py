@@ -40,6 +40,12 @@ def _check_positive(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be positive and finite, got {quoted(value)}")
 
 
+def _check_not_negative(name: str, value: Any) -> None:
+    check_number(name, value)
+    if not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"{name} must be finite and not negative, got {quoted(value)}")
+
+
 def _check_seconds(name: str, value: Any) -> None:
     _check_positive(name, value)
     if value < _LEAST_WAIT_S:
@@ -238,6 +244,13 @@ class WorkerOffload:
         speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
             are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``.
+        warmup_steps: with ``delay=1``, so many steps at the beginning are made as with ``delay=0``. Steps of a state
+            that is loaded count: its largest step count.
+        prediction: with ``delay=1``, parameters between steps are predicted: the last update to have arrived, and so
+            many times that update more, so that forwards see about the parameters that their gradients will be applied
+            to. Masters, state and every checkpoint have the true values, and so have parameters after ``flush()``. Of
+            fp32 parameters, and of split masters, the arena holds one array more, in the parameters' dtype. The
+            prediction is that of XPipe (Guan et al. 2019) with a factor; 0: parameters are those of the last update.
     """
 
     delay: int = 0
@@ -247,6 +260,8 @@ class WorkerOffload:
     max_deaths: int = 3
     selective: Selective | None = None
     speculate: bool = False
+    warmup_steps: int = 0
+    prediction: float = 0.0
 
     def __post_init__(self) -> None:
         _check_selective_field("WorkerOffload", self.selective)
@@ -259,11 +274,24 @@ class WorkerOffload:
                 "WorkerOffload(delay=1, speculate=True): the second begins a step during backward so that step() can "
                 "end it, the first ends it a step later; nothing is left to be hidden, so use one of the two"
             )
+        check_integer("WorkerOffload.warmup_steps", self.warmup_steps, 0)
+        _check_not_negative("WorkerOffload.prediction", self.prediction)
+        self._check_late_fields()
         _check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
         _check_seconds("WorkerOffload.hang_timeout", self.hang_timeout)
         check_integer("WorkerOffload.max_deaths", self.max_deaths)
+
+    def _check_late_fields(self) -> None:
+        for name in ("warmup_steps", "prediction"):
+            if getattr(self, name) and not self.delay:
+                raise ConfigConflict(f"WorkerOffload.{name} is for delay=1: with delay=0 no update is late")
+            if getattr(self, name) and self.selective is not None:
+                raise ConfigConflict(
+                    f"WorkerOffload.{name} is for steps of all parameters, not with selective, which has warmup_steps "
+                    "of its own; leave one of the two"
+                )
 
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):

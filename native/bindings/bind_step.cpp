@@ -18,8 +18,8 @@ namespace zero_opt::bindings {
 namespace {
 
 AdamHypers make_hypers(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
-                       bool maximize, double grad_scale) {
-  return {lr, beta1, beta2, eps, weight_decay, grad_scale, decoupled, maximize};
+                       bool maximize, double grad_scale, double prediction) {
+  return {lr, beta1, beta2, eps, weight_decay, grad_scale, prediction, decoupled, maximize};
 }
 
 using Addresses = std::map<std::string, std::uintptr_t>;
@@ -127,7 +127,7 @@ void bind_step(py::module_& m) {
   py::class_<AdamHypers>(m, "AdamHypers")
       .def(py::init(&make_hypers), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"),
-           py::arg("grad_scale") = 1.0);
+           py::arg("grad_scale") = 1.0, py::arg("prediction") = 0.0);
   py::class_<CountedRun>(m, "AdamRun")
       .def(py::init(&make_run), py::arg("numel"), py::arg("addresses"), py::kw_only(),
            py::arg("grad_dtype") = "float32", py::arg("moment_dtype") = "float32",

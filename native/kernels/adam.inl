@@ -47,6 +47,11 @@ inline float first_of(Pair pair) { return float_of(pair << 16); }
 inline float second_of(Pair pair) { return float_of(pair & kUpper); }
 inline std::uint32_t uppers(std::uint32_t first, std::uint32_t second) { return first >> 16 | (second & kUpper); }
 
+// Whether ``out`` gets another value than the new param.
+inline bool predicts(const AdamScalars& scalars, const AdamRun& run) {
+  return run.out != nullptr && scalars.prediction != 0.0f;
+}
+
 // Steps all elements. Returns whether a gradient is not finite: zero times it is NaN then. bf16 is converted in this
 // loop because the divider leaves the rest of the processor idle in it.
 template <typename Update, bool kHalfGrad, bool kSplit, bool kHalf>

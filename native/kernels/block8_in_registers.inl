@@ -33,7 +33,7 @@ inline std::uint32_t largest_halves(AvxInts magnitude, AvxInts magnitude_sq) {
 // Whether whole blocks of a run can be stepped here.
 inline bool steps_blocks8(const AdamRun& run, const AdamScalars& scalars) {
   return run.moment_format == Format::kBlock8 && is_usual(scalars, run.from.max_exp_avg_sq != nullptr) &&
-         run.grad_format != Format::kFloat16 &&
+         run.grad_format != Format::kFloat16 && !predicts(scalars, run) &&
          (run.out == nullptr || (run.out_format == Format::kBfloat16 && run.from.remainder == nullptr));
 }
 

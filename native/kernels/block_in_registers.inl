@@ -15,10 +15,11 @@ namespace {
 // moment, and parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
 inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
   if (steps_blocks8(run, scalars)) return true;
-  if (run.moment_format != Format::kFloat32 || !starts_from_moment(scalars)) return false;
+  if (run.moment_format != Format::kFloat32 || !starts_from_moment(scalars) || predicts(scalars, run)) return false;
   if (run.from.remainder != nullptr) return run.out == nullptr && is_usual(scalars, run.from.max_exp_avg_sq != nullptr);
-  return run.out == nullptr || run.out_format == run.grad_format ||
-         (run.grad_format == Format::kFloat32 && run.out_format != Format::kFloat32);
+  return run.out == nullptr ||
+         (run.out_format != Format::kFloat32 &&
+          (run.out_format == run.grad_format || run.grad_format == Format::kFloat32));
 }
 
 // Steps a run of one kind, a whole block at a time, whose new state stays in registers until it is home. The length is a

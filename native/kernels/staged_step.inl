@@ -21,6 +21,7 @@ struct alignas(64) Staging {
   float param[kStaged];
   float grad[kStaged];
   float out[kStaged];
+  float old_param[kStaged];
   float exp_avg[kStaged];
   float exp_avg_sq[kStaged];
 };
@@ -76,6 +77,11 @@ void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& la
   if (arrays.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = arrays.max_exp_avg_sq + start;
 }
 
+// The new params and so many more of the updates that have made them from the old ones.
+void predict(float factor, std::int64_t n, const float* __restrict__ param, float* __restrict__ old_param) {
+  for (std::int64_t i = 0; i < n; ++i) old_param[i] = param[i] + factor * (param[i] - old_param[i]);  // vectorise
+}
+
 // After the factor.
 std::int32_t count_nonfinite(float factor, const Lanes& lanes) {
   std::int32_t count = 0;
@@ -106,10 +112,18 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
     lanes.from.half_param = lanes.to.half_param = nullptr;
   }
   read_moments(run, start, staging, lanes);
+  if (predicts(scalars, run)) {
+    __builtin_memcpy(staging.old_param, lanes.from.param, static_cast<std::uint64_t>(n) * sizeof(float));
+  }
   const bool spoilt = pick_loop(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
   if (staged) split_master(staging.param, n, to.half_param, to.remainder);
-  if (run.out != nullptr) write_out(run, start, n, lanes.to.param, staging);
+  if (predicts(scalars, run)) {
+    predict(scalars.prediction, n, lanes.to.param, staging.old_param);
+    write_out(run, start, n, staging.old_param, staging);
+  } else if (run.out != nullptr) {
+    write_out(run, start, n, lanes.to.param, staging);
+  }
   return spoilt ? count_nonfinite(scalars.grad_factor, lanes) : 0;
 }
 

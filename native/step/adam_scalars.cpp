@@ -27,6 +27,7 @@ AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
   scalars.beta2 = static_cast<float>(hypers.beta2);
   scalars.eps = static_cast<float>(hypers.eps);
   scalars.grad_factor = static_cast<float>(hypers.maximize ? -hypers.grad_scale : hypers.grad_scale);
+  scalars.prediction = static_cast<float>(hypers.prediction);
   scalars.dither = dither_of(step);
   return scalars;
 }

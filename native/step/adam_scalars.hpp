@@ -11,6 +11,7 @@ namespace zero_opt {
 struct AdamHypers {
   double lr, beta1, beta2, eps, weight_decay;
   double grad_scale;  // what gradients are multiplied by first
+  double prediction;  // see AdamScalars
   bool decoupled, maximize;
 };
 

@@ -20,7 +20,7 @@ using Word = std::atomic<std::uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "words that two processes share must need no lock");
 
 constexpr std::uint64_t kControlMagic = 0x7a65726f5f6f7074;  // "zero_opt"
-constexpr std::uint64_t kControlVersion = 4;
+constexpr std::uint64_t kControlVersion = 5;
 constexpr std::size_t kErrorBytes = 512, kIsaBytes = 16;
 
 // A step as submitted; the runs and scalars follow in their tables.

@@ -59,9 +59,14 @@ class AdamHypers:
             weight_decay=self.weight_decay * root if self.decoupled else self.weight_decay,
         )
 
-    def for_kernel(self, grad_scale: float = 1.0) -> native.AdamHypers:
-        """Return them as the kernel takes them."""
-        return native.AdamHypers(**{name: getattr(self, name) for name in self.__slots__}, grad_scale=grad_scale)
+    def for_kernel(self, grad_scale: float = 1.0, *, prediction: float = 0.0) -> native.AdamHypers:
+        """Return them as the kernel takes them.
+
+        Args:
+            prediction: how many more such updates than the param itself its copy in ``out`` gets.
+        """
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return native.AdamHypers(**own, grad_scale=grad_scale, prediction=prediction)
 
 
 _NUMBERS = ("lr", "eps", "weight_decay")

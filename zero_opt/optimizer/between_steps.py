@@ -347,6 +347,9 @@ class BetweenSteps(Engine):
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()
+            if self.placement.predicts:  # parameters whose master is not in the state are to be the true ones
+                with suppress(StepPending):  # what was written to stays: the state is replaced anyway
+                    self.flush()
             if self.placement.pending:
                 log.warning(
                     "load_state_dict() has dropped a pending step; call opt.flush() before it to keep its update"
@@ -367,6 +370,7 @@ class BetweenSteps(Engine):
         self._half_loaded = True
         with self._guard.telling_why(), self.agreement.together():  # a disk may have failed since that was checked
             self.placement.load(mine, loaded.groups)
+            self.placement.resume(states)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
             group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
         self._forms.learn(self._user.param_groups, self._user.defaults)
@@ -443,4 +447,6 @@ class BetweenSteps(Engine):
                 return
             except Exception as error:  # whatever it is, the rest is to be closed
                 reason = str(error)
+        if self.placement.predicts:
+            reason += "; parameters stay predictions"
         log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)

@@ -101,11 +101,19 @@ class Placement(ABC):
         """Whether a step has been taken whose result is not in the parameters yet."""
         return False
 
+    @property
+    def predicts(self) -> bool:
+        """Whether parameters show predictions, until :meth:`bring_in`. The same on every rank."""
+        return False
+
     def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket is in the parameters; on any thread, which may have to copy it."""
 
     def await_results(self) -> None:
         """Return when the results of all buckets are in the parameters."""
+
+    def resume(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on from where these loaded states, of all parameters and the same on every rank, have been left."""
 
     def wait(self) -> None:
         """Let a pending step end; it stays pending."""

@@ -37,8 +37,8 @@ class ArenaShard(StateShard):
     """A state shard whose arrays lie in the arena.
 
     There is always a master; of a split one, the half that the parameters are is "param", in their dtype. Arrays are
-    more: out, the new parameters in their own dtype, where neither param nor master is that; as many grad0, grad1 as
-    asked for.
+    more: out, the new parameters in their own dtype, where neither param nor master is that, or predictions of them; as
+    many grad0, grad1 as asked for.
 
     Attributes:
         banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.

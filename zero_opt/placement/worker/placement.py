@@ -56,6 +56,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     _policy_name = "WorkerOffload"
     _shard_type: type[ArenaShard] = ArenaShard
     _remedy = "with delay=1, call opt.flush()"
+    _prediction = 0.0  # of the step that is being submitted: see WorkerOffload
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         super().__init__()
         self._form = form
         self._grad_buffers = grad_buffers
-        self._delay = policy.delay
+        self._delay, self._warmup_steps = policy.delay, policy.warmup_steps
+        self._begun = 0  # steps, those of the loaded state among them
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
@@ -164,8 +166,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def spare_nbytes(self) -> int:
         return sum(shard.spare_nbytes for shard in self._shards.values())
 
+    @property
+    def _late(self) -> bool:
+        """Whether the next step is left pending."""
+        return self._delay > 0 and self._begun >= self._warmup_steps
+
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        if not self._delay:
+        if not self._late:
             return self._in_order(grads)
         return [] if self._pending is None else self._pending.buckets
 
@@ -176,11 +183,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        before = list(self.bring_in())
+        late = self._late
+        self._begun += 1
+        before = list(self._bring_in_last())
         with uninterrupted():
             self._pending = self._submit(grads, groups, grad_scale)
             self._mark_state()
-        yield from self._bring_in_pending() if not self._delay else before
+        yield from before if late else self._bring_in_pending()
 
     def await_result(self, bucket: int) -> None:
         self._delivery.await_result(bucket)
@@ -204,7 +213,15 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _await(self, sequence: int) -> None:
         self._worker.wait(sequence)
 
+    def resume(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        if self._warmup_steps:
+            self._begun = int(max((float(state["step"]) for state in states.values() if "step" in state), default=0))
+
     def bring_in(self) -> Iterator[int]:
+        return self._bring_in_last()
+
+    def _bring_in_last(self) -> Iterator[int]:
+        """Bring in the step before, if it is pending, and with it results of earlier ones that are on their way."""
         self._delivery.await_results()
         self._delivery.overtaken = None
         self._load_mirrors()
@@ -255,8 +272,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             shard.read_params(positions)
             for gradients in sorted({shard.gradients[position] for position in positions}):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
-                new = (hypers.for_mean_of(gradients).for_kernel(grad_scale), list[Any](), list[int]())
-                _, runs, addresses = batches.setdefault((number, gradients), new)
+                scaled = hypers.for_mean_of(gradients).for_kernel(grad_scale, prediction=self._prediction)
+                _, runs, addresses = batches.setdefault((number, gradients), (scaled, [], []))
                 for run, address in shard.runs(alike, amsgrad=amsgrad):
                     runs.append(run)
                     addresses.append(address)

@@ -18,6 +18,7 @@ from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .cores import split_cores
 from .placement import WorkerPlacement
+from .prediction import PredictedShard, PredictingPlacement
 from .process import control_nbytes
 from .speculation import SpeculativePlacement
 
@@ -48,22 +49,28 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
             )
         super().check(groups, describe)
 
+    @property
+    def _shard_type(self) -> type[ArenaShard]:
+        if self.offload.speculate:
+            return BankedShard
+        return PredictedShard if self.offload.prediction else ArenaShard
+
     def build(self, group: Group) -> WorkerPlacement:
         given = (self.offload, self.inputs.defaults, group)
         model, form = self.inputs.reduction.overlap_param_gather, self.inputs.form_with_masters
         if self.offload.speculate:
             return SpeculativePlacement(*given, model, form)
-        return WorkerPlacement(*given, model, form, self._grad_buffers)
+        make = PredictingPlacement if self.offload.prediction else WorkerPlacement
+        return make(*given, model, form, self._grad_buffers)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally = Tally()
         usable = sorted(os.sched_getaffinity(0))
         threads = split_cores(self.offload, usable, allowed_threads(len(usable)), inputs.ranks_per_host).threads
-        make = BankedShard if self.offload.speculate else ArenaShard
         # A run is a stretch of neighbors with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
-            shard = make(bucket, self.inputs.form_with_masters)
+            shard = self._shard_type(bucket, self.inputs.form_with_masters)
             arrays = shard.missing(amsgrad=inputs.amsgrad(bucket.layout.group), grads=self._grad_buffers)
             shard.add_memory(tally, arrays)
             taken += shard.nbytes_of(arrays)

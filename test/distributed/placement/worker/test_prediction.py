@@ -1,0 +1,266 @@
+"""WorkerOffload(delay=1) with predicted parameters, and with steps at the beginning that are not late."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.worker_training import (
+    DTYPES,
+    LRS,
+    OVERLAPPED,
+    assert_as_simulated,
+    backward,
+    make,
+    make_params,
+    mean_grads,
+    train_ranks,
+    worker_of,
+)
+from zero_opt import AdamState, ConfigConflict, ConfigError, StepPending, WorkerOffload
+
+MASTERS = AdamState(master="float32")
+FORMS = [
+    AdamState(master="split"),
+    AdamState(moments="bfloat16", master="split"),
+    AdamState(moments="block8", master="float32"),
+]
+
+
+class Simulation:
+    """The same by one plain optimizer over the true parameters, beside those that gradients are taken at."""
+
+    def __init__(self, world_size: int, dtype: torch.dtype, form: AdamState, factor: float) -> None:
+        self.world_size, self.factor = world_size, factor
+        self.params, self.shown = make_params(dtype), make_params(dtype)
+        self.optimizer = zero_opt.CPUAdamW(self.params, state=form)
+        self.waiting: tuple[list[Tensor | None], float] | None = None
+
+    def masters(self) -> list[Tensor]:
+        states = self.optimizer.state_dict()["state"]
+        masters = [states.get(index, {}).get("master") for index in range(len(self.params))]
+        pairs = zip(masters, self.params, strict=True)
+        return [(param.detach().float() if master is None else master).clone() for master, param in pairs]
+
+    def apply(self, grads: list[Tensor | None], lr: float, factor: float) -> None:
+        before = self.masters()
+        self.optimizer.param_groups[0]["lr"] = lr
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        self.optimizer.step()
+        for old, new, shown, param, grad in zip(before, self.masters(), self.shown, self.params, grads, strict=True):
+            predicted = grad is not None and factor
+            shown.data.copy_(new + factor * (new - old) if predicted else param.detach())
+
+    def step(self, step: int, late: bool) -> list[Tensor]:
+        grads, lr = mean_grads(self.shown, step, self.world_size), LRS[step % len(LRS)]
+        if not late:
+            self.apply(grads, lr, 0.0)
+            return self.seen()
+        if self.waiting is not None:
+            self.apply(*self.waiting, self.factor)
+        self.waiting = grads, lr
+        return self.seen()
+
+    def flush(self) -> list[Tensor]:
+        if self.waiting is not None:
+            self.apply(*self.waiting, 0.0)
+        self.waiting = None
+        for shown, param in zip(self.shown, self.params, strict=True):
+            shown.data.copy_(param.detach())
+        return self.seen()
+
+    def seen(self) -> list[Tensor]:
+        return [shown.detach().clone() for shown in self.shown]
+
+
+def _simulated(
+    world_size: int,
+    steps: int,
+    offload: WorkerOffload,
+    dtype: torch.dtype = torch.float32,
+    form: AdamState = MASTERS,
+) -> Any:
+    simulation = Simulation(world_size, dtype, form, offload.prediction)
+    seen = [simulation.step(step, step >= offload.warmup_steps) for step in range(steps)]
+    return [*seen, simulation.flush()], simulation.optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 1.7])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bits_of_a_plain_optimizer_whose_forwards_are_on_predictions(
+    world_size: int, dtype: torch.dtype, factor: float
+) -> None:
+    offload = WorkerOffload(delay=1, warmup_steps=3, prediction=factor)
+
+    def run(rank: int, world_size: int) -> Any:
+        return train_ranks(rank, world_size, 12, dtype, offload=offload)
+
+    assert_as_simulated(run_processes(world_size, run), _simulated(world_size, 12, offload, dtype))
+
+
+@pytest.mark.parametrize("reduction", [zero_opt.AtStep(), zero_opt.AlreadyReduced()])
+def test_with_other_reductions(reduction: Any) -> None:
+    offload = WorkerOffload(delay=1, prediction=1.5)
+
+    def run(rank: int, world_size: int) -> Any:
+        return train_ranks(0, world_size, 9, offload=offload, reduction=reduction)
+
+    found = run_processes(2, run)
+    simulation = _simulated(1, 9, offload)
+    assert_bitwise(found[0][0], simulation[0])
+    assert_bitwise(found[1][0], simulation[0])
+    assert_bitwise(found[0][1], simulation[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_compact_forms(form: AdamState) -> None:
+    offload = WorkerOffload(delay=1, warmup_steps=1, prediction=1.0)
+
+    def run(rank: int, world_size: int) -> Any:
+        params = make_params(torch.bfloat16)
+        optimizer = zero_opt.ShardedOptimizer(
+            params, zero_opt.CPUAdamW, reduction=OVERLAPPED, offload=offload, state=form
+        )
+        seen = []
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] = LRS[step % len(LRS)]
+            optimizer.zero_grad()
+            backward(params, step, rank)
+            optimizer.step()
+            seen.append([param.detach().clone() for param in params])
+        optimizer.flush()
+        seen.append([param.detach().clone() for param in params])
+        optimizer.close()
+        return seen
+
+    expected = _simulated(2, 8, offload, torch.bfloat16, form)[0]
+    for rank, found in enumerate(run_processes(2, run)):
+        assert_bitwise(found, expected, f"rank {rank}")
+
+
+def test_a_worker_that_is_killed_at_any_time_loses_nothing() -> None:
+    offload = WorkerOffload(delay=1, prediction=1.0)
+
+    def kill(optimizer: zero_opt.ShardedOptimizer, step: int, rank: int) -> None:
+        if step % 3 == rank:
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+
+    def run(rank: int, world_size: int) -> Any:
+        return train_ranks(rank, world_size, 40, offload=offload, meanwhile=kill)
+
+    assert_as_simulated(run_processes(2, run), _simulated(2, 40, offload))
+
+
+def test_large_runs_whose_results_go_past_the_caches() -> None:
+    """Blocks of a run that is stepped in registers without predictions, one that is cut, and several threads."""
+    numel, offload = (1 << 20) + 37, WorkerOffload(delay=1, prediction=1.0, threads=2)
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    true, param = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    plain = zero_opt.CPUAdamW([true], lr=0.01)
+    optimizer = make([param], offload=offload, lr=0.01)
+    predicted = start
+    for step in range(3):
+        param.grad, true.grad = None, torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        param.backward(true.grad)
+        optimizer.step()
+        assert_bitwise(param.detach(), predicted)
+        old = true.detach().clone()
+        plain.step()
+        predicted = true.detach() + (true.detach() - old)
+    optimizer.flush()
+    assert_bitwise(param.detach(), true.detach())
+    optimizer.close()
+
+
+def test_a_flush_in_the_middle_and_a_checkpoint_go_on_as_if_nothing_were() -> None:
+    """State saved after a flush, and loaded into a fresh optimizer, which has no steps to make without delay."""
+    offload = WorkerOffload(delay=1, warmup_steps=2, prediction=1.0)
+    simulation = Simulation(1, torch.float32, AdamState(), offload.prediction)
+    expected = [simulation.step(step, step >= 2) for step in range(5)]
+    expected += [simulation.flush()]
+    expected += [simulation.step(step, late=True) for step in range(5, 9)]
+    params, found = make_params(), []
+    optimizer = make(params, offload=offload)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            optimizer.param_groups[0]["lr"] = LRS[step % len(LRS)]
+            optimizer.zero_grad()
+            backward(params, step, 0)
+            optimizer.step()
+            found.append([param.detach().clone() for param in params])
+
+    train(range(5))
+    optimizer.flush()
+    found.append([param.detach().clone() for param in params])
+    saved = optimizer.state_dict()
+    optimizer.close()
+    params = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = make(params, offload=offload)
+    optimizer.load_state_dict(saved)
+    train(range(5, 9))
+    optimizer.close()
+    assert_bitwise(found, expected)
+
+
+def _load_in_the_middle(rank: int, world_size: int) -> Any:
+    params = make_params()
+    optimizer = make(params, offload=WorkerOffload(delay=1, prediction=1.0), lr=LRS[0])
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = LRS[step % len(LRS)]
+        backward(params, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(torch.optim.AdamW(make_params(), fused=True).state_dict())
+    found = [param.detach().clone() for param in params]
+    optimizer.close()
+    return found
+
+
+def test_a_load_leaves_no_parameter_predicted() -> None:
+    simulation = Simulation(2, torch.float32, AdamState(), 1.0)
+    for step in range(4):
+        simulation.step(step, late=True)
+    expected = simulation.flush()
+    for found in run_processes(2, _load_in_the_middle):
+        assert_bitwise(found, expected)
+
+
+def test_a_write_to_a_parameter_that_shows_a_prediction_is_refused() -> None:
+    params = make_params()
+    optimizer = make(params, offload=WorkerOffload(delay=1, prediction=1.0))
+    for _ in range(2):
+        torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.autograd.backward(params[1:], [torch.ones_like(param) for param in params[1:]])
+    optimizer.step()  # params[0] shows a prediction, and is not in the step that is pending
+    with torch.no_grad():
+        params[0].mul_(2)
+    torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+    with pytest.raises(StepPending, match="changed while a step for it was pending"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_what_the_fields_take() -> None:
+    assert WorkerOffload(delay=1, warmup_steps=5, prediction=1).prediction == 1
+    with pytest.raises(ConfigError, match=r"WorkerOffload\.prediction must be finite and not negative, got -1"):
+        WorkerOffload(delay=1, prediction=-1)
+    with pytest.raises(ConfigError, match=r"WorkerOffload\.warmup_steps must be at least 0"):
+        WorkerOffload(delay=1, warmup_steps=-1)
+    with pytest.raises(ConfigConflict, match=r"WorkerOffload\.prediction is for delay=1"):
+        WorkerOffload(prediction=1.0)
+    with pytest.raises(ConfigConflict, match=r"WorkerOffload\.warmup_steps is for delay=1"):
+        WorkerOffload(warmup_steps=1)
+    with pytest.raises(ConfigConflict, match="not with selective"):
+        WorkerOffload(delay=1, prediction=1.0, selective=zero_opt.Selective())
