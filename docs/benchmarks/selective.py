@@ -4,9 +4,10 @@
 
 The GPT of docs/examples/train_text.py, as the demo trains it, and a smaller one for so long that its curve flattens,
 are trained by one process, with their optimizer's state in host memory, on the same batches from each of several
-seeds: plainly, with most columns stepped once per window (Selective), and the demo with every step one late (delay=1)
-too. WorkerOffload(), with and without speculation, CPUOffload and NVMeOffload give the bits of plain steps, as the
-tests show, and so that curve. The work of the step off device is counted in elements.
+seeds: plainly, with most columns stepped once per window (Selective), and with every step one late (delay=1), after
+steps that are not, and with predicted parameters. WorkerOffload(), with and without speculation, CPUOffload and
+NVMeOffload give the bits of plain steps, as the tests show, and so that curve. The work of the step off device is
+counted in elements.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from text_model import GPT, ModelSize, parameter_groups
 SCRIPT = "docs/benchmarks/selective.py"
 PLAIN = "every step"
 DELAYED = "every step, one late"
+LATE_AFTER = "the same after a warm-up"
+PREDICTED = "the same, with predicted parameters"
 SELECTIVE = "the largest columns"
 POINTS = 10  # of a curve, the last one excluded
 PARTS = 12  # of the held-out text, of which curves take one
@@ -44,17 +47,22 @@ class Setting:
 
     Attributes:
         lr: the peak learning rate, of all. policies: what is compared, by name.
+        warm_up: share of the steps that are made plainly before others are late.
     """
 
     size: ModelSize
     steps: int
     lr: float
     policies: tuple[str, ...]
+    warm_up: float
 
 
+LATE = (PLAIN, DELAYED, LATE_AFTER, PREDICTED)
+SMALLER = ModelSize(width=80, layers=2)
 SETTINGS = {
-    "the demo": Setting(ModelSize(), 230, 5e-3, (PLAIN, DELAYED, SELECTIVE)),
-    "a smaller model, longer": Setting(ModelSize(width=80, layers=2), 3000, 5e-3, (PLAIN, SELECTIVE)),
+    "the demo": Setting(ModelSize(), 230, 5e-3, (*LATE, SELECTIVE), 0.15),
+    "a smaller model, longer": Setting(SMALLER, 3000, 5e-3, (*LATE, SELECTIVE), 0.05),
+    "half the learning rate": Setting(SMALLER, 3000, 2.5e-3, LATE, 0.05),
 }
 
 
@@ -75,12 +83,19 @@ class Outcome:
 Results = dict[str, dict[str, list[Outcome]]]  # by setting, policy and seed
 
 
-def offload_of(policy: str, arguments: argparse.Namespace, steps: int) -> Any:
+def offload_of(policy: str, arguments: argparse.Namespace, setting: Setting) -> Any:
     """What is compared by this name."""
-    if policy != SELECTIVE:
-        return WorkerOffload(delay=1) if policy == DELAYED else CPUOffload()
-    rest = (arguments.select_interval, arguments.update_interval, int(arguments.warm_up * steps))
-    return CPUOffload(selective=Selective(arguments.topk_ratio, *rest))
+    late_from = int(setting.warm_up * setting.steps)
+    if policy == DELAYED:
+        return WorkerOffload(delay=1)
+    if policy == LATE_AFTER:
+        return WorkerOffload(delay=1, warmup_steps=late_from)
+    if policy == PREDICTED:
+        return WorkerOffload(delay=1, warmup_steps=late_from, prediction=arguments.prediction)
+    if policy == SELECTIVE:
+        rest = (arguments.select_interval, arguments.update_interval, int(arguments.warm_up * setting.steps))
+        return CPUOffload(selective=Selective(arguments.topk_ratio, *rest))
+    return CPUOffload()
 
 
 @torch.no_grad()
@@ -151,6 +166,7 @@ def report(results: Results, arguments: argparse.Namespace) -> str:
         f"{machine()}. Held-out bits per byte of the demo text, {arguments.seeds} seeds. Of columns the largest "
         f"{arguments.topk_ratio:.0%} are stepped at every step and selected every {arguments.select_interval}, the "
         f"others in windows of {arguments.update_interval}; the first {arguments.warm_up:.0%} of the steps are plain. "
+        f"Predicted: {arguments.prediction:g} times the last update more. "
         "Work: elements stepped off device, beside every step's. Every step: the bits, and so the curve, of a plain "
         "optimizer, of any offload without a delay, and of speculation.",
     ]
@@ -165,7 +181,8 @@ def table(name: str, results: dict[str, list[Outcome]]) -> list[str]:
     ends = {policy: [outcome.end for outcome in found] for policy, found in results.items()}
     base = statistics.mean(ends[PLAIN])
     lines = [
-        f"| {name}: {setting.steps} steps, peak learning rate {setting.lr:g} | mean | beside every step | per seed | "
+        f"| {name}: {setting.steps} steps, peak learning rate {setting.lr:g}, warm-up of late steps "
+        f"{setting.warm_up:.0%} | mean | beside every step | per seed | "
         "work off device |",
         "| --- | ---: | ---: | --- | ---: |",
     ]
@@ -205,6 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--update-interval", type=int, default=4)
     parser.add_argument("--select-interval", type=int, default=4)
     parser.add_argument("--warm-up", type=float, default=0.15, help="share of the steps that are made plainly first")
+    parser.add_argument("--prediction", type=float, default=1.0, help="of parameters: see WorkerOffload")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     return parser.parse_args()
 
@@ -218,7 +236,7 @@ def main() -> None:
         results[name] = {policy: [] for policy in setting.policies}
         for seed in range(arguments.seeds):
             for policy in setting.policies:
-                offload = offload_of(policy, arguments, setting.steps)
+                offload = offload_of(policy, arguments, setting)
                 results[name][policy].append(train(offload, seed, setting, corpus))
                 end = results[name][policy][-1].end
                 print(f"{name}, seed {seed}, {policy}: {end:.4f}", file=sys.stderr, flush=True)
