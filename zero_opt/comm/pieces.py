@@ -16,7 +16,7 @@ from ..system.stages import CallStages, Lane, Pieces
 from .exchange import BucketReduction, Run, parts_within
 
 # So many pieces are under way at a time, of so many bytes at most, unless ranks are too many for messages of that size.
-LANES, PIECE_BYTES = 4, 6 << 20
+LANES, PIECE_BYTES = 8, 6 << 20
 _LEAST_MESSAGE_BYTES = 64 << 10
 # So many buckets that are in pieces are under way at a time, in lanes that have what staging is not cut.
 LARGE_LANES = 2
