@@ -1,6 +1,9 @@
 """The compiled kernels. Addresses and sizes are trusted: go through zero_opt.cpu_adam, which checks them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 class AdamHypers:
     """The hyperparameters of a group. ``decoupled`` is AdamW's decay, else weight_decay is L2.
@@ -274,6 +277,18 @@ def worker_run(
     arena_fd: int, wake_fd: int, done_fd: int, trainer_pidfd: int, cpus: Sequence[int], threads: int
 ) -> None:
     """The life of a worker process, which ends in here: see native/worker/worker.hpp. Empty ``cpus``: all there are."""
+
+def placing(api: object, tensors: list[Tensor]) -> tuple[bytes, bytes]:
+    """The addresses of tensors, 8 bytes each, and how their elements lie: device, dtype, shape, strides.
+
+    ``api``: ``Tensor.__dlpack_c_exchange_api__``. Raises what that raises of tensors that it cannot read.
+    """
+
+def flattened(dicts: list[Any]) -> list[Any] | None:
+    """All keys and values of dicts; None if one is an instance of another class."""
+
+def same_objects(these: list[Any], those: list[Any]) -> bool:
+    """Whether two lists hold the same objects, in the same order."""
 
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""

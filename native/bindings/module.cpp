@@ -1,5 +1,5 @@
-// The extension module. Tensors arrive as raw addresses, checked by zero_opt/kernels, so that one binary serves every
-// version of torch.
+// The extension module. Tensors arrive as raw addresses, checked by zero_opt/kernels, or are read by DLPack's C
+// interface, so that one binary serves every version of torch.
 #include "bindings/bindings.hpp"
 
 PYBIND11_MODULE(_native, m) {
@@ -9,4 +9,5 @@ PYBIND11_MODULE(_native, m) {
   zero_opt::bindings::bind_step(m);
   zero_opt::bindings::bind_exchange(m);
   zero_opt::bindings::bind_worker(m);
+  zero_opt::bindings::bind_many(m);
 }

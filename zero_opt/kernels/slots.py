@@ -79,7 +79,8 @@ class SlotBatch:
         self.slots, self._direct = slots, all(slot.direct for slot in slots)
         self._keys = [[key for key, *_ in slot.held] for slot in slots]
         self._params, self._kept = params, self._now(states)
-        self._facts = self._placing()
+        self._tensors = [*params, *self._kept]
+        self._facts = placing_of(self._tensors)
         self._amsgrad = [slot.amsgrad for slot in slots]
         self._grads = [slot.grad_dtype for slot in slots], [slot.shape for slot in slots]
         self._runs = [slot.run for slot in slots]
@@ -88,10 +89,6 @@ class SlotBatch:
 
     def _now(self, states: list[dict[str, Any]]) -> list[Any]:
         return [*chain.from_iterable(map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))]
-
-    def _placing(self) -> list[list[Any]]:
-        # Params are not re-pointed to what has another shape, or order of elements.
-        return [list(map(Tensor.data_ptr, self._params)), *placing_of(self._kept)]
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Return whether gradients are contiguous, and like those that the slots were made for."""
@@ -103,7 +100,7 @@ class SlotBatch:
         if not self._direct or amsgrad != self._amsgrad:
             return False
         same = len(params) == len(self._params) and all(map(is_, params, self._params))
-        return same and all(map(is_, self._now(states), self._kept)) and self._placing() == self._facts
+        return same and all(map(is_, self._now(states), self._kept)) and placing_of(self._tensors) == self._facts
 
     def knows(self, grads: list[Tensor]) -> bool:
         """Return whether these are the gradients of the last step, which could be read where they are."""

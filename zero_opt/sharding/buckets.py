@@ -37,7 +37,7 @@ from ..comm.exchange import (
 )
 from ..comm.pieces import count_pieces, lane_of
 from ..errors import StateOffloaded
-from ..kernels.strides import dtype_of
+from ..kernels.strides import dtype_of, placing_of
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
 from ..system.stages import CallStages, in_one_go
@@ -143,6 +143,7 @@ class GradBucket:
         self._viewed: Tensor | None = None
         self._views: list[Tensor] = []
         self._addresses: list[int] = []
+        self._sent_layouts: object = None  # how gradients lay that were in the order in which they are sent
         self.reader: ShardReader | None = None
 
     @property
@@ -279,11 +280,15 @@ class GradBucket:
     def _as_sent(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether all gradients are there, in the dtype and the order of elements that they are sent in."""
         there = [grad for grad in grads if grad is not None]
-        return (
-            len(there) == len(grads)
-            and all(map(is_, map(dtype_of, there), repeat(self.dtype)))
-            and list(map(Tensor.stride, there)) == [flat.strides for flat in self.params]
-        )
+        if len(there) < len(grads):
+            return False
+        _, layouts = placing_of(there)
+        if layouts == self._sent_layouts:
+            return True
+        same = all(map(is_, map(dtype_of, there), repeat(self.dtype)))
+        same = same and list(map(Tensor.stride, there)) == [flat.strides for flat in self.params]
+        self._sent_layouts = layouts if same else None
+        return same
 
     def fill(self) -> Fill:
         """An empty round of this bucket."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..kernels.strides import placing_of, shape_of
+from ..kernels.strides import placing_of
 from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
 from ..policies import MixedPrecision
 from ..system.devices import build_streams
@@ -54,7 +53,7 @@ class Partition:
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
         self._params: list[Tensor] = []  # of ``flats``
-        self._facts: list[list[Any]] = []  # of the parameters, when none was found to have moved
+        self._facts: list[object] = []  # of the parameters, when none was found to have moved
 
     def add(self, params: Sequence[tuple[int, int, Tensor]]) -> list[GradBucket]:
         """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
@@ -123,9 +122,7 @@ class Partition:
             UnsupportedParam: one does not fit any more, or has gradients of another dtype; none was followed.
         """
         params = self._params
-        addresses, *placing = placing_of(params)
-        empty = [param.device for param, address in zip(params, addresses, strict=True) if not address]
-        facts = [addresses, *placing, list(map(shape_of, params)), empty, grad_dtypes_of(params)]
+        facts = [*placing_of(params), grad_dtypes_of(params)]
         if facts == self._facts:
             return []
         moved = moved_of(self.flats)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +17,7 @@ from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
 from ..system.devices import is_host
 from ..system.interrupts import uninterrupted
-from ..system.same_objects import SameObjects
+from ..system.same_objects import SameObjects, flattened
 from .guard import NoReentry
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
@@ -216,12 +214,12 @@ class VisibleState:
         """Return all objects of which one is another after an edit; none if entries may be edited otherwise."""
         state = self._owner.state
         entries = [*state.values()]
-        if not all(map(is_, map(type, entries), repeat(dict))):
+        contents = flattened(entries)
+        if contents is None:
             return []
         # By these hyperparameters a placement chooses in which form it steps, and keeps state.
         forms = (group.get(key) for group in self._owner.param_groups for key in ("fused", "foreach", "amsgrad"))
-        values = chain.from_iterable(map(dict.values, entries))
-        return [*state, *entries, *chain.from_iterable(entries), *values, *forms]
+        return [*state, *entries, *contents, *forms]
 
     def _adopt_slice(self, piece: ParamSlice) -> bool:
         """Return whether the placement's live state of a slice is another object than the user's entry."""

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
+
+from .extension import native, native_available
+
+_IN_ONE_CALL = native_available() and hasattr(native, "flattened")  # not of an older build
+
+
+def flattened(dicts: list[Any]) -> list[Any] | None:
+    """Return all keys and values of dicts, or ``None`` if one of them is an instance of another class."""
+    if _IN_ONE_CALL:
+        return native.flattened(dicts)
+    if not all(map(is_, map(type, dicts), repeat(dict))):
+        return None
+    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
 
 
 class SameObjects:
     """A list of objects, compared by identity: what refers to the same objects still has not been edited.
 
-    Takes 20 ns per object, a tenth of what a call per object takes.
+    Takes a few ns per object.
     """
 
     def __init__(self) -> None:
@@ -23,7 +37,9 @@ class SameObjects:
     def are(self, objects: Iterable[Any]) -> bool:
         """Return whether these are the objects that were noted last, in the same order; not if none were."""
         now, known = [*objects], self._known
-        return known is not None and len(now) == len(known) and all(map(is_, now, known))
+        if known is None or len(now) != len(known):
+            return False
+        return native.same_objects(now, known) if _IN_ONE_CALL else all(map(is_, now, known))
 
     def forget(self) -> None:
         """Let go of the objects: :meth:`are` is false until others are noted."""

@@ -1,0 +1,92 @@
+// Many Python objects in one call: where tensors lie, and which objects lists and dicts hold.
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "bindings/bindings.hpp"
+
+namespace zero_opt::bindings {
+namespace {
+
+// The part of DLPack's C exchange interface (version 1) that reads tensors. Its layout is stable, so that one binary
+// serves every version of torch.
+struct DLTensor {
+  void* data;
+  std::int32_t device_type, device_id;
+  std::int32_t ndim;
+  std::uint32_t dtype;  // code, bits and lanes
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+struct ExchangeApi {
+  std::uint32_t major, minor;
+  void* older;
+  void* unused[3];
+  int (*read)(void* object, DLTensor* tensor);  // returns -1, with an exception set, if it cannot
+};
+
+const ExchangeApi& api_of(const py::capsule& capsule) {
+  const auto* api = static_cast<ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw py::error_already_set();
+  if (api->major != 1 || api->read == nullptr) throw std::runtime_error("another version of DLPack");
+  return *api;
+}
+
+template <class Value>
+void append(std::string& bytes, const Value* values, std::int64_t count) {
+  bytes.append(reinterpret_cast<const char*>(values), count * sizeof(Value));
+}
+
+// Returns the addresses, 8 bytes each, and what else says how elements lie: device, dtype, shape, strides.
+py::tuple placing(const py::capsule& capsule, const py::list& tensors) {
+  const ExchangeApi& api = api_of(capsule);
+  std::string addresses, layouts;
+  addresses.reserve(8 * tensors.size());
+  layouts.reserve(40 * tensors.size());
+  for (const py::handle object : tensors) {
+    DLTensor tensor;
+    if (api.read(object.ptr(), &tensor) != 0) throw py::error_already_set();
+    const std::uint64_t address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
+    append(addresses, &address, 1);
+    const std::int32_t kind[] = {tensor.device_type, tensor.device_id, tensor.ndim};
+    append(layouts, kind, 3);
+    append(layouts, &tensor.dtype, 1);
+    append(layouts, tensor.shape, tensor.ndim);
+    append(layouts, tensor.strides, tensor.ndim);
+  }
+  return py::make_tuple(py::bytes(addresses), py::bytes(layouts));
+}
+
+// Returns all keys and values of dicts, or None if one is an instance of another class.
+py::object flattened(const py::list& dicts) {
+  py::list found;
+  for (const py::handle dict : dicts) {
+    if (!PyDict_CheckExact(dict.ptr())) return py::none();
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &value);) {
+      found.append(py::handle(key));
+      found.append(py::handle(value));
+    }
+  }
+  return found;
+}
+
+bool same_objects(const py::list& these, const py::list& those) {
+  if (these.size() != those.size()) return false;
+  for (std::size_t at = 0; at < these.size(); ++at) {
+    if (PyList_GET_ITEM(these.ptr(), at) != PyList_GET_ITEM(those.ptr(), at)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void bind_many(py::module_& m) {
+  m.def("placing", &placing, py::arg("api"), py::arg("tensors"));
+  m.def("flattened", &flattened, py::arg("dicts"));
+  m.def("same_objects", &same_objects, py::arg("these"), py::arg("those"));
+}
+
+}  // namespace zero_opt::bindings
