@@ -233,8 +233,9 @@ class WorkerOffload:
 
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
-            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind. A load drops a
-            step that is pending, and the log says so; ``flush()`` before the load keeps its update.
+            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind. A step whose
+            learning rates are all 0 is brought in at once. A load drops a step that is pending, and the log says so;
+            ``flush()`` before the load keeps its update.
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.

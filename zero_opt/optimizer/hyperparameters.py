@@ -112,3 +112,8 @@ class HyperForms:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def moves_nothing(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every learning rate is 0, with which a step leaves parameters as they are."""
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in groups)

@@ -51,6 +51,7 @@ from ..system.log import log
 from .arguments import check_options
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
+from .hyperparameters import moves_nothing
 from .join import ends_join, follow_hypers
 from .loss_scale import inverse_scale, leaves_scaled, overflowed, tell_scaler
 from .one_call import one_call
@@ -222,6 +223,8 @@ class ShardedEngine(BetweenSteps):
             self._end_step(agreed, self.gather.end())
             if self._user._join_config.enable:  # this may be the last step, after which DDP sends parameters to all
                 self.gather.flush()
+        if self.placement.pending and moves_nothing(self.parts.param_groups):
+            self.flush()  # torch takes such a step to make places for state that it loads, which must not be pending
 
     def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[tuple[GradBucket, bool]]:
         """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here, and False.

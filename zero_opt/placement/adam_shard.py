@@ -138,7 +138,8 @@ class StateShard(MasterShard):
 
     def _load_compact(self, position: int, saved: Mapping[str, Any]) -> None:
         """As :meth:`load`."""
-        self.take_param(position)
+        if not self._keeps_master(saved):
+            self.take_param(position)
         live = self._live(position)
         flat = {
             key: self.flat_grad(position, value) if isinstance(value, Tensor) and value.dim() else value
@@ -167,9 +168,13 @@ class StateShard(MasterShard):
                 value.copy_(saved[key])
             elif key != "master":
                 value.zero_()
-        if "master" not in saved or self.param_dtype not in HALVES:
+        if not self._keeps_master(saved):
             self.take_param(position)
         self._end_load(position, saved)
+
+    def _keeps_master(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a saved state has a master that is kept as it is. It may be the one that lies here."""
+        return "master" in saved and self.param_dtype in HALVES and not self.splits
 
     def _end_load(self, position: int, saved: Mapping[str, Any]) -> None:
         if saved:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateDictError
 from ..kernels.adam_state import HALVES, code_key, live_state, plain_keys, plain_value, remainder_of
 from ..kernels.runs import BASES
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.readable_pages import require_readable
-from .read_through import MadeState
+from .read_through import MadeState, ReadThrough
 
 
 def is_compact(form: AdamState) -> bool:
@@ -37,6 +38,20 @@ def live_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dic
     if form.master == "split":
         state["remainder"] = remainder_of(stepped, saved.get("master"))
     return state
+
+
+def require_own_master(label: str, state: Mapping[str, Any], form: AdamState) -> None:
+    """Raise StateDictError, and show what there is again, if users have written to the split master of a parameter.
+
+    Args:
+        label: names the parameter.
+    """
+    if form.master == "split" and isinstance(state, ReadThrough) and state.wrote_to("master"):
+        state.forget()
+        raise StateDictError(
+            f"the split master of {label} was written to, and has been left as it was: it is the parameter and what "
+            "rounding has cut off from it. Write to the parameter"
+        )
 
 
 class PlainForm(MadeState):

@@ -69,11 +69,12 @@ class ReadThrough(MutableMapping[str, Any]):
 
     def edited(self) -> bool:
         """Whether users have written to a value, put another in its place, or dropped one."""
-        for key, value in self._values.items():
-            made, version = self._made.get(key, (None, 0))
-            if value is not made or (isinstance(value, Tensor) and version_of(value) != version):
-                return True
-        return bool(self._dropped)
+        return bool(self._dropped) or any(map(self.wrote_to, self._values))
+
+    def wrote_to(self, key: str) -> bool:
+        """Whether users have written to a value that there is, or put another in its place."""
+        value, (made, version) = self._values.get(key), self._made.get(key, (None, 0))
+        return value is not made or (isinstance(value, Tensor) and version_of(value) != version)
 
     def forget(self) -> None:
         """Show what there is now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,43 @@ def test_training_goes_on_from_what_was_set(fresh: bool, tmp_path: Path) -> None
     for params, _ in found:
         assert_bitwise(params, [param.detach() for param in model.parameters()])
     assert_bitwise(found[0][1]["state"], plain.state_dict()["state"])
+
+
+def _set_in_a_fresh_one(rank: int, world_size: int) -> Any:
+    def make(model: nn.Module) -> zero_opt.ShardedOptimizer:
+        return zero_opt.ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.1, fused=True, offload=zero_opt.WorkerOffload(delay=1)
+        )
+
+    model = _model()
+    optimizer = make(model)
+    for seed in range(STEPS):
+        _step(model, optimizer, seed)
+    optimizer.flush()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    optimizer.close()
+    resumed = _model()
+    resumed.load_state_dict(model.state_dict())
+    optimizer = make(resumed)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_opt").addHandler(handler)
+    set_optimizer_state_dict(resumed, optimizer, saved)
+    assert not said
+    unchanged = [param.detach().clone() for param in resumed.parameters()]
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [param.detach() for param in model.parameters()], unchanged, saved["state"], state
+
+
+def test_state_is_set_in_a_fresh_optimizer_whose_steps_are_late() -> None:
+    """torch steps a fresh optimizer once, with learning rate 0."""
+    for expected, found, saved, state in run_processes(2, _set_in_a_fresh_one):
+        assert_bitwise(found, expected)
+        if state is not None:
+            assert_bitwise(list(state.values()), list(saved.values()))
 
 
 def _set_full(rank: int, world_size: int, given: Any, broadcast: bool) -> Any:

@@ -16,6 +16,7 @@ from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.same_objects import SameObjects
 from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
+from ..compact_state import require_own_master
 from ..interface import ParamState, StretchPlacement
 from ..read_through import ReadThrough
 from .native_steps import NativeSteps
@@ -273,6 +274,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         shown, (unit, position) = self._shown.get(index), self._places[index]
         edited = state is not shown or shown.edited()
         if edited:
+            require_own_master(unit.flats[position].label, state, unit.form)
             group = self._optimizer.param_groups[unit.pieces[position].group]
             stepped, values = unit.stepped[position], dict(state)
             known = {key: values[key] for key in STEPPED_KEYS if key in values}

@@ -54,6 +54,11 @@ class FileShard(StateShard):
     def master(self, position: int) -> Tensor:
         return self.param_run(position) if self.direct or self.splits else super().master(position)
 
+    def read_params(self, positions: Sequence[int]) -> None:
+        for position in filter(self.edited, positions):
+            require_writable(self.master(position))
+        super().read_params(positions)
+
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice.
 

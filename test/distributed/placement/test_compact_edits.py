@@ -1,0 +1,128 @@
+"""Edits of compact state between steps, under every placement: taken over, and nothing else is changed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.compact_training import FORMS, Form
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import values
+from zero_opt import StateDictError
+
+NUMEL, STEPS = 200, 5
+PLACEMENTS: dict[str, Callable[[str], Any]] = {
+    "cpu": lambda _: zero_opt.CPUOffload(),
+    "worker": lambda _: zero_opt.WorkerOffload(threads=1),
+    "worker, delay": lambda _: zero_opt.WorkerOffload(threads=1, delay=1),
+    "worker, speculating": lambda _: zero_opt.WorkerOffload(threads=1, speculate=True),
+    "nvme": lambda folder: zero_opt.NVMeOffload(folder, threads=1),
+}
+BF16_MASTERS = Form(torch.bfloat16, zero_opt.AdamState("bfloat16", "float32"))
+KEPT = {**FORMS, "bfloat16, master": BF16_MASTERS}
+
+
+def _replace(optimizer: zero_opt.ShardedOptimizer, param: nn.Parameter) -> None:
+    optimizer.state[param] = dict(optimizer.state[param])
+
+
+# Edits that change no value.
+EDITS: dict[str, Callable[[zero_opt.ShardedOptimizer, nn.Parameter], object]] = {
+    "step": lambda optimizer, param: optimizer.state[param]["step"].add_(0),
+    "exp_avg": lambda optimizer, param: optimizer.state[param]["exp_avg"].mul_(1.0),
+    "exp_avg_sq": lambda optimizer, param: optimizer.state[param]["exp_avg_sq"].mul_(1.0),
+    "entry": _replace,
+}
+
+
+def _train(
+    form: Form, offload: Any, edit: Callable[[zero_opt.ShardedOptimizer, nn.Parameter], object] | None
+) -> tuple[Tensor, Any]:
+    param = nn.Parameter(values(3, 0, 0, 0, (NUMEL,)).to(form.dtype, copy=True))
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=1e-4, state=form.state, offload=offload)
+    for step in range(STEPS):
+        param.backward(values(step, 1, 0, 0, (NUMEL,)).to(form.dtype))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        if edit is not None and optimizer.state.get(param):
+            edit(optimizer, param)
+    state = {key: value.clone() for key, value in optimizer.state.get(param, {}).items()}
+    optimizer.close()
+    return param.detach(), state
+
+
+def _edited_and_not(rank: int, world_size: int, folder: str, kind: str) -> Any:
+    def train(form: Form, edit: Any) -> Any:
+        return _train(form, PLACEMENTS[kind](folder), edit)
+
+    return {
+        name: (train(form, None), {key: train(form, edit) for key, edit in EDITS.items()})
+        for name, form in KEPT.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_an_edit_that_changes_no_value_changes_no_bit(kind: str, world_size: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_processes(world_size, _edited_and_not, str(tmp_path), kind)):
+        for name, (plain, edited) in found.items():
+            for key, result in edited.items():
+                assert_bitwise(result, plain, f"{name}, {key}, rank {rank}")
+
+
+def _halved(form: Form, offload: Any) -> tuple[Tensor, Any]:
+    return _train(form, offload, lambda optimizer, param: optimizer.state[param]["master"].mul_(0.5))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLACEMENTS if kind != "cpu"])
+@pytest.mark.parametrize("name", ["block8, master", "bfloat16, master"])
+def test_a_master_that_was_written_to_is_stepped(name: str, kind: str, tmp_path: Path) -> None:
+    expected = _halved(KEPT[name], zero_opt.CPUOffload())
+    start = values(3, 0, 0, 0, (NUMEL,))
+    assert expected[0].float().abs().max() < start.abs().max() / 8  # it was halved after each step but the last
+    assert_bitwise(_halved(KEPT[name], PLACEMENTS[kind](str(tmp_path))), expected)
+
+
+def _write_to_a_split_master(rank: int, world_size: int, folder: str, kind: str) -> Any:
+    form = FORMS["bfloat16, split"]
+    params = [nn.Parameter(values(3, 0, 0, at, (NUMEL,)).to(form.dtype, copy=True)) for at in range(2)]
+    optimizer = zero_opt.ShardedOptimizer(
+        params, zero_opt.CPUAdamW, lr=1e-4, state=form.state, offload=PLACEMENTS[kind](folder)
+    )
+
+    def step(number: int) -> None:
+        torch.autograd.backward(params, [values(number, 1, 0, at, (NUMEL,)).to(form.dtype) for at in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+
+    step(0)
+
+    def masters() -> list[Tensor]:
+        return [optimizer.state[param]["master"] for param in params if "master" in optimizer.state[param]]
+
+    before = [master.clone() for master in masters()]
+    if rank == 0:
+        masters()[0].mul_(0.5)
+    torch.autograd.backward(params, [values(1, 1, 0, at, (NUMEL,)).to(form.dtype) for at in range(2)])
+    with pytest.raises(StateDictError, match=r"(?s)the split master of .* was written to, and has been left as it was"):
+        optimizer.step()
+    after = [master.clone() for master in masters()]
+    optimizer.step()  # with the gradients that were left
+    optimizer.flush()
+    optimizer.close()
+    return before, after
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_a_write_to_a_split_master_is_an_error_on_every_rank(kind: str, world_size: int, tmp_path: Path) -> None:
+    for before, after in run_processes(world_size, _write_to_a_split_master, str(tmp_path), kind):
+        assert_bitwise(after, before)
