@@ -19,7 +19,7 @@ namespace {
 
 AdamHypers make_hypers(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                        bool maximize, double grad_scale, double prediction) {
-  return {lr, beta1, beta2, eps, weight_decay, grad_scale, prediction, decoupled, maximize};
+  return {lr, beta1, beta2, eps, weight_decay, grad_scale, decoupled, maximize, prediction};
 }
 
 using Addresses = std::map<std::string, std::uintptr_t>;

@@ -32,8 +32,8 @@ struct AdamScalars {
   float beta2;
   float eps;
   float grad_factor;     // unscale and clip factor; negative to maximize
-  float prediction;      // 0, or how many more such updates ``out`` has than the new param
   std::uint32_t dither;  // a number of the step, for formats that round by chance
+  float prediction;      // 0, or how many more such updates ``out`` has than the new param
 };
 
 // Where the state of a run's elements lies.

@@ -11,8 +11,8 @@ namespace zero_opt {
 struct AdamHypers {
   double lr, beta1, beta2, eps, weight_decay;
   double grad_scale;  // what gradients are multiplied by first
-  double prediction;  // see AdamScalars
   bool decoupled, maximize;
+  double prediction = 0.0;  // see AdamScalars
 };
 
 // The scalars of step t, counted from 1.

@@ -15,7 +15,7 @@ from zero_opt import _native
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memfd are Linux's")
 
 # Every form of AdamState, and several formats of gradients and results.
-SCENARIOS = ("plain", "bf16", "amsgrad", "split", "compact", "blocks", "halves", "blocks-amsgrad")
+SCENARIOS = ("plain", "predicted", "bf16", "amsgrad", "split", "compact", "blocks", "halves", "blocks-amsgrad")
 SCENARIOS += tuple(f"{moments}-{masters}" for moments in ("blocks", "halves") for masters in ("fp32", "master"))
 # Of each scenario and instruction set, at the least; in the long form 500,000 in all.
 POINTS = 500_000 / len(SCENARIOS) / len(_native.isas()) if LONG else 2000

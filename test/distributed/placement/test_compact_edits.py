@@ -24,8 +24,10 @@ PLACEMENTS: dict[str, Callable[[str], Any]] = {
     "worker, speculating": lambda _: zero_opt.WorkerOffload(threads=1, speculate=True),
     "nvme": lambda folder: zero_opt.NVMeOffload(folder, threads=1),
 }
-BF16_MASTERS = Form(torch.bfloat16, zero_opt.AdamState("bfloat16", "float32"))
-KEPT = {**FORMS, "bfloat16, master": BF16_MASTERS}
+KEPT = {
+    **{name: FORMS[name] for name in ("block8", "bfloat16, split", "block8, master")},
+    "bfloat16, master": Form(torch.bfloat16, zero_opt.AdamState("bfloat16", "float32")),
+}
 
 
 def _replace(optimizer: zero_opt.ShardedOptimizer, param: nn.Parameter) -> None:

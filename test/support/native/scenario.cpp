@@ -138,13 +138,16 @@ class Event {
 }  // namespace
 
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes) {
-  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted", shape == "cut"};
+  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted", shape == "cut", 0.0};
   if (name == "bf16") {
     found.grad = found.out = Format::kBfloat16;
     found.has_out = true;
   } else if (name == "amsgrad") {
     found.out = Format::kFloat16;
     found.has_out = found.amsgrad = true;
+  } else if (name == "predicted") {
+    found.has_out = true;
+    found.prediction = 1.5;
   } else if (name == "split") {
     found.grad = Format::kBfloat16;
     found.has_remainder = true;
@@ -228,6 +231,7 @@ std::vector<zero_opt::AdamBatch> Case::batches(char* base, double step) const {
   for (const std::int64_t numel : scenario_.numels) {
     zero_opt::AdamHypers hypers = kHypers;
     hypers.lr *= static_cast<double>(found.size() + 1);
+    hypers.prediction = scenario_.prediction;
     AdamRun run = placed(scenario_, numel, places);
     if (step == 1.0) run.to = run.from;
     placed_sums(scenario_, numel, places);

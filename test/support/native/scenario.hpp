@@ -23,6 +23,7 @@ struct Scenario {
   std::size_t lanes;
   bool drafted;  // the second step is a draft, to another bank, and so are sums
   bool past_caches;
+  double prediction;  // see zero_opt::AdamScalars
 };
 
 // The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.
