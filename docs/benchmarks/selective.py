@@ -26,6 +26,7 @@ from support.machine import command, machine, today, write_result
 
 import zero_opt
 from zero_opt import CPUOffload, Selective, WorkerOffload
+from zero_opt.placement.selective.placement import SelectivePlacement
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from text_data import Corpus, load_corpus, random_batch, scoring_windows
@@ -113,7 +114,8 @@ def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
 def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     """Have the elements counted that are stepped where the offload policy has them."""
     engine: Any = optimizer._engine
-    home = getattr(engine.placement, "_inner", engine.placement)
+    selects = isinstance(engine.placement, SelectivePlacement)
+    home = engine.placement._inner if selects else engine.placement
     whole = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     step, set_stretches = home.step, getattr(home, "set_stretches", None)
 
