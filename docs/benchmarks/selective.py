@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.convergence import held_out_bits, learning_rate
 from support.machine import command, machine, today, write_result
+
+# The folder of the examples is in sys.path since support.convergence was imported.
+from text_data import Corpus, load_corpus, random_batch
+from text_model import GPT, ModelSize, parameter_groups
 
 import zero_opt
 from zero_opt import CPUOffload, Selective, WorkerOffload
 from zero_opt.placement.selective.placement import SelectivePlacement
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from text_data import Corpus, load_corpus, random_batch, scoring_windows
-from text_model import GPT, ModelSize, parameter_groups
 
 SCRIPT = "docs/benchmarks/selective.py"
 PLAIN = "every step"
@@ -99,18 +100,6 @@ def offload_of(policy: str, arguments: argparse.Namespace, setting: Setting) -> 
     return CPUOffload()
 
 
-@torch.no_grad()
-def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
-    """Bits per byte over the held-out text, or over one of so many parts of it."""
-    nats = scored = 0.0
-    for number, (tokens, targets) in enumerate(scoring_windows(corpus.held_out, model.size.context, batch=64)):
-        if number % every:
-            continue
-        nats += model.loss(tokens, targets, reduction="sum").item()
-        scored += float((targets >= 0).sum())
-    return nats / scored / math.log(2)
-
-
 def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     """Have the elements counted that are stepped where the offload policy has them."""
     engine: Any = optimizer._engine
@@ -144,8 +133,7 @@ def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:
     count_work(optimizer, outcome)
     for step in range(steps):
         for group in optimizer.param_groups:
-            warm_up = min(1.0, (step + 1) / max(1, steps // 20))
-            group["lr"] = lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            group["lr"] = learning_rate(lr, step, steps)
         tokens, targets = random_batch(corpus.train, 16, model.size.context, seed * steps + step)
         model.loss(tokens, targets).backward()
         optimizer.step()

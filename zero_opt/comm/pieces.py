@@ -26,20 +26,19 @@ REDUCTION = "reduction"
 _MOST_PIECES = 1 << 20
 
 
-def _piece_numel(bounds: Sequence[int], itemsize: int) -> int:
-    """Return how many elements of each rank's shard a piece has; all of them, if the bucket is one piece."""
+def _cut(bounds: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return in how many pieces a bucket is reduced, and how many elements of each rank's shard one has at the most."""
     largest = max([stop - start for start, stop in pairwise(bounds)])
     most = max(PIECE_BYTES // (len(bounds) - 1), _LEAST_MESSAGE_BYTES) // itemsize
     if largest <= most:
-        return largest
-    count = -(-largest // most)
-    return -(-largest // (count * ALIGN)) * ALIGN  # pieces of about the same size
+        return 1, largest
+    numel = -(-largest // (-(-largest // most) * ALIGN)) * ALIGN  # pieces of about the same size
+    return -(-largest // numel), numel
 
 
 def count_pieces(bounds: Sequence[int], itemsize: int) -> int:
     """Return in how many pieces a bucket is reduced."""
-    largest = max([stop - start for start, stop in pairwise(bounds)])
-    return -(-largest // max(_piece_numel(bounds, itemsize), 1)) or 1
+    return _cut(bounds, itemsize)[0]
 
 
 def lane_of(bucket: int, first_piece: int, pieces: int) -> int:
@@ -70,8 +69,7 @@ def in_pieces(
 def _pieces_of(reduction: BucketReduction, rank: int) -> Iterator[BucketReduction]:
     """Cut a bucket, which has no sums; pieces have idents and lanes of their own."""
     ident, runs, bounds, out, _, lane = reduction
-    count, numel = count_pieces(bounds, out.element_size()), _piece_numel(bounds, out.element_size())
-    own = bounds[rank + 1] - bounds[rank]
+    (count, numel), own = _cut(bounds, out.element_size()), bounds[rank + 1] - bounds[rank]
     for number in range(count):
         name, turn = ident._replace(sequence=ident.sequence * _MOST_PIECES + number), (lane + number) % LANES
         if count == 1:

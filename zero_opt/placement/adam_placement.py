@@ -142,11 +142,15 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
     def pending(self) -> bool:
         return self._pending is not None
 
+    def _unsettled(self) -> Iterable[tuple[StateShard, Sequence[int]]]:
+        """Return slices whose parameters are not what the state says: those of a pending step."""
+        return () if self._pending is None else self._pending.used
+
     def conflict(self) -> StepPending | None:
-        return changed_while_pending(() if self._pending is None else self._pending.used, self._remedy, self._cause)
+        return changed_while_pending(self._unsettled(), self._remedy, self._cause)
 
     def ignore_writes(self) -> None:
-        for shard, positions in () if self._pending is None else self._pending.used:
+        for shard, positions in self._unsettled():
             for position in positions:
                 shard.follow(position)
 

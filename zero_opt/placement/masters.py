@@ -169,15 +169,28 @@ def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: i
     Args:
         threads: at most so many copy what lies in host memory; ``None`` is the default.
     """
-    native: list[tuple[Tensor, Tensor]] = []
-    others: list[tuple[Tensor, Tensor]] = []
     flats: list[FlatParam] = []
-    kernel = native_available()
+    copies: list[tuple[Tensor, Tensor]] = []
     for shard, positions in shards:
         flats += (shard.flats[position] for position in positions)
-        for target, source in shard.copies(positions):
-            plain = kernel and target.is_cpu and source.is_cpu and target.dtype is source.dtype
-            (native if plain else others).append((target, source))
+        copies += shard.copies(positions)
+    write_copies(flats, copies, threads=threads)
+
+
+def write_copies(
+    flats: Sequence[FlatParam], copies: Iterable[tuple[Tensor, Tensor]], *, threads: int | None = None
+) -> None:
+    """Copy to parameters, given as the pairs of 1-D runs of theirs and of what is copied, without counting an edit.
+
+    Args:
+        threads: as for :func:`write_all`.
+    """
+    native: list[tuple[Tensor, Tensor]] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    kernel = native_available()
+    for target, source in copies:
+        plain = kernel and target.is_cpu and source.is_cpu and target.dtype is source.dtype
+        (native if plain else others).append((target, source))
     with own_writes(flats):
         if native:
             targets, sources = zip(*native, strict=True)

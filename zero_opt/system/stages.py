@@ -40,9 +40,11 @@ def in_one_go(stages: CallStages[_Result]) -> _Result:
         except StopIteration as over:
             result: _Result = over.value
             return result
-        ended = None if pieces is None else [Future() for _ in pieces.calls]
-        for future, (_, piece) in zip(ended or (), pieces.calls if pieces else (), strict=True):
-            future.set_result(in_one_go(piece))
+        ended = None
+        if pieces is not None:
+            ended = [Future() for _ in pieces.calls]
+            for future, (_, piece) in zip(ended, pieces.calls, strict=True):
+                future.set_result(in_one_go(piece))
 
 
 @dataclass

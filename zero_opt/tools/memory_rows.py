@@ -75,11 +75,8 @@ class Sizing:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
         planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
-        bucket_mb, mixed = (
-            bucket_mb_of(config.reduction, between_hosts=self._between_hosts),
-            config.placement.mixes_groups,
-        )
-        return planner(specs, self.world_size, bucket_mb * 2**20, mixed=mixed)
+        bucket_mb = bucket_mb_of(config.reduction, between_hosts=self._between_hosts)
+        return planner(specs, self.world_size, bucket_mb * 2**20, mixed=config.placement.mixes_groups)
 
     @property
     def _in_host_memory(self) -> bool:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from support.convergence import learning_rate
 from support.gpu_systems import HYPERS, MASTERS, Loss, Masters, parameter_groups, size_for
 
 import zero_opt
@@ -88,9 +89,8 @@ def train(build: Callable[[Loss], Any], dtype: torch.dtype, course: Course, corp
     model = Loss(size_for(course.params, course.context), dtype).to(course.device)
     optimizer, curve, losses = build(model), Curve(), []
     for step in range(course.steps):
-        warm_up = min(1.0, (step + 1) / max(1, course.steps // 20))
         for group in optimizer.param_groups:
-            group["lr"] = HYPERS["lr"] * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / course.steps))
+            group["lr"] = learning_rate(HYPERS["lr"], step, course.steps)
         tokens, targets = random_batch(corpus.train, course.batch, course.context, step)
         loss = model(tokens.to(course.device), targets.to(course.device))
         loss.backward()

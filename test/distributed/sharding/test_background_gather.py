@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -170,7 +171,8 @@ def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[
     assert_bitwise(runs[0], runs[1])
 
 
-def _close_in_a_fork(rank: int, world_size: int) -> None:
+def _in_a_fork(does: Callable[[Model, zero_opt.ShardedOptimizer], object]) -> None:
+    """Fork while a gather is under way."""
     model = Model()
     optimizer = zero_opt.ShardedOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, reduction=zero_opt.Overlapped(overlap_param_gather=model)
@@ -179,11 +181,15 @@ def _close_in_a_fork(rank: int, world_size: int) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # for a child that waits for ever
-        optimizer.close()
+        does(model, optimizer)
         os._exit(0)
     del optimizer._engine.gather._arriving[0]
     assert os.waitpid(child, 0)[1] == 0
     optimizer.close()
+
+
+def _close_in_a_fork(rank: int, world_size: int) -> None:
+    _in_a_fork(lambda _, optimizer: optimizer.close())
 
 
 def test_a_close_in_a_fork_waits_for_no_gather() -> None:
@@ -191,21 +197,12 @@ def test_a_close_in_a_fork_waits_for_no_gather() -> None:
 
 
 def _read_in_a_fork(rank: int, world_size: int) -> None:
-    model = Model()
-    optimizer = zero_opt.ShardedOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, reduction=zero_opt.Overlapped(overlap_param_gather=model)
-    )
-    optimizer._engine.gather._arriving[0] = Future()  # that of a thread which is in no fork
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # for a child that waits for ever
-        for read in (lambda: model(torch.zeros(2, 8, dtype=torch.int64)), model.state_dict):
+    def read(model: Model, _: zero_opt.ShardedOptimizer) -> None:
+        for call in (lambda: model(torch.zeros(2, 8, dtype=torch.int64)), model.state_dict):
             with pytest.raises(zero_opt.ProcessGroupError, match=r"call opt\.flush\(\) before the fork"):
-                read()
-        os._exit(0)
-    del optimizer._engine.gather._arriving[0]
-    assert os.waitpid(child, 0)[1] == 0
-    optimizer.close()
+                call()
+
+    _in_a_fork(read)
 
 
 def test_a_forward_in_a_fork_does_not_wait_for_what_cannot_come() -> None:

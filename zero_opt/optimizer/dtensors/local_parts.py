@@ -65,10 +65,10 @@ def counts_here(param: Any) -> bool:
 def dtensor_over(local: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
     """Return a DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
 
+    Unlike ``DTensor.from_local`` this leaves ``local`` where it is, on a device that may not be the mesh's.
+
     Args:
         shape: of the DTensor, if not that of ``like``; elements are in order then.
-
-    Unlike ``DTensor.from_local`` this leaves ``local`` where it is, on a device that may not be the mesh's.
     """
     from torch.distributed.tensor import DTensor
 

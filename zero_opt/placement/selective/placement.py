@@ -416,14 +416,17 @@ class SelectivePlacement(Placement):
             yield index
         self._pending_buckets = set()
 
+    def _under_way(self) -> list[tuple[ColumnShard, list[int]]]:
+        """What the pending step of the home updates."""
+        return [(self._shards[bucket], at) for bucket, at in self._submitted.items()] if self.pending else []
+
     def ignore_writes(self) -> None:
-        for bucket, positions in self._submitted.items() if self.pending else ():
+        for shard, positions in self._under_way():
             for position in positions:
-                self._shards[bucket].follow(position)
+                shard.follow(position)
 
     def conflict(self) -> ZeroOptError | None:
-        submitted = self._submitted.items() if self.pending else ()
-        own = changed_while_pending((self._shards[bucket], positions) for bucket, positions in submitted)
+        own = changed_while_pending(self._under_way())
         return self._inner.conflict() or own
 
 

@@ -56,7 +56,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     _policy_name = "WorkerOffload"
     _shard_type: type[ArenaShard] = ArenaShard
     _remedy = "with delay=1, call opt.flush()"
-    _prediction = 0.0  # of the step that is being submitted: see WorkerOffload
 
     def __init__(
         self,
@@ -70,8 +69,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         super().__init__()
         self._form = form
         self._grad_buffers = grad_buffers
-        self._delay, self._warmup_steps = policy.delay, policy.warmup_steps
+        self._policy = policy
         self._begun = 0  # steps, those of the loaded state among them
+        self._prediction = 0.0  # of the step that is being submitted: see WorkerOffload
         self._flush_denormals = bool(defaults.get("flush_denormals", False))
         split = agreed_split(policy, group)
         self._worker = WorkerProcess(policy, split.worker, split.threads)
@@ -169,7 +169,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     @property
     def _late(self) -> bool:
         """Whether the next step is left pending."""
-        return self._delay > 0 and self._begun >= self._warmup_steps
+        return self._policy.delay > 0 and self._begun >= self._policy.warmup_steps
 
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
         if not self._late:
@@ -185,6 +185,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     ) -> Iterator[int]:
         late = self._late
         self._begun += 1
+        self._prediction = self._policy.prediction if late else 0.0
         before = list(self._bring_in_last())
         with uninterrupted():
             self._pending = self._submit(grads, groups, grad_scale)
@@ -214,7 +215,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._worker.wait(sequence)
 
     def resume(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        if self._warmup_steps:
+        if self._policy.warmup_steps:
             self._begun = int(max((float(state["step"]) for state in states.values() if "step" in state), default=0))
 
     def bring_in(self) -> Iterator[int]:

@@ -6,19 +6,12 @@ which parameters show predictions, and the way back to what they are rounded fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-from torch import nn
-
-from ...comm.groups import Group
-from ...errors import StepPending
-from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard
-from ...sharding.flat_param import own_writes
 from ...system.interrupts import uninterrupted
-from ..masters import changed_while_pending
+from ..adam_shard import StateShard
+from ..masters import write_copies
 from .arena_shard import ArenaShard
 from .placement import Pending, WorkerPlacement
 
@@ -35,36 +28,15 @@ class PredictedShard(ArenaShard):
     def show_masters(self, positions: Sequence[int]) -> None:
         """Bring the masters themselves into parameters that the user has not written to."""
         left = [position for position in positions if not self.edited(position)]
-        flats = [self.flats[position] for position in left]
-        with own_writes(flats):
-            if left:
-                params = [self.param_run(position) for position in left]
-                torch._foreach_copy_(params, [self.master(position) for position in left], non_blocking=True)
-            for flat in flats:
-                flat.store()
+        copies = [(self.param_run(position), self.master(position)) for position in left]
+        write_copies([self.flats[position] for position in left], copies)
 
 
 class PredictingPlacement(WorkerPlacement):
     """A worker's placement that brings steps into parameters as predictions, and as they are in :meth:`bring_in`."""
 
     _shard_type = PredictedShard
-
-    def __init__(
-        self,
-        policy: WorkerOffload,
-        defaults: Mapping[str, Any],
-        group: Group,
-        model: nn.Module | None,
-        form: AdamState,
-        grad_buffers: int,
-    ) -> None:
-        super().__init__(policy, defaults, group, model, form, grad_buffers)
-        self._factor = policy.prediction
-        self._shown = _NO_STEP  # the step of which parameters show predictions
-
-    @property
-    def _prediction(self) -> float:  # type: ignore[override]
-        return self._factor if self._begun > self._warmup_steps else 0.0
+    _shown = _NO_STEP  # the step of which parameters show predictions
 
     @property
     def predicts(self) -> bool:
@@ -96,11 +68,5 @@ class PredictingPlacement(WorkerPlacement):
             shard.show_masters([position for position in positions if (shard, position) not in left_out])
         self._note_copies(shard for shard, _ in step.used)
 
-    def conflict(self) -> StepPending | None:
-        return super().conflict() or changed_while_pending(self._shown.used, self._remedy, self._cause)
-
-    def ignore_writes(self) -> None:
-        super().ignore_writes()
-        for shard, positions in self._shown.used:
-            for position in positions:
-                shard.follow(position)
+    def _unsettled(self) -> Iterable[tuple[StateShard, Sequence[int]]]:
+        return [*super()._unsettled(), *self._shown.used]
