@@ -34,14 +34,25 @@ FORMS = [
 ]
 
 
+def set_lrs(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = LRS[(step + index) % len(LRS)]
+
+
 class Simulation:
     """The same by one plain optimizer over the true parameters, beside those that gradients are taken at."""
 
     def __init__(self, world_size: int, dtype: torch.dtype, form: AdamState, factor: float) -> None:
         self.world_size, self.factor = world_size, factor
         self.params, self.shown = make_params(dtype), make_params(dtype)
-        self.optimizer = zero_opt.CPUAdamW(self.params, state=form)
-        self.waiting: tuple[list[Tensor | None], float] | None = None
+        self.optimizer = zero_opt.CPUAdamW(self.grouped(), state=form)
+        self.waiting: tuple[list[Tensor | None], int] | None = None
+
+    def grouped(self) -> list[dict[str, Any]]:
+        return [{"params": self.params}]
+
+    def grad_scale(self) -> float:
+        return 1.0
 
     def masters(self) -> list[Tensor]:
         states = self.optimizer.state_dict()["state"]
@@ -49,24 +60,24 @@ class Simulation:
         pairs = zip(masters, self.params, strict=True)
         return [(param.detach().float() if master is None else master).clone() for master, param in pairs]
 
-    def apply(self, grads: list[Tensor | None], lr: float, factor: float) -> None:
+    def apply(self, grads: list[Tensor | None], step: int, factor: float) -> None:
         before = self.masters()
-        self.optimizer.param_groups[0]["lr"] = lr
+        set_lrs(self.optimizer, step)
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
-        self.optimizer.step()
+        self.optimizer.step(grad_scale=self.grad_scale())
         for old, new, shown, param, grad in zip(before, self.masters(), self.shown, self.params, grads, strict=True):
             predicted = grad is not None and factor
             shown.data.copy_(new + factor * (new - old) if predicted else param.detach())
 
     def step(self, step: int, late: bool) -> list[Tensor]:
-        grads, lr = mean_grads(self.shown, step, self.world_size), LRS[step % len(LRS)]
+        grads = mean_grads(self.shown, step, self.world_size)
         if not late:
-            self.apply(grads, lr, 0.0)
+            self.apply(grads, step, 0.0)
             return self.seen()
         if self.waiting is not None:
             self.apply(*self.waiting, self.factor)
-        self.waiting = grads, lr
+        self.waiting = grads, step
         return self.seen()
 
     def flush(self) -> list[Tensor]:
@@ -163,6 +174,85 @@ def test_a_worker_that_is_killed_at_any_time_loses_nothing() -> None:
         return train_ranks(rank, world_size, 40, offload=offload, meanwhile=kill)
 
     assert_as_simulated(run_processes(2, run), _simulated(2, 40, offload))
+
+
+CLIP, MIXED = 34.0, 500
+
+
+def _groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:2], "weight_decay": 0.1},
+        {"params": params[2:], "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6},
+    ]
+
+
+class MixedSimulation(Simulation):
+    """With groups, and gradients clipped to a norm."""
+
+    def __init__(self, world_size: int, dtype: torch.dtype, form: AdamState, factor: float) -> None:
+        super().__init__(world_size, dtype, form, factor)
+        self.scales: list[float] = []
+
+    def grouped(self) -> list[dict[str, Any]]:
+        return _groups(self.params)
+
+    def grad_scale(self) -> float:
+        squares = [param.grad.double().square().sum() for param in self.params if param.grad is not None]
+        norm = torch.stack(squares).sum().sqrt().float()
+        self.scales.append(float(torch.clamp(CLIP / (norm + 1e-6), max=1.0)))
+        return self.scales[-1]
+
+
+def _overflows(step: int) -> bool:
+    return step % 7 == 4
+
+
+def _mixed(rank: int, world_size: int, offload: WorkerOffload) -> Any:
+    params = make_params()
+    optimizer = make(_groups(params), offload=offload, max_grad_norm=CLIP, checks=zero_opt.Checks(nonfinite="skip"))
+    seen = []
+    for step in range(MIXED):
+        set_lrs(optimizer, step)
+        optimizer.zero_grad()
+        backward(params, step, rank)
+        if _overflows(step) and rank == world_size - 1:
+            params[1].backward(torch.full_like(params[1], float("inf")))
+        if step % 97 == 50 + rank:
+            os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+        optimizer.step()
+        seen.append([param.detach().clone() for param in params])
+        if step % 200 == 150:
+            optimizer.flush()
+            seen.append([param.detach().clone() for param in params])
+    optimizer.consolidate_state_dict()
+    seen.append([param.detach().clone() for param in params])
+    state, deaths = optimizer.state_dict()["state"] if rank == 0 else None, worker_of(optimizer).deaths
+    skipped = optimizer.skipped_steps
+    optimizer.close()
+    return seen, state, deaths, skipped
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_many_mixed_steps(world_size: int) -> None:
+    """Clipped, skipped, by a schedule, of two groups, some parameters unused, flushed, and with workers killed."""
+    offload = WorkerOffload(delay=1, warmup_steps=20, prediction=1.3)
+    found = run_processes(world_size, lambda rank, world_size: _mixed(rank, world_size, offload))
+    simulation, expected, made = MixedSimulation(world_size, torch.float32, MASTERS, offload.prediction), [], 0
+    for step in range(MIXED):
+        if _overflows(step):
+            expected.append(simulation.seen())
+        else:
+            expected.append(simulation.step(step, late=made >= offload.warmup_steps))
+            made += 1
+        if step % 200 == 150:
+            expected.append(simulation.flush())
+    expected.append(simulation.flush())
+    assert min(simulation.scales) < 1.0 == max(simulation.scales)
+    for rank, (seen, _, deaths, skipped) in enumerate(found):
+        assert_bitwise(seen, expected, f"rank {rank}")
+        assert deaths > 0
+        assert skipped == MIXED - made
+    assert_bitwise(found[0][1], simulation.optimizer.state_dict()["state"], "state")
 
 
 def test_large_runs_whose_results_go_past_the_caches() -> None:
