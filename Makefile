@@ -9,7 +9,7 @@ RANKS ?= 2
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4
 
-.PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-ranks lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-long test-ranks lint types unit crash soak sanitize bench setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -33,6 +33,10 @@ types: setup
 unit: setup
 	@echo "== pytest"
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 test
+
+# Every case of the tests of which "make test" runs a sample.
+test-long: setup
+	ZERO_OPT_TESTS=long $(BIN)/python -m pytest -n $(JOBS) --dist worksteal test
 
 # Training programs of others, which need packages that nothing else does: in an environment of their own.
 test-clients: $(CLIENTS)/.installed setup

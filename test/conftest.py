@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from test.support.audit import AUDIT
 from test.support.leftovers import left
+from test.support.sampling import left_out
 
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
 # rank also keeps several ranks quick on two cores.
@@ -52,6 +53,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not dist.is_initialized()
     yield
     assert not dist.is_initialized()
+
+
+@pytest.hookimpl(trylast=True)  # what is chosen by name comes first: no more than a sample is kept whole
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a sample of the cases of tests that say so."""
+    out = left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_finish() -> None:

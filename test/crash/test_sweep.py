@@ -43,6 +43,7 @@ def totals() -> Iterator[Totals]:
     )
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Totals, isa: str, scenario: str) -> None:
@@ -57,6 +58,7 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
     print(f"\nsweep {isa} {scenario}: {first}; nested {nested}")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact", "blocks", "halves"))
 def test_a_successor_makes_a_draft_again_from_what_a_kill_leaves(totals: Totals, isa: str, scenario: str) -> None:

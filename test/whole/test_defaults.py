@@ -81,6 +81,7 @@ def _train(rank: int, world_size: int, name: str, default: str, folder: Path) ->
     return [*seen, *(param.detach() for param in params), state["state"]]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_default_device_or_dtype_changes_nothing(name: str, tmp_path: Path) -> None:
     plain, *others = (run_processes(2, _train, name, default, tmp_path) for default in ("", *DEFAULTS))

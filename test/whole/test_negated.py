@@ -65,6 +65,7 @@ def _train(rank: int, world_size: int, name: str, negates: bool, folder: Path) -
     return found
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_negated_gradients_and_state_are_their_values(name: str, world_size: int, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import zero_opt
 from test.support.machine import ALONE, CLASSES, REDUCTIONS, How, Operation, check_script
 
-SCRIPTS = int(os.environ.get("ZERO_OPT_SOAK", "900"))
+SCRIPTS = int(os.environ.get("ZERO_OPT_SOAK", "450"))
 LONG_IN = 30
 
 

@@ -58,6 +58,7 @@ def outcome(variant: Variant, make: Make) -> list[Any] | Exception:
     return [returned, [param.grad for param in params], *facts(optimizer, params)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own code
 @pytest.mark.parametrize("name", INFOS)
 def test_every_variant_is_the_plain_class(name: str) -> None:

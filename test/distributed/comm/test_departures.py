@@ -84,6 +84,7 @@ def _one_leaves(rank: int, world_size: int, place: str, how: str, call: str) -> 
     return said
 
 
+@pytest.mark.sampled(9)
 @places
 @world_sizes
 @pytest.mark.parametrize("how", WAYS)
@@ -264,6 +265,7 @@ def _one_is_killed_whose_child_lives(rank: int, world_size: int, folder: str, ca
     return first, _lost_in(optimizer.state_dict), int(pids[1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("call", UNBROKEN)
 def test_a_killed_rank_is_noticed_whose_child_holds_its_connections(call: str, tmp_path: Path) -> None:
     folder = tmp_path / "running"

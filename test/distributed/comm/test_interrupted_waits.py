@@ -102,6 +102,7 @@ def test_a_wait_that_is_left_is_the_last(first: str, second: str, how: str) -> N
     _require(run_processes(2, _one_is_interrupted, "agreement", how, first, second, True), how)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("place", ["shared memory", "messages", "background"])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -189,6 +190,7 @@ def _raise(how: str) -> None:
     raise HOWS[how]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("first", "moment"), [(call, moment) for call, (_, moments) in STRUCK.items() for moment in moments]

@@ -107,6 +107,7 @@ MODES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("mode", "script"),
     [
@@ -141,6 +142,7 @@ def _train_compact(
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "offload",
     [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1), zero_opt.WorkerOffload(threads=1, speculate=True)],

@@ -97,6 +97,7 @@ def _twice(rank: int, world_size: int, reduction: Any, offload: Any, anew: str) 
     return [[param.detach() for param in params], norms]
 
 
+@pytest.mark.sampled(9)
 @EACH
 @pytest.mark.parametrize(
     "offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["no", "host", "worker"]

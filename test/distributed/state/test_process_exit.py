@@ -163,6 +163,7 @@ def ended(folder: Path) -> Any:
     return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN, **ENDS_EARLY}, folder)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", IN_ORDER)
 def test_a_process_that_is_over_is_asked(how: str, ended: Any, folder: Path) -> None:
     for code, said, _ in ended[how].values():

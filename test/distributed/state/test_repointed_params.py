@@ -127,6 +127,7 @@ def _save_and_load(rank: int, world_size: int, name: str, folder: Path) -> None:
     optimizer.close()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [(size, name) for name in PLACES for size in (1, 2) if size == 2 or name not in ("device", "whole", "overlapped")],

@@ -188,6 +188,7 @@ def _load_alone(folder: str, case: Case) -> Any:
     return optimizer.state_dict()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [ADAM, SGD, PLAIN_SGD, ADAGRAD, NADAM, ADAFACTOR],

@@ -95,6 +95,7 @@ def _failing(path: Path, faults: Faults | None, fault: tuple[str, int, int] | No
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_which_a_transfer_fails_is_taken_up_again(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

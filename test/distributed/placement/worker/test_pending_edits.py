@@ -83,6 +83,7 @@ def _edit_state(rank: int, world_size: int, name: str | None, by_step: bool, ran
         return _go_on(optimizer, params, rank)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "by_step"), [*((name, False) for name in EDITS), ("value replaced", True), ("all dropped", True)]
 )

@@ -104,6 +104,7 @@ def _simulated(
     return [*seen, simulation.flush()], simulation.optimizer.state_dict()["state"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("world_size", "dtype", "factor"),
     [

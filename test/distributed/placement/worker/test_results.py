@@ -85,6 +85,7 @@ def _train(rank: int, world_size: int, late: bool, offload: Any, dtype: torch.dt
     return [*found, *(param.detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("world_size", "offload", "dtype", "reduction"),
     [
